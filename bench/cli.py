@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
-from dct_parallel.rows.transfer import ROW_FORMATS
+from dct_parallel.formats import ROW_FORMATS
 from examples.dlrm.errors import UsageError
 
 __all__ = ["UsageError"]  # raised by the click model's reader as well

@@ -3,7 +3,7 @@
 The ops live in `torch.ops.dct`; the functions here are the same ops behind argument checks.
 """
 
-from . import _schemas, _load, _fakes, _autograd  # noqa: F401, I001  (registration order)
+from . import _autograd, _load  # noqa: F401  (registers)
 
 _load.setup()
 

@@ -6,140 +6,108 @@ backward message is k values per row and no positions (DCT, arXiv 2010.08899: on
 Quantized rows have no gradient, because their bytes are integers.
 """
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
-from . import checks
-from ._schemas import OPS, library
-
-
-def _save_width(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, positions = inputs[0], output[1] if isinstance(output, tuple) else inputs[1]
-    ctx.save_for_backward(positions)
-    ctx.width, ctx.dtype = x.shape[1], x.dtype
+from . import _torch, checks
+from ._ops import OPS, library
+from ._torch import AFTER_INPLACE, BelowInplace, DispatchKeySet, Op
 
 
-def _save_k(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    values, positions, _, _ = inputs
-    ctx.save_for_backward(positions)
-    ctx.k, ctx.dtype = values.shape[1], values.dtype
+class _RowOp(_torch.SingleLevelFunction):
+    """A row op whose first argument requires grad, differentiated one level.
 
-
-# Incoming gradients may be expanded views (of a sum, say): the ops take contiguous tensors.
-def _row_pack_backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-    (positions,) = ctx.saved_tensors
-    unpack = torch.ops.dct.row_unpack.default
-    return unpack(grad_values.contiguous(), positions, ctx.width, ctx.dtype), None, None
-
-
-def _row_gather_backward(ctx: Any, grad_values: Tensor) -> tuple[Tensor, None, None, None]:
-    (positions,) = ctx.saved_tensors
-    unpack = torch.ops.dct.row_unpack.default
-    return unpack(grad_values.contiguous(), positions, ctx.width, ctx.dtype), None, None, None
-
-
-def _row_unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    (positions,) = ctx.saved_tensors
-    gather = torch.ops.dct.row_gather.default
-    return gather(grad.contiguous(), positions, ctx.k, ctx.dtype), None, None, None
-
-
-def _differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
-    """Register a formula, not by torch.library.register_autograd, which torch.func refuses.
-
-    There the dispatcher calls this kernel once per transform, so it differentiates one level.
+    Not torch.library.register_autograd, which torch.func refuses: the dispatcher calls the kernel
+    below once per transform.
     """
-    op = getattr(torch.ops.dct, name).default
 
-    def below(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        with torch.enable_grad():  # which autograd has ended here, for a transform further out
-            output = below(keyset, *args)
-        setup(ctx, args, output)
+    @staticmethod
+    def forward(ctx: Any, keyset: DispatchKeySet, op: Op, x: Tensor, *args: Any) -> Any:
+        # Autograd disabled grad mode; an outer transform needs it.
+        with torch.enable_grad(), BelowInplace():
+            output = op.redispatch(keyset & AFTER_INPLACE, x, *args)
+        ctx.save_for_backward(output[1] if op is _PACK else args[0])
+        ctx.op, ctx.size, ctx.dtype = op, x.shape[1], x.dtype
         return output
 
-    def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *backward(ctx, *grads)
-
-    members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
-    function: Any = type(f"dct_{name}", (_SingleLevelFunction,), members)
-
-    def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
-            return below(keyset, *args)
-        with enable_single_level_autograd_function():
-            return function.apply(keyset, *args)
-
-    library.impl(name, kernel, "Autograd", with_keyset=True)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        (positions,) = ctx.saved_tensors
+        back = _GATHER if ctx.op is _UNPACK else _UNPACK
+        # An incoming gradient may be an expanded view (of a sum, say). Ops take contiguous tensors.
+        moved = back(grad.contiguous(), positions, ctx.size, ctx.dtype)
+        return None, None, moved, None, None, None
 
 
-for _name, _backward, _setup in (
-    ("row_pack", _row_pack_backward, _save_width),
-    ("row_gather", _row_gather_backward, _save_width),
-    ("row_unpack", _row_unpack_backward, _save_k),
-):
-    _differentiate(_name, _backward, _setup)
+def _differentiate(op: Op) -> None:
+    redispatch = _torch.redispatch_of(op)
+
+    def kernel(keyset: DispatchKeySet, *args: Any) -> Any:
+        if _torch.forward_mode_is_on():
+            _refuse_tangents(op, args)
+        if not (torch.is_grad_enabled() and _torch.any_requires_grad(*args)):
+            with BelowInplace():
+                return redispatch(keyset & AFTER_INPLACE, *args)
+        with _torch.enable_single_level_autograd_function():
+            return _RowOp.apply(keyset, op, *args)  # type: ignore[attr-defined]
+
+    library.impl(op, kernel, "Autograd", with_keyset=True)
 
 
-def _has_tangent(value: object) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return False
-    # Inside torch.func.jvp, whose wrapped tensors do not show theirs to an op.
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
-    return wrapped or forward_ad.unpack_dual(value).tangent is not None
-
-
-def _guard(name: str) -> None:
+def _guard(op: Op) -> None:
     """Before the kernel: refuse uses that autograd would silently get wrong, and count writes.
 
     Torch asks a formula about forward mode only if a tensor requires grad, and it does not know
     which arguments an op made by define + impl writes.
     """
-    op = getattr(torch.ops.dct, name).default  # which also makes dir(torch.ops.dct) list it
-    arguments = op._schema.arguments
-    written = [
-        index
-        for index, argument in enumerate(arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    infos = [argument.alias_info for argument in op._schema.arguments]
+    written = [i for i, info in enumerate(infos) if info is not None and info.is_write]
+    redispatch = _torch.redispatch_of(op)
 
-    def guarded(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if forward_ad._current_level >= 0:
-            for argument, value in zip(arguments, args, strict=False):
-                if _has_tangent(value):
-                    rule = "no tangent, because the op has no forward-mode derivative"
-                    checks.fail(name, argument.name, rule, "one", verb="have")
+    def kernel(keyset: DispatchKeySet, *args: Any) -> Any:
+        if _torch.forward_mode_is_on():
+            _refuse_tangents(op, args)
         for index in written:
-            if args[index] is None:
-                continue
-            if args[index].requires_grad and torch.is_grad_enabled():
+            tensor = args[index]
+            if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
                 rule = "require grad outside torch.no_grad(), because the op writes to it"
-                checks.fail(name, arguments[index].name, rule, "requires_grad=True", verb="not")
-            torch.autograd.graph.increment_version(args[index])
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            below = keyset & torch._C._after_ADInplaceOrView_keyset
-            return op.redispatch(below, *args, **kwargs)
+                _fail(op, index, rule, "requires_grad=True", "not")
+        for index in written:
+            if args[index] is not None:
+                _torch.increment_versions((args[index],))
+        with BelowInplace():
+            return redispatch(keyset & AFTER_INPLACE, *args)
 
-    def refuse_vmap(
-        info: object, in_dims: tuple[int | None, ...], *args: object, **kwargs: object
-    ) -> NoReturn:
+    def refuse_vmap(info: object, in_dims: tuple[int | None, ...], *args: object) -> NoReturn:
         batched = next(index for index, dim in enumerate(in_dims) if dim is not None)
         rule = "a single tensor, because torch.vmap cannot batch an op that writes to it"
-        checks.fail(name, arguments[batched].name, rule, "a batch")
+        _fail(op, batched, rule, "a batch", "be")
 
-    library.impl(name, guarded, "ADInplaceOrView", with_keyset=True)
+    library.impl(op, kernel, "ADInplaceOrView", with_keyset=True)
     if written:
-        torch.library.register_vmap(f"dct::{name}", refuse_vmap, lib=library)
+        torch.library.register_vmap(op, refuse_vmap, lib=library)
 
 
-for _name in OPS:
-    _guard(_name)
+def _refuse_tangents(op: Op, args: tuple[Any, ...]) -> None:
+    for index, value in enumerate(args):
+        # The tensors inside torch.func.jvp are wrapped, and do not show their tangents to an op.
+        if isinstance(value, Tensor) and (
+            _torch.is_wrapped(value) or forward_ad.unpack_dual(value).tangent is not None
+        ):
+            rule = "no tangent, because the op has no forward-mode derivative"
+            _fail(op, index, rule, "one", "have")
+
+
+def _fail(op: Op, index: int, rule: str, got: str, verb: str) -> NoReturn:
+    name = op.name().removeprefix("dct::")
+    checks.fail(name, op._schema.arguments[index].name, rule, got, verb=verb)
+
+
+_PACK, _GATHER, _UNPACK = (
+    getattr(torch.ops.dct, name).default for name in ("row_pack", "row_gather", "row_unpack")
+)
+for _op in (getattr(torch.ops.dct, name).default for name in OPS):
+    (_differentiate if _op in (_PACK, _GATHER, _UNPACK) else _guard)(_op)

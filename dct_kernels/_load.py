@@ -16,15 +16,18 @@ from typing import Any
 
 import torch
 
-from . import _contract, reference
-from ._schemas import OPS, library
+from . import _torch, reference
+from ._ops import CHECKS, OPS, SCHEMAS_DIGEST, library
 
 BACKENDS = ("eager", "cpp", "cuda", "triton")
 REQUESTED = os.environ.get("DCT_BACKEND")
 
-_KEYS = {"cpp": "CPU", "cuda": "CUDA"}
-_LIBRARIES = {"cpp": "_C", "cuda": "_cuda"}
+_COMPILED = {"CPU": "cpp", "CUDA": "cuda"}  # backends, by the dispatch keys of their kernels
 _PACKAGE = Path(__file__).parent
+_FILES = {
+    backend: next(_PACKAGE.glob(f"{library}.*so"), None)
+    for backend, library in (("cpp", "_C"), ("cuda", "_cuda"))
+}
 _missing: dict[str, str] = {}  # backend -> why this process does not have it
 
 
@@ -35,8 +38,7 @@ def available() -> dict[str, str]:
 
 def built_with() -> dict[str, str]:
     """{backend: torch that its library was built against}, of those that are there."""
-    files = {backend: _file_of(backend) for backend in _LIBRARIES}
-    return {backend: _built_with(file) for backend, file in files.items() if file is not None}
+    return {backend: _built_with(file)[0] for backend, file in _FILES.items() if file is not None}
 
 
 def backend_of(device: torch.device | str) -> str:
@@ -51,8 +53,8 @@ def backend_of(device: torch.device | str) -> str:
     'cpp'
     """
     key = torch.device(device).type.upper()
-    compiled = {key: name for name, key in _KEYS.items()}.get(key)
-    if compiled is None or not _has_kernel(key):
+    compiled = _COMPILED.get(key)
+    if compiled is None or not _torch.has_kernel("dct::mask_pack", key):
         return "eager"
     return "triton" if compiled in _missing else compiled
 
@@ -61,19 +63,20 @@ def setup() -> None:
     """Load the compiled kernels and register the eager ones. Called once, on import."""
     if REQUESTED not in (None, *BACKENDS):
         raise ImportError(f"DCT_BACKEND must be one of {', '.join(BACKENDS)}, got {REQUESTED!r}")
-    _load_extension()
+    for backend, file in _FILES.items():
+        if reason := _why_not_loaded(backend, file):
+            _missing[backend] = reason
     _register_triton()
     if REQUESTED in (None, "eager"):
         for name in OPS:
             library.impl(name, checked(reference, name), "CompositeExplicitAutograd")
-    reason = available()[REQUESTED] if REQUESTED else ""
-    if reason:
+    if REQUESTED and (reason := available()[REQUESTED]):
         raise ImportError(f"DCT_BACKEND={REQUESTED}, but that backend is not available: {reason}")
 
 
 def checked(backend: object, name: str) -> Callable[..., Any]:
-    """An op of a backend in Python, which gets only arguments that keep to the contract."""
-    check, op = getattr(_contract, name), getattr(backend, name)
+    """An op of a backend in Python, which gets only arguments that pass its checks."""
+    check, op = CHECKS[name], getattr(backend, name)
 
     def checked_op(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
@@ -82,20 +85,9 @@ def checked(backend: object, name: str) -> Callable[..., Any]:
     return checked_op
 
 
-def _load_extension() -> None:
-    for backend in _LIBRARIES:
-        reason = _why_not_loaded(backend, _file_of(backend))
-        if reason:
-            _missing[backend] = reason
-
-
-def _file_of(backend: str) -> Path | None:
-    return next(_PACKAGE.glob(f"{_LIBRARIES[backend]}.*so"), None)
-
-
 def _why_not_loaded(backend: str, file: Path | None) -> str:
     """Load the library: the reason why it cannot be, or ""."""
-    if REQUESTED not in (None, *_LIBRARIES):
+    if REQUESTED not in (None, *_FILES):
         return f"DCT_BACKEND={REQUESTED}"
     if file is None:
         without = "the extension was built without CUDA kernels"
@@ -103,12 +95,16 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
     cuda = torch.version.cuda
     if backend == "cuda" and cuda is None:
         return "this torch was built without CUDA"
+    built_with = "unknown"
     try:
+        built_with, schemas = _built_with(file)
+        if schemas != SCHEMAS_DIGEST and built_with != "unknown":  # it would misread arguments
+            return f"{file.name} was compiled for other schemas of the ops: build it again"
         if backend == "cuda" and not _is_for_cuda(file, cuda):
             return f"{file.name} is for another CUDA version than torch's ({cuda})"
         torch.ops.load_library(file)
     except OSError as error:  # a different torch or libstdc++: the eager kernels still work
-        return f"{file.name}, built with torch {_built_with(file)}, does not load: {error}"
+        return f"{file.name}, built with torch {built_with}, does not load: {error}"
     return ""
 
 
@@ -118,13 +114,11 @@ def _is_for_cuda(file: Path, version: str | None) -> bool:
     return runtime.encode() in file.read_bytes()
 
 
-def _built_with(file: Path) -> str:
-    """The torch that it was built against, from csrc/bindings/built_with.cpp."""
-    try:
-        found = re.search(rb"dct_kernels built with torch ([\w.+]+)", file.read_bytes())
-    except OSError:
-        found = None
-    return found[1].decode() if found else "unknown"
+def _built_with(file: Path) -> tuple[str, str]:
+    """The torch that it was built against and its schemas, from csrc/bindings/built_with.cpp."""
+    text = rb"dct_kernels built with torch ([\w.+]+)(?: for schemas (\w+))?"
+    found = re.search(text, file.read_bytes())
+    return (found[1].decode(), (found[2] or b"").decode()) if found else ("unknown", "")
 
 
 def _why_no_extension() -> str:
@@ -132,11 +126,6 @@ def _why_no_extension() -> str:
     if (checkout / "setup.py").exists():
         return f"nothing is compiled in this checkout, {checkout}: leave it, or build in place"
     return f"nothing is compiled in {_PACKAGE}: install again without DCT_BUILD=0"
-
-
-def _has_kernel(key: str) -> bool:
-    """Whether the ops have a kernel of their own, not eager's, for a dispatch key."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key("dct::mask_pack", key)
 
 
 def _register_triton() -> None:

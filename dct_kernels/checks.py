@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
+
+from . import _torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -79,7 +80,8 @@ def require_tensor(
     """`tensor` is contiguous, of one of `dtypes` and `dims`, on the device of the tensor `like`."""
     if not isinstance(tensor, torch.Tensor):
         fail(op, arg, "a tensor", _kind(tensor), TypeError)
-    if tensor.layout is not torch.strided:
+    # Dynamo does not read the layout of a tensor in the backward pass of an autograd.Function.
+    if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:
         fail(op, arg, "dense", str(tensor.layout).removeprefix("torch."), TypeError)
     if tensor.dtype not in dtypes:
         fail(op, arg, _names(dtypes), tensor.dtype, TypeError)
@@ -111,32 +113,33 @@ def memory(
     op: str,
     written: Mapping[str, torch.Tensor],
     read: Mapping[str, torch.Tensor | None],
-    aligned: tuple[str, torch.Tensor] | None = None,
+    aligned: Sequence[str] = (),
 ) -> None:
-    """Check that written tensors share no memory, and that `aligned` starts at 16 bytes."""
+    """Check that written tensors share no memory, and that those `aligned` start at 16 bytes."""
     given = [(name, tensor) for name, tensor in {**written, **read}.items() if tensor is not None]
     if torch.compiler.is_compiling() or not all(_has_memory(tensor) for _, tensor in given):
         return
-    if aligned is not None and aligned[1].data_ptr() % 16:
-        fail(op, aligned[0], "16-byte aligned", f"address % 16 = {aligned[1].data_ptr() % 16}")
-    tensors = [(name, tensor) for name, tensor in given if tensor.numel()]
-    for index, (name, tensor) in enumerate(tensors):
-        for other_name, other in tensors[index + 1 :]:
-            if (name in written or other_name in written) and (shared := _overlap(tensor, other)):
-                fail(op, other_name, f"no memory with {name}", f"{shared} bytes", verb="share")
+    spans = []
+    for name, tensor in given:
+        start, nbytes = tensor.data_ptr(), tensor.nbytes
+        if name in aligned and start % 16:
+            fail(op, name, "16-byte aligned", f"address % 16 = {start % 16}")
+        if nbytes:
+            spans.append((name, tensor.device, start, start + nbytes))
+    for index, (name, device, start, end) in enumerate(spans):
+        if name not in written:
+            break  # and the tensors after it are only read
+        for other, other_device, other_start, other_end in spans[index + 1 :]:
+            shared = min(end, other_end) - max(start, other_start)
+            if shared > 0 and device == other_device:
+                fail(op, other, f"no memory with {name}", f"{shared} bytes", verb="share")
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Unlike meta and fake tensors, and those that transforms such as torch.vmap wrap."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return not (tensor.is_meta or wrapped or is_fake(tensor))
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> int:
-    """The bytes that both tensors share."""
-    start_a, start_b = a.data_ptr(), b.data_ptr()
-    shared = min(start_a + a.nbytes, start_b + b.nbytes) - max(start_a, start_b)
-    return max(shared, 0) if a.device == b.device else 0
+    if tensor.is_meta or _torch.is_wrapped(tensor) or _torch.is_functional(tensor):
+        return False
+    return type(tensor) is torch.Tensor or not _torch.is_fake(tensor)  # which takes a microsecond
 
 
 def _name(dtype: torch.dtype) -> str:

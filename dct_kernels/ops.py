@@ -26,7 +26,7 @@ docs/reference/ops.md has the details.
 import torch
 from torch import Tensor
 
-from . import _contract
+from . import _ops
 
 
 def sample_threshold(
@@ -66,9 +66,9 @@ def sample_threshold(
     >>> sample_threshold(torch.arange(10.0), torch.zeros(10), density=0.2)
     tensor([8.])
     """
-    args = (grad, residual, density, ranges, max_samples, seed, inv_scale)
-    _contract.sample_threshold(*args)
-    threshold: Tensor = torch.ops.dct.sample_threshold.default(*args)
+    threshold: Tensor = _ops.sample_threshold(
+        grad, residual, density, ranges, max_samples, seed, inv_scale
+    )
     return threshold
 
 
@@ -117,9 +117,7 @@ def mask_pack(
     >>> residual, seen
     (tensor([0.1000, 0.0000, 0.2000, 0.0000]), tensor([2], dtype=torch.int32))
     """
-    args = (residual, grad, threshold, payload, seen, capacity, value_dtype, inv_scale)
-    _contract.mask_pack(*args)
-    torch.ops.dct.mask_pack.default(*args)
+    _ops.mask_pack(residual, grad, threshold, payload, seen, capacity, value_dtype, inv_scale)
 
 
 def scatter_unpack(
@@ -158,9 +156,7 @@ def scatter_unpack(
     >>> scatter_unpack(payload, torch.empty(4), 2, torch.float32)  # zeros are no header
     tensor([1], dtype=torch.int32)
     """
-    args = (payloads, out, capacity, value_dtype, scale, out_scale)
-    _contract.scatter_unpack(*args)
-    status: Tensor = torch.ops.dct.scatter_unpack.default(*args)
+    status: Tensor = _ops.scatter_unpack(payloads, out, capacity, value_dtype, scale, out_scale)
     return status
 
 
@@ -204,9 +200,7 @@ def quantize_pack(
     >>> residual
     tensor([0.0000, 0.2500])
     """
-    args = (residual, grad, payload, format, inv_scale)
-    _contract.quantize_pack(*args)
-    torch.ops.dct.quantize_pack.default(*args)
+    _ops.quantize_pack(residual, grad, payload, format, inv_scale)
 
 
 def dequantize_sum(
@@ -242,9 +236,7 @@ def dequantize_sum(
     >>> dequantize_sum(payload, torch.empty(4), "int8")  # zeros are no header
     tensor([1], dtype=torch.int32)
     """
-    args = (payloads, out, format, scale, out_scale)
-    _contract.dequantize_sum(*args)
-    status: Tensor = torch.ops.dct.dequantize_sum.default(*args)
+    status: Tensor = _ops.dequantize_sum(payloads, out, format, scale, out_scale)
     return status
 
 
@@ -275,9 +267,7 @@ def dequantize_sum_pack(
     >>> dequantize_sum_pack(payloads, torch.zeros(4), torch.empty_like(payloads[0]), "int8")
     tensor([1], dtype=torch.int32)
     """
-    args = (payloads, residual, payload, format, scale)
-    _contract.dequantize_sum_pack(*args)
-    status: Tensor = torch.ops.dct.dequantize_sum_pack.default(*args)
+    status: Tensor = _ops.dequantize_sum_pack(payloads, residual, payload, format, scale)
     return status
 
 
@@ -305,8 +295,7 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
     >>> row_pack(torch.tensor([[0.0, -2.0, 1.0, 3.0]]), 2, torch.float32)
     (tensor([[-2.,  3.]]), tensor([[10]], dtype=torch.uint8))
     """
-    _contract.row_pack(x, k, value_dtype)
-    packed: tuple[Tensor, Tensor] = torch.ops.dct.row_pack.default(x, k, value_dtype)
+    packed: tuple[Tensor, Tensor] = _ops.row_pack(x, k, value_dtype)
     return packed
 
 
@@ -335,8 +324,7 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
     ...            torch.float32)
     tensor([[5., 7.]])
     """
-    _contract.row_gather(x, positions, k, value_dtype)
-    values: Tensor = torch.ops.dct.row_gather.default(x, positions, k, value_dtype)
+    values: Tensor = _ops.row_gather(x, positions, k, value_dtype)
     return values
 
 
@@ -364,8 +352,7 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
     ...            torch.float32)
     tensor([[0., 5., 0., 7.]])
     """
-    _contract.row_unpack(values, positions, width, dtype)
-    dense: Tensor = torch.ops.dct.row_unpack.default(values, positions, width, dtype)
+    dense: Tensor = _ops.row_unpack(values, positions, width, dtype)
     return dense
 
 
@@ -399,8 +386,7 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
     >>> row_quantize(torch.tensor([[0.0, -2.0, 1.0, 7.0]]), "int4")
     tensor([[224, 113, 128,  63]], dtype=torch.uint8)
     """
-    _contract.row_quantize(x, format)
-    rows: Tensor = torch.ops.dct.row_quantize.default(x, format)
+    rows: Tensor = _ops.row_quantize(x, format)
     return rows
 
 
@@ -428,6 +414,5 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
     ...                torch.float32)
     tensor([[ 0., -2.,  1.,  7.]])
     """
-    _contract.row_dequantize(rows, width, format, dtype)
-    dense: Tensor = torch.ops.dct.row_dequantize.default(rows, width, format, dtype)
+    dense: Tensor = _ops.row_dequantize(rows, width, format, dtype)
     return dense

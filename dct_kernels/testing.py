@@ -6,7 +6,7 @@ import torch
 
 from . import reference
 from ._load import available, checked
-from ._schemas import OPS
+from ._ops import OPS
 
 __all__ = ["available", "backends"]
 

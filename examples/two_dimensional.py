@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from dct_embeddings import MomentumScaledRowWiseAdagrad, ReplicaSync, plan_shards
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange.settings import FORMATS
-from dct_parallel.rows.transfer import ROW_FORMATS
+from dct_parallel.formats import ROW_FORMATS
 from dlrm import progress, report
 from dlrm.arguments import count, fraction, make_parser, positive
 from dlrm.comparison import describe, make_console, run_program

@@ -97,6 +97,31 @@ def test_no_private_name_crosses_a_package():
             assert not (private and foreign), f"{user} imports {'.'.join(parts)}"
 
 
+def _private_names_of_torch(tree):
+    for source, name in _imports(tree):
+        parts = [*(source or "").split("."), name or ""]
+        if parts[0] == "torch" and any(part.startswith("_") for part in parts):
+            yield ".".join(parts)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            public = node.attr.startswith(("__", "_foreach_"))
+            if isinstance(root, ast.Name) and root.id in ("torch", "dist") and not public:
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("package", ["dct_kernels", "dct_parallel"])
+def test_private_names_of_torch_stand_in_one_file(package):
+    users = {
+        name: found
+        for name, (_, tree) in MODULES.items()
+        if name.partition(".")[0] == package and (found := [*_private_names_of_torch(tree)])
+    }
+    assert users.keys() == {f"{package}._torch"}, users
+
+
 def test_a_wheel_holds_every_module(tmp_path):
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = ["wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path, ROOT]

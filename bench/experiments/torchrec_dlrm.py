@@ -45,7 +45,7 @@ from bench.network.methods import START_STEP
 from dct_embeddings import plan_shards
 from dct_embeddings.torchrec import compress_dense, qcomm_codecs
 from dct_parallel import DCTState, RowFormat
-from dct_parallel.rows.transfer import ROW_FORMATS
+from dct_parallel.formats import ROW_FORMATS
 from examples.dlrm.data import dataset
 from examples.dlrm.data.features import INTS
 

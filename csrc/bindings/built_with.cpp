@@ -1,8 +1,9 @@
-// dct_kernels/_load.py reads this text in the file, also where the library does not load.
+// dct_kernels/_load.py reads this text in the file, even if the library does not load, and refuses
+// a library whose digest is not that of the schemas in dct_kernels/_ops.py.
 
 #include <torch/headeronly/version.h>
 
 extern "C" {
 __attribute__((used, visibility("hidden"))) extern const char dct_built_with[] =
-    "dct_kernels built with torch " TORCH_VERSION;
+    "dct_kernels built with torch " TORCH_VERSION " for schemas b687d6df";
 }

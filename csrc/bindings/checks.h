@@ -1,6 +1,6 @@
 #pragma once
 
-// The rules that several ops have, as contract.cpp applies them.
+// The rules that several ops have, as ops.cpp applies them.
 
 #include <torch/csrc/stable/tensor.h>
 
@@ -8,17 +8,21 @@
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "../common/payload.h"
 #include "../common/quantized_payload.h"
+#include "../common/row_formats.h"
 #include "../common/rows.h"
-#include "contract.h"
 
 namespace dct {
 
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 using ScalarTypes = std::initializer_list<ScalarType>;
 
 constexpr ScalarTypes kFloats = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
@@ -41,17 +45,18 @@ struct NamedTensor {
   const Tensor* tensor;  // null if absent
 };
 
-class Checks {
- public:
-  // All tensors must be on the device of `like`.
-  Checks(const char* op, const Tensor& like) : op_(op), device_(like.device()) {}
+struct Checks {
+  Checks(const char* op, const Tensor& like) : op(op), like(like) {}
+
+  const char* op;
+  const Tensor& like;  // all tensors must be on its device
 
   // Not STD_TORCH_CHECK, which puts the source file in front of the text. Nor a stream: writing an
   // integer to one crashes in a process that has loaded another C++ library than we were built
   // with.
   [[noreturn]] void fail(const std::string& arg, const std::string& rule,
                          const std::string& got) const {
-    throw std::runtime_error(std::string("dct::") + op_ + ": " + arg + " must " + rule + ", got " +
+    throw std::runtime_error(std::string("dct::") + op + ": " + arg + " must " + rule + ", got " +
                              got);
   }
 
@@ -80,19 +85,19 @@ class Checks {
                        Interval numel = kAny) const {
     const DType dtype = require_dtype(arg, tensor.scalar_type(), dtypes);
     require_in(arg, ".dim()", tensor.dim(), dims);
-    if (tensor.device() != device_) fail(arg, "be on " + name(device_), name(tensor.device()));
+    if (tensor.device() != like.device()) {
+      fail(arg, "be on " + name(like.device()), name(tensor.device()));
+    }
     if (!tensor.is_contiguous()) fail(arg, "be contiguous", "other strides");
     require_in(arg, ".numel()", tensor.numel(), numel);
     return dtype;
   }
 
-  // Returns the tensor's data, or null if it is absent.
-  template <typename T>
-  const T* require_optional(const char* arg, const OptionalTensor& tensor, ScalarType dtype,
-                            Interval dims, Interval numel) const {
-    if (!tensor.has_value()) return nullptr;
-    require_tensor(arg, *tensor, {dtype}, dims, numel);
-    return tensor->const_data_ptr<T>();
+  // Returns the address of the scale, or null if it is absent.
+  const float* require_scale(const char* arg, const OptionalTensor& scale) const {
+    if (!scale.has_value()) return nullptr;
+    require_tensor(arg, *scale, {ScalarType::Float}, {0, 1}, 1);
+    return scale->const_data_ptr<float>();
   }
 
   // Checks payloads [.., nbytes] and returns their number of ranges.
@@ -185,9 +190,6 @@ class Checks {
                     start_b + b.numel() * b.element_size()) -
            std::max(start_a, start_b);
   }
-
-  const char* op_;
-  torch::stable::Device device_;
 };
 
 }  // namespace dct

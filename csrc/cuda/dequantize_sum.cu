@@ -60,7 +60,7 @@ cudaError_t dequantize_sum(const DequantizeSumArgs& args, cudaStream_t stream) {
   const bool aligned = is_aligned(args.out, kVectorElements * item);
   return dispatch(args.format, [&](auto format) {
     constexpr PayloadFormat kFormat = decltype(format)::value;
-    return launch_sum<kFormat>(dequantize_sum_kernel<kFormat>, args, blocks, aligned, stream);
+    return launch_sum<kFormat, dequantize_sum_kernel<kFormat>>(args, blocks, aligned, stream);
   });
 }
 

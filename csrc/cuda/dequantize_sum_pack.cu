@@ -61,7 +61,7 @@ cudaError_t dequantize_sum_pack(const DequantizeSumPackArgs& args, cudaStream_t 
   const bool aligned = is_aligned(args.residual, kVectorElements * sizeof(float));
   return dispatch(args.format, [&](auto format) {
     constexpr PayloadFormat kFormat = decltype(format)::value;
-    return launch_sum<kFormat>(dequantize_sum_pack_kernel<kFormat>, args, blocks, aligned, stream);
+    return launch_sum<kFormat, dequantize_sum_pack_kernel<kFormat>>(args, blocks, aligned, stream);
   });
 }
 

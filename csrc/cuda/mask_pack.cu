@@ -11,10 +11,10 @@
 // the headers. No block waits for another.
 #include <limits>
 
+#include "detail/device.cuh"
 #include "detail/elements.cuh"
 #include "detail/launch.cuh"
 #include "detail/range_tiles.cuh"
-#include "detail/warp.cuh"
 #include "kernels.cuh"
 
 namespace dct::cuda {

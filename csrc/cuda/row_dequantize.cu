@@ -4,10 +4,9 @@
 // shared memory, one per byte, and written to the output by vectors. Rows have no alignment, so
 // loads are of single bytes, but several are in flight: with one at a time, int8 was a quarter
 // slower than a copy (measured on an H100; a tenth since).
+#include "detail/device.cuh"
 #include "detail/launch.cuh"
 #include "detail/row_codes.cuh"
-#include "detail/vectors.cuh"
-#include "detail/warp.cuh"
 #include "kernels.cuh"
 
 namespace dct::cuda {

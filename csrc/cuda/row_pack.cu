@@ -4,9 +4,9 @@
 // that exactly k keys reach. The search ends as soon as one is found; if equal keys prevent that,
 // the lowest columns win. The selection is one bit per column, and only these bits are rearranged
 // from striped to blocked order, not the keys. Wide rows: detail/row_pack_wide.cuh.
+#include "detail/device.cuh"
 #include "detail/launch.cuh"
 #include "detail/row_pack_wide.cuh"
-#include "detail/vectors.cuh"
 #include "kernels.cuh"
 
 namespace dct::cuda {

@@ -3,11 +3,10 @@
 // A narrow row is held in registers by 4, 8, 16 or 32 lanes. Its codes are staged in shared memory,
 // one per byte, packed there, and copied out by vectors for the whole block, since rows have no
 // alignment. A wide row is read in several passes by a block, all but the first from the cache.
+#include "detail/device.cuh"
 #include "detail/launch.cuh"
 #include "detail/row_codes.cuh"
 #include "detail/row_quantize_wide.cuh"
-#include "detail/vectors.cuh"
-#include "detail/warp.cuh"
 #include "kernels.cuh"
 
 namespace dct::cuda {

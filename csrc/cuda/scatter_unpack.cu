@@ -127,16 +127,12 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
 template <typename Value, typename Out>
 cudaError_t run(const ScatterUnpackArgs& args, cudaStream_t stream) {
   const RangeTiles blocks(args.numel, args.ranges, kBlock);
-  const auto kernel = scatter_unpack_kernel<Value, Out>;
-  const cudaError_t opted_in =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSumBytes);
-  if (opted_in != cudaSuccess) return opted_in;
-  const cudaError_t carved = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  if (carved != cudaSuccess) return carved;
+  constexpr auto kKernel = scatter_unpack_kernel<Value, Out>;
+  const cudaError_t allowed = allow_shared_bytes<kKernel>(kSumBytes);
+  if (allowed != cudaSuccess) return allowed;
   const PayloadLayout layout =
       payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges);
-  return launch(kernel, blocks.total, Policy::kThreads, kSumBytes, stream, args, blocks, layout,
+  return launch(kKernel, blocks.total, Policy::kThreads, kSumBytes, stream, args, blocks, layout,
                 is_aligned(args.out, 16));
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from dct_parallel.compressor import POLICIES
 from dct_parallel.exchange.quantized import FEW_BITS
 from dct_parallel.exchange.settings import FORMATS
-from dct_parallel.rows.transfer import ROW_FORMATS
+from dct_parallel.formats import ROW_FORMATS
 
 from .loop import OPTIMIZERS
 from .modes import MODES, START_STEP

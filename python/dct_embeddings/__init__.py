@@ -11,11 +11,8 @@ Or operators computed on the ranks that own their rows, so that only partial res
     layer = EquivalentSubstitution(FeatureRows(weight), [LinearTerms(), SumPooledEmbedding(16, 1)])
     linear, pooled = layer(ids, lengths)
 
-A folder holds one idea: two_dimensional (shards and replicas), substitution (partial results of
-operators on shards) and torchrec (adapters, if it is installed). None imports a different one. They
-share the modules here: row_wise_adagrad (the optimizers), distinct (each row of a batch once),
-bag_message (bags of ids to the owners of their rows) and shard_identity (the rows that a saved
-state is of); and dct_parallel, whose functions send the rows.
+Three folders do not import each other: two_dimensional (shards and replicas), substitution (partial
+results of operators on shards) and torchrec (adapters, if it is installed).
 """
 
 from .row_wise_adagrad import MomentumScaledRowWiseAdagrad, RowWiseAdagrad

@@ -1,19 +1,18 @@
-"""Every row of a batch once: samples share values, above all those of small tables."""
-
-from typing import Any
+"""Each distinct row of a batch once: samples share rows, above all those of small tables."""
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from dct_parallel.rows.transfer import with_gradient
 
 
 def distinct(ids: Tensor, tables: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The different ids of every table.
+    """The distinct ids of every table.
 
     Args:
         ids: int32 [...], 0 and up.
-        tables: int64, the table of each id, 0 to `number` - 1: [...], or broadcast to that.
-        number: of tables.
+        tables: int64 [...] or broadcast to that, the table of each id, 0 to `number` - 1.
+        number: number of tables.
 
     Returns:
         wanted int32 [n], table by table, ascending in each; inverse int64 [...], the index of each
@@ -28,26 +27,18 @@ def repeat(rows: Tensor, inverse: Tensor) -> Tensor:
     """rows[inverse], [..., d]; gradients of rows used several times are summed in sample order.
 
     Summed in float32 (float64 for float64), in the order of `inverse`, on any device, so that equal
-    batches give equal bits. A row of `rows` [n, d] that `inverse` does not name has gradient 0.
+    batches give equal bits. A row of `rows` [n, d] that `inverse` does not contain has gradient 0.
     """
-    repeated: Tensor = _Repeat.apply(rows, inverse)  # type: ignore[no-untyped-call]
-    return repeated
+    flat, number = inverse.flatten(), len(rows)
 
-
-class _Repeat(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.rows = len(rows)
-        return rows.index_select(0, inverse.flatten()).view(*inverse.shape, rows.shape[1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (inverse,) = ctx.saved_tensors
-        flat = inverse.flatten()
-        uses = torch.bincount(flat, minlength=ctx.rows)
+    def backward(grad: Tensor) -> Tensor:
+        uses = torch.bincount(flat, minlength=number)
         by_row = grad.flatten(0, -2).index_select(0, flat.argsort(stable=True))
         by_row = by_row.to(torch.promote_types(grad.dtype, torch.float32))
         summed = torch.segment_reduce(by_row, "sum", lengths=uses, initial=0.0, unsafe=True)
-        return summed.to(grad.dtype), None
+        return summed.to(grad.dtype)
+
+    def forward(rows: Tensor) -> Tensor:
+        return rows.index_select(0, flat).view(*inverse.shape, rows.shape[1])
+
+    return with_gradient("ShardedEmbeddingBags", rows, forward, backward)

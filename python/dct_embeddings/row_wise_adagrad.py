@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,14 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         v[r] += mean(G ** 2)
         w[r] -= lr * G / (sqrt(v[r]) + eps)
 
-    the rule that recommenders train their tables with (facebookresearch/dlrm, and FBGEMM's
-    EXACT_ROWWISE_ADAGRAD): the mean of squares, not the square of the mean. Rows that a sparse
-    gradient does not name cost nothing, and a dense gradient of zeros leaves them as they are:
-    either kind gives the same weights. Deterministic if summing duplicates is: always on the CPU. A
-    non-finite gradient gets into weights and accumulators, as in torch's own optimizers.
+    This is the mean of squares, not the square of the mean. Sparse and dense gradients give the
+    same weights; rows without a sparse gradient cost nothing. Deterministic if the sum of
+    duplicates is, as on the CPU. A non-finite gradient reaches weights and accumulators, as in
+    torch's own optimizers.
 
     Args:
-        params: weights [rows, d] of nn.Embedding or nn.EmbeddingBag, float32 or float64, with dense
-            or sparse gradients; or groups of them, as for any optimizer.
+        params: weights [rows, d] of nn.Embedding or nn.EmbeddingBag, float32 or float64, or groups
+            of them, as for any optimizer.
         lr: learning rate, above 0.
         eps: added to the root, above 0.
 
@@ -35,6 +34,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
+
+    Source: facebookresearch/dlrm, and FBGEMM's EXACT_ROWWISE_ADAGRAD.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         super().__init__(self._iterable(params), {"lr": lr, "eps": eps})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add weights with settings of their own, as torch.optim.Optimizer does."""
+        """Add weights with their own settings, as torch.optim.Optimizer does."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -58,12 +59,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             for name in ("sum", "pending") if group.get("delayed") else ("sum",):
                 self.state[weight][name] = weight.detach().new_zeros(len(weight))
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every weight that has a gradient. Returns the loss of the closure, if given."""
         loss = None
         if closure is not None:
@@ -76,9 +73,9 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         return loss
 
     def to_average(self, weight: Tensor) -> Tensor:
-        """The state of `weight`, [rows], that its replicas replace with their mean at a sync.
+        """The state of `weight`, [rows], that replicas replace with their mean at a sync.
 
-        Every step adds to it: `pending` if delayed, else `sum`. Not a copy.
+        It is `pending` if delayed, else `sum`. Not a copy.
 
         Raises:
             ValueError: `weight` is not one of params.
@@ -87,12 +84,13 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         return state.get("pending", state["sum"])
 
     def averaged(self, weight: Tensor, rows: Tensor) -> None:
-        """Call it once `to_average(weight)` holds the mean of all replicas. If delayed, `pending`
-        is added to `sum`, and becomes 0, in place.
+        """Call it when `to_average(weight)` holds the mean of all replicas.
+
+        If delayed, adds `pending` to `sum` and sets it to 0, in place.
 
         Args:
             weight: one of params.
-            rows: [n], each once, in which replicas may have differed.
+            rows: distinct rows [n] in which replicas may have differed.
 
         Raises:
             ValueError: `weight` is not one of params.
@@ -108,7 +106,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         return params
 
     def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
-        if weight not in self.state:  # a look would add it
+        if weight not in self.state:  # indexing would add it
             checks.fail(type(self).__name__, "weight", "one of params", "a different tensor")
         state: dict[str, Tensor] = self.state[weight]
         return state
@@ -139,51 +137,35 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             arg = f"params[{index}]"
             checks.require_dtype(op, arg, weight.dtype, (torch.float32, torch.float64))
             if weight.dim() != 2 or weight.shape[1] == 0:
-                rule = "shape [rows, d] with d >= 1"
-                checks.fail(op, arg, rule, tuple(weight.shape), verb="have")
+                shape = tuple(weight.shape)
+                raise ValueError(
+                    f"dct::{op}: {arg} must have shape [rows, d] with d >= 1, got {shape}"
+                )
 
 
 class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
     """Row-wise AdaGrad for tables with M averaged replicas: our reconstruction.
 
-    Two-dimensional sparse parallelism (arXiv 2508.03854) trains M groups, each with a replica of
-    all tables, and averages weights and accumulators. Its momentum-scaled row-wise AdaGrad is, in
-    our reconstruction, after a review,
-
         v[r] += mean(G ** 2)
         w[r] -= lr * G / sqrt(v[r] / c + eps)
 
-    with c the number of replicas. The accumulator is a `RowWiseAdagrad`'s, and c is applied where
-    it is used: it may change in training, and from there on steps are those of a run that always
-    had it. Scale and delay are derived here from the effect of averaging.
+    Let g_i be the gradient of a row in replica i. One group with all samples would accumulate
+    mean(g_i) ** 2; averaged replicas accumulate mean(g_i ** 2). That is M times as much if one
+    replica at a time uses the row, or if gradients are independent noise; it is the same if all g_i
+    are equal. So c = M is right for rare and noisy rows, which most rows of a recommender are, and
+    1 for frequent clean rows. c may change in training, because only the division uses it.
 
-    *The scale.* Let g_i be group i's mean gradient of a row, 0 where it did not use the row. One
-    group with all samples would have G = mean(g_i) and accumulate mean(G ** 2); replicas accumulate
-    g_i ** 2 each, and share the mean of that. The row's gradients
+    With `delayed`, all replicas divide by v as of the last sync, and keep newer squares in a second
+    accumulator until the next sync. Averaged weights are then exactly the last synced ones minus
+    lr * mean(sum of gradients) / sqrt(v / c + eps). The second accumulator divides rows whose v is
+    0, which were not used before the last sync.
 
-    - come from one group at a time: G ** 2 = g ** 2 / M ** 2, shared g ** 2 / M: M times as much,
-      so that steps are sqrt(M) times too small;
-    - are independent noise in every group: E[G ** 2] = s ** 2 / M, shared s ** 2: M times as well;
-    - are the same in every group: both g ** 2.
-
-    So c is between M, right for rare and for noisy rows, which most rows of a recommender are, and
-    1, right for frequent clean ones: at c = M those take steps sqrt(M) times too large. A constant
-    c does just what multiplying lr by sqrt(c), and eps by c, does.
-
-    *The delay.* Replicas that divide by accumulators of their own do not average to a step by their
-    averaged gradient. So with `delayed` a row is divided by the root of v as of the last sync, the
-    same on every replica; newer squares are kept in a second accumulator until the next sync.
-    (TorchRec's authors write of a momentum "behind by one sync step" for AdaGrad.) Averaged weights
-    are then the last synced ones minus lr * mean(sum of gradients) / sqrt(v / c + eps), exactly. A
-    row whose v is 0, not used before the last sync, is divided by the second accumulator.
-
-    Deterministic as `RowWiseAdagrad`.
+    Deterministic like `RowWiseAdagrad`.
 
     Args:
-        params: as of `RowWiseAdagrad`.
-        lr: as of `RowWiseAdagrad`.
-        eps: inside the root, above 0. The default is the square of `RowWiseAdagrad`'s: the same
-            step if v is 0.
+        params, lr: as of `RowWiseAdagrad`.
+        eps: inside the root, above 0. The default, the square of that of `RowWiseAdagrad`, gives
+            the same step if v is 0.
         scale: c above, from 1 up; M for M replicas of a table.
         delayed: divide by the accumulator of the last sync.
 
@@ -191,6 +173,8 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
+
+    Source: two-dimensional sparse parallelism (arXiv 2508.03854); scale and delay are derived here.
     """
 
     def __init__(

@@ -1,19 +1,17 @@
-"""The part of a whole that a module holds: states of different ranks may have equal sizes."""
+"""A buffer that says which shard a module holds: states of different ranks may have equal sizes."""
 
 from collections.abc import Mapping
 from functools import partial
 
 from torch import Tensor, nn
 
-from dct_kernels import checks
-
 
 def register_identity(op: str, module: nn.Module, name: str, identity: Tensor) -> None:
-    """Keep the integers of `identity`, on any device, as a buffer of the module, and so in states.
+    """Keep the integers of `identity` as a buffer of the module, which its states contain.
 
-    A state in which they differ is refused (ValueError) before anything is read from it. `strict`
-    decides on a state without the buffer, as for any missing key. Copies and pickles of the module
-    refuse the same states.
+    Loading a state with different integers raises a ValueError before anything else is loaded.
+    `strict` decides on a state without the buffer, as for any missing key. This also holds for
+    copies and pickles of the module.
 
     Args:
         op: the module, for the error.
@@ -27,7 +25,8 @@ def register_identity(op: str, module: nn.Module, name: str, identity: Tensor) -
 def _require_same(
     op: str, name: str, module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: object
 ) -> None:
-    here, saved = module.get_buffer(name).tolist(), state.get(prefix + name)
-    there = saved.tolist() if isinstance(saved, Tensor) else saved
-    if there is not None and there != here:
-        checks.fail(op, f"{name} of the state", f"{here}, as in this module", there)
+    expected, saved = module.get_buffer(name).tolist(), state.get(prefix + name)
+    found = saved.tolist() if isinstance(saved, Tensor) else saved
+    if found is not None and found != expected:
+        rule = f"{expected}, as in this module"
+        raise ValueError(f"dct::{op}: {name} of the state must be {rule}, got {found}")

@@ -32,11 +32,10 @@ Or every entry of every row, in few bits.
 
     y = all_to_all_rows(x, splits, format="int4")
 
-A folder holds one idea: exchange (a flat tensor into its mean over ranks), and three entry points
-that use it: data_parallel (gradients of torch's DistributedDataParallel), fully_sharded (those of
-FSDP2) and local_steps (weights); rows (activations at a cut of a model). All use the modules here:
-formats, compressor (one tensor, no network), agreement, collectives, groups, mesh, patience and
-wire (bytes). Embedding tables are in dct_embeddings, which uses this package.
+The folders: exchange turns a flat tensor into its mean over ranks; ddp (gradients of
+DistributedDataParallel), fsdp2 (gradients of fully_shard) and local_steps (weights) use it; rows
+sends activations at a cut of a model. All use the modules here: formats, compressor (one tensor, no
+network), collectives, groups and mesh. docs/design/layer.md follows a bucket through them.
 """
 
 from .compressor import Compressor

@@ -1,18 +1,26 @@
-"""Every private name of torch that this package uses, for one place to look when torch changes.
+"""Private names of torch that this package uses. Any version of torch may change them.
 
-Tested with torch 2.11, 2.13 and 2.14.
+Tested with torch 2.11 (the oldest version supported), 2.13.0 and 2.14.1.
 """
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:  # or else it takes a second to import
+    from torch.distributed.fsdp import FSDPModule
 
 # A context that names a span for the profiler. Without a profiler it costs less than 1 us, and
 # torch.profiler.record_function 6 to 15 us.
@@ -59,6 +67,69 @@ def scale_of(scaler: GradScaler) -> Tensor | None:
     return scaler._scale
 
 
-def optimizer_notes(scaler: GradScaler | None) -> dict[int, dict[str, Any]]:
+def optimizer_notes(scaler: GradScaler) -> dict[int, dict[str, Any]]:
     """{id of an optimizer: its stage since the last `update`}, which replaces the dict."""
-    return {} if scaler is None else scaler._per_optimizer_states
+    return scaler._per_optimizer_states
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long collectives of the group on this device wait for other ranks."""
+    return group._get_backend(device).options._timeout
+
+
+def new_gloo_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A registered gloo group of the same ranks as `group`. All of them call it, no others.
+
+    Args:
+        name: unique in this process, and the same on all ranks.
+        timeout: of the group's collectives, and of its connections.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    made: dist.ProcessGroup
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        group.rank(),
+        ranks,
+        "gloo",
+        group.get_group_store(),
+        name,  # type: ignore[arg-type]  # torch's GroupName is a str
+        timeout=timeout,
+        group_desc="dct",
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
+
+
+def has_step_hooks(optimizer: object) -> bool:
+    """Whether this is an optimizer that calls hooks in `step`; a wrapper may not."""
+    return isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def comm_hook_states(ddp: DistributedDataParallel) -> list[Any]:
+    """The states of the communication hooks that were registered with this DDP."""
+    return [state for _, state in getattr(ddp, "_comm_hooks", [(None, None)])]
+
+
+def fsdp_groups(module: "FSDPModule") -> list[Any]:
+    """FSDP2's groups of parameters of this module, each with one flat gradient."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    only = state._fsdp_param_group  # before torch 2.13 there is at most one
+    return [only] if only is not None else []
+
+
+def fsdp_parameters(group: Any) -> list[nn.Parameter]:
+    """The sharded parameters of a group, in the order of its flat gradient."""
+    infos = [parameter._module_info for parameter in group.fsdp_params]
+    return [getattr(info.module, info.param_name) for info in infos]
+
+
+def fsdp_hook(group: Any) -> object:
+    """The all-reduce hook of a group, or None."""
+    return group._all_reduce_hook
+
+
+def fsdp_in_backward(module: "FSDPModule") -> bool:
+    """Whether FSDP2's backward pass is under way; others may be nested in it."""
+    return module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued

@@ -156,8 +156,10 @@ class Compressor:
         """
         checks.require_tensor("Compressor.pack", "grad", grad, checks.FLOATS)
         if grad.shape != self.residual.shape:
-            rule = f"shape [{len(self.residual)}]"
-            checks.fail("Compressor.pack", "grad", rule, list(grad.shape), verb="have")
+            raise ValueError(
+                f"dct::Compressor.pack: grad must have shape [{len(self.residual)}], got "
+                f"{list(grad.shape)}"
+            )
         if self.density < 1:
             self._sample(grad, inv_scale)
         _mask_pack(
@@ -189,7 +191,7 @@ class Compressor:
         """
         checks.require_tensor("Compressor.unpack", "payloads", payloads, (torch.uint8,), (2, 3))
         if len(payloads) == 0:
-            checks.fail("Compressor.unpack", "payloads", "at least 1 payload", 0, verb="have")
+            raise ValueError("dct::Compressor.unpack: payloads must have at least 1 payload, got 0")
         if self._row is not None:
             payloads = torch.cat([payloads[..., cut] for cut in self._cuts], dim=-1)
         return self._unpack(payloads, out, out_scale)

@@ -1,10 +1,12 @@
-"""What is sent, by name: number formats, as every entry point takes them."""
+"""Number formats by name, as every entry point takes them."""
 
 import torch
 
 from dct_kernels import checks
+from dct_kernels.row_layout import FORMATS
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in checks.FLOATS}
+ROW_FORMATS = (*DTYPES, *FORMATS)
 
 
 def require_format(
@@ -15,9 +17,13 @@ def require_format(
     `why` ends the rule.
     """
     if not isinstance(format, (str, torch.dtype)):
-        checks.fail(op, arg, "a string or a torch.dtype", type(format).__name__, TypeError)
-    of_dtype = [name for name, dtype in DTYPES.items() if dtype == format]
-    name = of_dtype[0] if of_dtype else format
+        raise TypeError(
+            f"dct::{op}: {arg} must be a string or a torch.dtype, got {type(format).__name__}"
+        )
+    name = next((name for name, dtype in DTYPES.items() if dtype == format), str(format))
     if name not in formats:
-        checks.fail(op, arg, checks.either([repr(known) for known in formats]) + why, repr(format))
-    return str(name)
+        raise ValueError(
+            f"dct::{op}: {arg} must be {checks.either([repr(known) for known in formats]) + why}, "
+            f"got {format!r}"
+        )
+    return name

@@ -1,4 +1,4 @@
-"""Device meshes of two dimensions: the two groups that a rank is in, and the mesh of a cluster."""
+"""Device meshes of two dimensions: the groups of a rank, and a mesh of the nodes of a cluster."""
 
 import os
 
@@ -16,71 +16,72 @@ NODES = ("node", "local")  # dimensions: across nodes, and inside one
 def require_mesh(
     op: str, mesh: DeviceMesh, dimensions: tuple[str, str]
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's group along each of the `dimensions` of `mesh`; raise if it has others."""
-    if not isinstance(mesh, DeviceMesh):
-        checks.fail(op, "mesh", "a DeviceMesh", type(mesh).__name__, TypeError)
+    """This rank's groups along the two dimensions of `mesh`. Raises if it has other dimensions."""
+    checks.require_type(op, "mesh", mesh, DeviceMesh, "a DeviceMesh")
     if mesh.mesh_dim_names != dimensions:
-        checks.fail(op, "mesh", f"dimensions {dimensions}", mesh.mesh_dim_names, verb="have")
+        rule = f"dimensions {dimensions}"
+        raise ValueError(f"dct::{op}: mesh must have {rule}, got {mesh.mesh_dim_names}")
     if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in range(2)):
         rule = "ascending ranks in every row and column, because torch sorts the ranks of a group"
-        checks.fail(op, "mesh", rule, mesh.mesh.tolist(), verb="have")
+        raise ValueError(f"dct::{op}: mesh must have {rule}, got {mesh.mesh.tolist()}")
     if mesh.get_coordinate() is None:
         got = f"one without rank {dist.get_rank()}"
-        checks.fail(op, "mesh", "this rank", got, verb="include")
+        raise ValueError(f"dct::{op}: mesh must include this rank, got {got}")
     outer, inner = dimensions
     return mesh.get_group(outer), mesh.get_group(inner)
 
 
 def node_mesh(local_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
-    """The mesh of a cluster, of dimensions ("node", "local"): a row for each node's ranks.
+    """Make the mesh of a cluster, with dimensions ("node", "local"): one row for each node.
 
-    Every rank calls it, once torch.distributed is initialized: it makes process groups. Ranks are
-    numbered node by node, as torchrun does. The groups have the timeout that `init_process_group`
-    was given.
+    Every rank calls it after torch.distributed is initialized, because it makes process groups.
+    Ranks must be numbered node by node, as torchrun does. The groups have the timeout that
+    `init_process_group` was given.
 
     Args:
-        local_size: ranks per node; default torchrun's LOCAL_WORLD_SIZE.
-        device_type: "cuda" or "cpu"; default CUDA where torch sees a GPU.
+        local_size: ranks per node. Default: LOCAL_WORLD_SIZE, which torchrun sets.
+        device_type: "cuda" or "cpu". Default: "cuda" if torch sees a GPU.
 
     Returns:
         A DeviceMesh [nodes, local_size], for `DCTState`.
 
     Raises:
-        ValueError, TypeError: an argument is not known or out of its range, on this rank; nodes
-            differ in size or the number of ranks is no multiple of it, on every rank.
-        RuntimeError: a different rank raised, as the text says, or did not call this within the
-            group's timeout.
+        ValueError, TypeError: an argument is unknown or out of range, on this rank. Or nodes differ
+            in size, or the number of ranks is not a multiple of `local_size`, on every rank.
+        RuntimeError: a different rank raised an error, which the text contains, or did not call
+            this within the group's timeout.
 
     >>> state = DCTState(ddp, mesh=node_mesh())
     """
     op = "node_mesh"
     group = require_group(op, None)
+    ranks = group.size()
     with refusing(op, group):
         if local_size is None:
-            told = os.environ.get("LOCAL_WORLD_SIZE", "none")
-            if not told.isdecimal():
+            variable = os.environ.get("LOCAL_WORLD_SIZE", "none")
+            if not variable.isdecimal():
                 rule = "given unless LOCAL_WORLD_SIZE is an integer (torchrun sets it)"
-                checks.fail(op, "local_size", rule, told)
-            local_size = int(told)
-        ranks = group.size()
+                raise ValueError(f"dct::{op}: local_size must be {rule}, got {variable}")
+            local_size = int(variable)
         checks.require_int(op, "local_size", local_size, 1, ranks)
         if device_type is None:
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
         checks.require_choice(op, "device_type", device_type, ("cuda", "cpu"))
         timeout = timeout_of(group, torch.device(device_type))
-    own = {"local_size": local_size, "device_type": device_type}
-    require_same(op, exchange(op, own, group, timeout))
+    settings = {"local_size": local_size, "device_type": device_type}
+    require_same(op, exchange(op, settings, group, timeout))
     if ranks % local_size:
-        checks.fail(op, "local_size", f"a divisor of the number of ranks, {ranks}", local_size)
+        rule = f"a divisor of the number of ranks, {ranks}"
+        raise ValueError(f"dct::{op}: local_size must be {rule}, got {local_size}")
 
     def along(rows: torch.Tensor) -> dist.ProcessGroup:
         if len(rows) == 1:
             return group
-        own: dist.ProcessGroup
-        own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
-        return own
+        made: dist.ProcessGroup
+        made, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
+        return made
 
-    # Not by init_device_mesh, whose groups have torch's default timeout, half an hour on the CPU.
+    # init_device_mesh would give the groups torch's default timeout, half an hour on the CPU.
     nodes = torch.arange(ranks).view(-1, local_size)
     groups = [along(nodes.t()), along(nodes)]
     return DeviceMesh.from_group(groups, device_type, mesh=nodes, mesh_dim_names=NODES)

@@ -14,7 +14,7 @@ import torch
 import dct_kernels
 import dct_parallel
 from conformance.arguments import OPS, arguments
-from dct_kernels import testing
+from dct_kernels import _load, testing
 
 PACKAGE = Path(dct_kernels.__file__).parent
 BACKENDS = ("eager", "cpp", "cuda", "triton")
@@ -190,6 +190,13 @@ def test_the_layer_warns_of_eager_once_and_says_what_to_do(uncompiled):
     damaged = r"_C\S+, built with torch unknown, does not load"
     missing = r"nothing is compiled in .*: install again without DCT_BUILD=0"
     assert re.search(rf"cpp +no: ({missing}|{damaged})", uncompiled["command"][0])
+
+
+def test_a_library_of_other_schemas_is_refused(tmp_path):
+    """Loaded, it would misread the arguments of its first op."""
+    older = tmp_path / "_C.abi3.so"
+    older.write_bytes(b"dct_kernels built with torch 2.13.0\0")
+    assert "compiled for other schemas" in _load._why_not_loaded("cpp", older)
 
 
 def run_again(files, *options, **environment):

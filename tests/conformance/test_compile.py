@@ -158,6 +158,36 @@ def test_forward_and_backward(backend):
     assert torch.equal(gradients[1] != 0, gradients[0] != 0)
 
 
+class StraightThrough(torch.autograd.Function):
+    """Rows in few bits both ways, as a layer sends them."""
+
+    @staticmethod
+    def forward(x):
+        return row_dequantize(row_quantize(x, "int4"), x.shape[1], "int4", x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return row_dequantize(row_quantize(grad, "sign"), grad.shape[1], "sign", grad.dtype)
+
+
+def test_quantized_rows_in_a_custom_function():
+    """Dynamo traces a backward pass more strictly, and torch.func calls it on wrapped tensors."""
+    x = samples.normal(320).view(5, 64)
+    expected = StraightThrough.backward(None, 2 * StraightThrough.forward(x))
+
+    def loss(x):
+        return StraightThrough.apply(x).square().sum()
+
+    assert torch.equal(torch.func.grad(loss)(x), expected)
+    leaf = x.clone().requires_grad_()
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf).backward()
+    assert torch.equal(leaf.grad, expected)
+
+
 def test_checks_hold_while_tracing():
     def wrong(x):
         return row_pack(x, 99, torch.float32)

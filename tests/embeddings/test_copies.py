@@ -1,4 +1,4 @@
-"""Copies of bags and layers, as torch's AveragedModel makes them: they share groups, not rows."""
+"""Copies of bags and layers, which share groups but not rows; states of a different rank."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ from dct_embeddings import (
     ShardedEmbeddingBags,
     plan_shards,
 )
-from ranks import assert_same, on_ranks, through_a_file
+from ranks import assert_same, on_ranks, shard_mesh, through_a_file
 from wire_meter import WireMeter
 
 
@@ -94,3 +94,26 @@ def test_whole_modules_are_not_saved(rank):
         with pytest.raises(TypeError, match=re.escape(text)):
             torch.save(module, io.BytesIO())
         copy.deepcopy(module).load_state_dict(through_a_file(module.state_dict()))
+
+
+@on_ranks(2)
+def test_a_state_of_a_different_rank_is_refused(rank):
+    """Both ranks have equally many rows: the state would fit, and mix up the rows."""
+    bags = ShardedEmbeddingBags([torch.randn(8, 3)], plan_shards([8], 2, [0]), shard_mesh(1, 2))
+    rows = FeatureRows(torch.randn(10, 3))
+    for module, name, identity in (
+        (bags, "owned", lambda r: [[0, 4 * r, 4 * r + 4]]),
+        (rows, "owner", lambda r: [r, 2, 10]),
+    ):
+        states, before = [None] * 2, module.weight.detach().clone()
+        dist.all_gather_object(states, module.state_dict())
+        own, text = states[rank], f"{name} of the state must be {identity(rank)}, as in this module"
+        for state, got in (
+            (states[1 - rank], identity(1 - rank)),
+            (own | {name: torch.tensor([rank, 2])}, [rank, 2]),
+            (own | {name: "mine"}, "mine"),
+        ):
+            with pytest.raises(ValueError, match=re.escape(f"{text}, got {got}")):
+                module.load_state_dict(state)
+        assert torch.equal(module.weight, before)
+        module.load_state_dict(own)

@@ -240,7 +240,7 @@ def test_wrong_arguments(optimizer, params, settings, error, text):
         optimizer(params, **settings)
 
 
-def test_a_refused_group_is_not_added():
+def test_refused_groups_and_weights_are_not_added():
     optimizer = RowWiseAdagrad([_table()])
     with pytest.raises(TypeError, match="must be float32 or float64"):
         optimizer.add_param_group({"params": [_table(torch.float16)]})
@@ -248,13 +248,7 @@ def test_a_refused_group_is_not_added():
     optimizer.add_param_group({"params": [_table()], "lr": 0.5})
     added = optimizer.param_groups[1]["params"][0]
     assert optimizer.to_average(added).tolist() == [0, 0, 0, 0]
-
-
-def test_a_weight_of_another_optimizer_is_refused():
-    optimizer = MomentumScaledRowWiseAdagrad([_table()], scale=1, delayed=True)
-    for own in (optimizer, RowWiseAdagrad([_table()])):
+    for call in (optimizer.to_average, lambda weight: optimizer.averaged(weight, torch.arange(4))):
         with pytest.raises(ValueError, match="weight must be one of params, got a different"):
-            own.to_average(_table())
-        assert len(own.state) == 1
-    with pytest.raises(ValueError, match="weight must be one of params, got a different"):
-        optimizer.averaged(_table(), torch.arange(4))
+            call(_table())
+        assert len(optimizer.state) == 2

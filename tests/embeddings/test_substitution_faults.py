@@ -132,15 +132,13 @@ def test_empty_bags(rank):
 
 
 @on_ranks(2)
-def test_ranks_have_tables_of_one_size(rank):
-    """With another number of rows ids have other owners, and would find others' rows there."""
+def test_ranks_have_the_same_operators_and_rows(rank):
+    """Otherwise ids would reach ranks without their rows, and sizes of messages would differ."""
     text = "dct::FeatureRows: rows must be the same on every rank, got 10 on rank 0, 11 on rank 1"
     _refused(text, lambda: FeatureRows(torch.zeros(10 + rank, 3)))
-
-
-@on_ranks(2)
-def test_ranks_have_operators_and_rows_alike(rank):
-    """Results of other sizes would hang, or abort, in the exchange of partial results."""
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    text = f"ids_group must have ranks [0, 1] like rows, got [{rank}]"
+    _refused(OWNER + text, lambda: _layer(ids_group=alone))
     rows, pair = FeatureRows(torch.randn(10, 7)), [LinearTerms(), SumPooledEmbedding(2, first=1)]
     same = " must be the same on every rank, got "
     linear, pooled = "LinearTerms(width=1, first=0)", "SumPooledEmbedding(width=2, first=1)"
@@ -216,30 +214,6 @@ def test_a_capacity_that_one_rank_exceeds_ends_no_rank_alone(rank, aggregate):
     layer.eval()
     look_up(6, 12)
     assert len(rows) == (4, 9)[rank]
-
-
-@on_ranks(2)
-def test_a_state_of_another_rank_is_refused(rank):
-    """Both have five rows: it would fit, and give every feature another's row."""
-    rows = FeatureRows(torch.randn(10, 3))
-    states = [None] * 2
-    dist.all_gather_object(states, rows.state_dict())
-    before = rows.weight.detach().clone()
-    text = f"owner of the state must be [{rank}, 2, 10], as in this module, got [{1 - rank}, 2, 10]"
-    _refused(text, lambda: rows.load_state_dict(states[1 - rank]))
-    text = f"owner of the state must be [{rank}, 2, 10], as in this module, got "
-    for owner, got in ((torch.tensor([rank, 2]), f"[{rank}, 2]"), ("mine", "mine")):
-        wrong = states[rank] | {"owner": owner}
-        _refused(text + got, lambda wrong=wrong: rows.load_state_dict(wrong))
-    assert torch.equal(rows.weight, before)
-    rows.load_state_dict(states[rank])
-
-
-@on_ranks(2)
-def test_ids_go_to_the_ranks_that_have_the_rows(rank):
-    alone = [dist.new_group([r]) for r in range(2)][rank]
-    text = f"ids_group must have ranks [0, 1] like rows, got [{rank}]"
-    _refused(OWNER + text, lambda: _layer(ids_group=alone))
 
 
 @on_ranks(2)

@@ -1,52 +1,39 @@
-"""Ranks that differ, or of which some are missing: every rank that can tell says so, none hangs."""
+"""Comparisons between ranks: if they differ, every rank raises the same error, in time."""
 
-import os
 import re
-import signal
-import threading
 import time
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook
-from dct_parallel import groups as agreement_module
+from dct_parallel import DCTState
 from dct_parallel.exchange import ledger as ledger_module
-from dct_parallel.groups import PeerError, _Round, exchange, refusing, separate_group
-from ranks import (
-    batch,
-    ddp,
-    entry,
-    hooked,
-    mlp,
-    on_ranks,
-    set_timeout,
-    shard_mesh,
-    shorten_timeouts,
-    train,
-    train_step,
-)
+from dct_parallel.groups import PeerError, exchange, refusing, require_same
+from entry_points import Hook, LocalSteps, Sharded
+from ranks import ddp, entry, mlp, on_ranks, shorten_timeouts
 
+SIZES, NUMBERS = [5000], torch.ones(5000)
 MUST = "must be the same on every rank, got"
+REFUSAL = "dct::test: every rank must take part, got ValueError from rank 1: wrong here"
 
 
 @on_ranks(3)
 def test_settings_that_differ_are_named_by_every_rank(rank):
-    """Every setting that must be equal, one after another; then all go on."""
-    last, model = rank == 2, "2 parameters of 20 elements, names and shapes X"
+    """Every setting that must be equal, one after another. Then a training works."""
+    last = rank == 2
 
-    def refused(name, told, other, make):
+    def refused(name, others, value, module, **settings):
         with pytest.raises(ValueError) as error:
-            make()
+            DCTState(ddp(module), **settings)
         text = re.sub("shapes [0-9a-f]{12} on", "shapes X on", str(error.value))
-        assert text == f"dct::DCTState: {name} {MUST} {told} on rank 0, {told} on rank 1, {other}"
+        got = f"{others} on rank 0, {others} on rank 1, {value} on rank 2"
+        assert text == f"dct::DCTState: {name} {MUST} {got}"
 
-    for key, value, other, told, others in [
+    for key, value, other, *texts in [
         ("density", 0.1, 0.10001, "0.1", "0.10001"),
         ("format", torch.bfloat16, torch.float32, "bfloat16", "float32"),
         ("policy", "fresh", "fixed", "fresh", "fixed"),
@@ -54,247 +41,117 @@ def test_settings_that_differ_are_named_by_every_rank(rank):
         ("start_step", 2, 4, "2", "4"),
         ("grad_scaler", None, torch.amp.GradScaler("cpu"), "none", "given"),
     ]:
-        settings = {"density": 0.1, key: other if last else value}
-        refused(
-            key, told, f"{others} on rank 2", lambda given=settings: DCTState(ddp(mlp()), **given)
-        )
-    version = ledger_module.__version__
-    ledger_module.__version__ = "9.9" if last else version
-    refused("version", version, "9.9 on rank 2", lambda: DCTState(ddp(mlp())))
-    ledger_module.__version__ = version
-    layers = nn.ModuleDict({"b" if last else "a": nn.Linear(4, 4)})
-    refused("model", model, f"{model} on rank 2", lambda: DCTState(ddp(layers)))
-    trained, _ = hooked(ddp(mlp()), density=0.1)
-    train(trained, torch.optim.SGD(trained.parameters(), lr=0.05), rank, range(4))
-
-
-def _trained(rank, steps, group=None):
-    model, state = hooked(ddp(mlp()), density=0.1, process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    train(model, optimizer, rank, range(steps))
-    return model, state, lambda: train_step(model, optimizer, *batch(steps, rank))
+        refused(key, *texts, mlp(), **{"density": 0.1, key: other if last else value})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger_module, "__version__", "9.9" if last else "9.8")
+        refused("version", "9.8", "9.9", mlp())
+    model = "2 parameters of 20 elements, names and shapes X"
+    refused("model", model, model, nn.ModuleDict({"b" if last else "a": nn.Linear(4, 4)}))
+    Hook(SIZES, density=0.1).step(NUMBERS)
 
 
 @on_ranks(2)
 def test_loads_that_differ_are_named_by_every_rank(rank):
     """Checkpoints that differ between ranks, and one that only rank 0 loads, before training."""
-    _, state, step = _trained(rank, 3)
-    at_3 = state.state_dict()
-    step()
-    at_4 = state.state_dict()
-    _, other, _ = _trained(rank, 3)
-    other_run = other.state_dict()
-    ids = [entry(saved)["run_id"] for saved in (at_3, other_run)]
+    run, other = (Hook(SIZES, density=0.1) for _ in range(2))
+    saved = []
+    for training in (run, run, other):
+        training.step(NUMBERS)
+        saved.append(training.state.state_dict())
+    ids = [entry(saved[index])["run_id"] for index in (0, 2)]
     assert ids[0] != ids[1]
     for first, second, rule in [
-        (at_3, None, f"checkpoint {MUST} one of 2 ranks on rank 0, none on rank 1"),
-        (at_3, at_4, f"step {MUST} 3 on rank 0, 4 on rank 1"),
-        (at_3, other_run, f"run_id {MUST} {ids[0]} on rank 0, {ids[1]} on rank 1"),
+        (saved[0], None, f"checkpoint {MUST} one of 2 ranks on rank 0, none on rank 1"),
+        (saved[0], saved[1], f"step {MUST} 1 on rank 0, 2 on rank 1"),
+        (saved[0], saved[2], f"run_id {MUST} {ids[0]} on rank 0, {ids[1]} on rank 1"),
     ]:
-        _, state, step = _trained(rank, 0)
+        training = Hook(SIZES, density=0.1)
         if (first, second)[rank] is not None:
-            state.load_state_dict((first, second)[rank])
+            training.state.load_state_dict((first, second)[rank])
         with pytest.raises(ValueError) as error:
-            step()
+            training.step(NUMBERS)
         assert str(error.value) == f"dct::load_state_dict: {rule}"
 
 
-def _hooked():
-    _, state, step = _trained(dist.get_rank(), 4)
-    return state, step
-
-
-def _averaged():
-    model = mlp()
-    averager = DCTAverager(model, period=1)
-    averager.average_parameters()
-    return averager, averager.average_parameters
-
-
-def _sharded():
-    mesh = shard_mesh(2, 1)
-    model = fully_shard(mlp(), mesh=mesh["shard"])
-    state = dct_fully_shard_hook(model, mesh=mesh, density=0.1)
-
-    def step():
-        model(torch.ones(2, 64)).sum().backward()
-
-    step()
-    return state, step
-
-
-@pytest.mark.parametrize("make", [_hooked, _averaged, _sharded])
+@pytest.mark.parametrize("point", [Hook, LocalSteps, partial(Sharded, mesh=(2, 1))])
 @on_ranks(2)
-def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(rank, make):
-    """In the middle of training only rank 0 loads: rank 1 is in a collective by then."""
-    state, step = make()
+def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(rank, point):
+    """Rank 0 loads during training. Rank 1 does not, so it starts the step's collective."""
+    training = point(SIZES, start_step=0, density=0.1)
+    training.step(NUMBERS)
+    saved = training.state.state_dict()
     shorten_timeouts(1)
     if rank == 0:
-        state.load_state_dict(state.state_dict())
+        training.state.load_state_dict(saved)
         text = "every rank must do the same within 1 s, got nothing from rank 1"
     else:
-        if make is _sharded:
-            state.state_dict()  # a collective
         text = r"(?i)timed? ?out|closed by peer|reset by peer"
     with pytest.raises(RuntimeError, match=text):
-        step()
+        training.step(NUMBERS)
 
 
-@on_ranks(2)
-def test_a_rank_that_loads_late_is_waited_for(rank):
-    """One rank's file takes long to read: not as long as the timeout, by the others' clock."""
-    set_timeout(100)
-    state, step = _hooked()
-    saved = state.state_dict()
-    if rank == 1:
-        time.sleep(0.5)
-    else:
-        clock = time.monotonic
-        agreement_module.time.monotonic = lambda: 50 * clock()
-    state.load_state_dict(saved)
-    step()
-    assert entry(state.state_dict())["step"] == 5
-
-
-@on_ranks(2)
-def test_a_peer_that_is_stopped_is_an_error_at_the_timeout_of_all_ranks(rank):
-    """Rank 1 is stopped before its last step. Nodes' timeouts are in test_hierarchy."""
-    set_timeout(3)
-    _, _, step = _trained(rank, 4)
-    store = _store()
-    if rank == 1:
-        store.set("pid", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-        store.wait(["gave up"])
-        return
-    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|closed by peer|reset by peer"):
-        step()
-    store.set("gave up", "")
-    os.kill(int(store.get("pid")), signal.SIGCONT)
-
-
-@on_ranks(2)
-def test_a_host_of_the_store_that_is_stopped_is_an_error_at_the_timeout(rank):
-    """Rank 0, which hosts it: torch's own calls of the store would wait for ever."""
-    told = _store()
-    dist.destroy_process_group()
-    if rank == 0:
-        hosted = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        told.set("port", str(hosted.port))
-    else:
-        hosted = dist.TCPStore("127.0.0.1", int(told.get("port")), 2)
-    timeout = timedelta(seconds=1)
-    dist.init_process_group("gloo", store=hosted, rank=rank, world_size=2, timeout=timeout)
-    dist.barrier()
-    if rank == 0:
-        told.set("pid", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return
-    host = int(told.get("pid"))
-    while "T" not in Path(f"/proc/{host}/stat").read_text().rpartition(")")[2]:
-        time.sleep(0.01)
-    with pytest.raises(PeerError, match="must do the same within 1 s, got no answer: the host"):
-        DCTAverager(mlp())
-    with pytest.raises(RuntimeError, match="must make a process group within 1 s, got no answer"):
-        separate_group(dist.group.WORLD, "a test", timeout)
-    os.kill(host, signal.SIGCONT)
-
-
-# What the ranks of a group tell each other, and what becomes of it if one of them fails.
-
-
-def _store():
-    return dist.distributed_c10d._get_default_store()
-
-
-def _agree(values, seconds=100, op="a test"):
-    return exchange(op, values, dist.group.WORLD, timedelta(seconds=seconds))
-
-
-def _refuse(text):
-    with pytest.raises(ValueError, match=text), refusing("a test", dist.group.WORLD):
-        raise ValueError(text)
-
-
-def _all_agree(attempt):
-    """Every rank takes part with its own values of this attempt, and hears everyone's."""
-    told = _agree({"attempt": attempt, "from": dist.get_rank()})
-    assert told == {rank: {"attempt": attempt, "from": rank} for rank in told}
-    assert list(told) == list(range(dist.get_world_size()))
-
-
-def _none_agree(reason):
-    """A retry raises at once, on every rank, however often."""
-    for _ in range(2):
-        with pytest.raises(PeerError, match=f"{reason}; restart the process on every rank"):
-            _agree({"attempt": "retry"})
-
-
-REFUSAL = "dct::a test: every rank must take part, got ValueError from rank 1: wrong here"
+def _exchange(values, seconds=100, op="test", group=None):
+    return exchange(op, values, group or dist.group.WORLD, timedelta(seconds=seconds))
 
 
 @on_ranks(3)
-def test_a_refusal_is_heard_at_once_and_a_retry_is_refused(rank):
-    """Rank 1 refuses. Rank 2 comes after all others have heard of it."""
-    _all_agree("before")
-    if rank == 1:
-        _refuse("wrong here")
-    else:
-        if rank == 2:
-            _store().wait(["0 heard", "1 heard"])
-        with pytest.raises(PeerError, match=f"^{REFUSAL}"):
-            _agree({"attempt": "refused"})
-    _store().set(f"{rank} heard", "")
-    _none_agree(REFUSAL)
-
-
-@on_ranks(3)
-def test_where_not_all_refuse_a_retry_is_refused(rank):
-    if rank != 0:
-        _refuse("wrong here")
-    else:
-        with pytest.raises(PeerError, match=r"got ValueError from rank [12]: wrong here$"):
-            _agree({})
-    _none_agree(r"got ValueError from rank [12]: wrong here")
-
-
-@on_ranks(3)
-def test_where_all_fail_alike_the_next_attempt_succeeds(rank):
-    """A wrong argument in a notebook: nobody waits, and the next attempt is as if it were first."""
+def test_every_comparison_of_a_group_is_its_own(rank):
+    """Several in a row, in the group of all ranks and in smaller ones. Rank 2 is late."""
+    pairs = [(ranks, dist.new_group(ranks)) for ranks in ([0, 2], [1, 2])]
     for attempt in range(3):
-        _refuse("wrong here")
-        _all_agree(attempt)
-        with pytest.raises(ValueError, match="do the same, got this on rank 0, that on rank 1"):
-            _agree({}, op=("this", "that", "that")[rank])
+        time.sleep(0.1 * (rank == 2))
+        for ranks, group in [([0, 1, 2], None), *pairs]:
+            if rank in ranks:
+                found = _exchange({"attempt": attempt, "from": rank}, group=group)
+                assert found == {r: {"attempt": attempt, "from": r} for r in ranks}
+                assert list(found) == ranks
 
 
 @on_ranks(3)
-def test_an_interrupted_wait_ends_the_others_waits(rank):
-    """Nobody waits half an hour for a rank that is known to be lost: they press Ctrl-C."""
-    reason = "every rank must take part, got KeyboardInterrupt from rank 0"
+def test_if_all_ranks_fail_alike_the_next_attempt_works(rank):
+    op = ("this", "that", "that")[rank]
+    ops = "this on rank 0, that on rank 1, that on rank 2"
+    for attempt in range(3):
+        with pytest.raises(ValueError), refusing("test", dist.group.WORLD):
+            raise ValueError("wrong here")
+        assert _exchange({"x": attempt}) == {r: {"x": attempt} for r in range(3)}
+        with pytest.raises(ValueError) as error:
+            _exchange({}, op=op)
+        assert str(error.value) == f"dct::{op}: every rank must do the same, got {ops}"
+        with pytest.raises(ValueError, match=f"dct::test: x {MUST} 0 on rank 0, 0 on rank 1, 1 on"):
+            require_same("test", _exchange({"same": 1, "x": rank // 2}))
+
+
+@on_ranks(3)
+def test_a_refusal_reaches_the_ranks_of_other_groups(rank):
+    """Rank 1 refuses. Rank 2 learns of it from rank 0, in a group that rank 1 is not in."""
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
+    with pytest.raises((PeerError, ValueError)) as error:
+        if rank == 2:
+            _exchange({}, group=second)
+        with refusing("test", None, "not a group", first if rank == 1 else second):
+            if rank == 1:
+                raise ValueError("wrong here")
+            _exchange({}, group=first)
+    assert str(error.value) == ("wrong here" if rank == 1 else REFUSAL)
+
+
+@on_ranks(3)
+def test_missing_ranks_are_an_error_at_the_timeout(rank):
+    """Rank 0 waits for ranks 1 and 2. Then rank 1 refuses, which says more than what is missing."""
+    store = dist.group.WORLD.get_group_store()
     if rank == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-        interrupt.start()
-        with pytest.raises(KeyboardInterrupt):
-            _agree({"attempt": "interrupted"})
-    elif rank == 1:
-        with pytest.raises(PeerError, match=reason):
-            _agree({"attempt": "interrupted"})
-        _store().set("heard", "")
+        with pytest.raises(PeerError) as error:
+            _exchange({}, seconds=0.5)
+        got = "got nothing from ranks 1, 2: see the output there"
+        assert str(error.value) == f"dct::test: every rank must do the same within 0.5 s, {got}"
+        store.set("gave up", "")
     else:
-        _store().wait(["heard"])
-    _none_agree(reason)
-
-
-@on_ranks(2)
-def test_a_rank_that_told_its_values_is_not_missing(rank):
-    """Rank 1 has told its values and is stopped before it counts itself: nobody is missing."""
+        store.wait(["gave up"])
+    group = dist.new_group()
     if rank == 1:
-        told = _Round("a test", dist.group.WORLD)
-        told._store.set(told._own, '{"op": "a test", "values": {"from": 1}}')
-        _store().wait(["0 agreed"])
-        return
-    heard = _agree({"from": 0}, seconds=1)
-    assert heard == {0: {"from": 0}, 1: {"from": 1}}
-    _store().set("0 agreed", "")
+        with pytest.raises(ValueError), refusing("test", group):
+            raise ValueError("wrong here")
+    elif rank == 0:
+        with pytest.raises(PeerError, match=f"^{REFUSAL}$"):
+            _exchange({}, seconds=0.5, group=group)

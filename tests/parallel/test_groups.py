@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
 from dct_parallel.groups import separate_group, timeout_of
-from ranks import assert_same, ddp, entry, mlp, on_ranks, shard_mesh, train, weights
+from ranks import assert_same, assert_same_states, ddp, mlp, on_ranks, shard_mesh, train, weights
 
 
 def _train(rank, model, state, steps=4):
@@ -24,11 +24,10 @@ def _train(rank, model, state, steps=4):
 
 
 @on_ranks(3)
-def test_asymmetric_groups_do_not_matter(rank):
-    """Groups of some ranks only, made before the states of all and of some."""
+def test_ranks_may_have_different_numbers_of_groups(rank):
+    """Groups of some ranks only, made before the states of all ranks and of some ranks."""
     some = dist.new_group([0, 2])
-    dist.new_group([0])
-    dist.new_group([2], use_local_synchronization=True)  # torch itself makes none after it
+    dist.new_group([2], use_local_synchronization=True)  # now only rank 2 has one more
     model = ddp(mlp())
     _train(rank, model, DCTState(model, density=0.1))
     assert_same(weights(model))
@@ -41,24 +40,21 @@ def test_asymmetric_groups_do_not_matter(rank):
     dist.barrier()
 
 
-def _separate_from(group, rank):
-    made = [separate_group(group, name, timedelta(seconds=50)) for name in ("a", "b")]
-    for own in made:
-        assert timeout_of(own, torch.device("cpu")) == timedelta(seconds=50)
-        assert own is not group and dist.get_backend(own) == "gloo"
-        assert dist.get_process_group_ranks(own) == [1, 2] and dist.get_rank(own) == rank - 1
-        total = torch.tensor([rank])
-        dist.all_reduce(total, group=own)
-        assert total.item() == 3
-    assert made[0].group_name != made[1].group_name
-
-
 @on_ranks(3)
 def test_a_separate_group_has_the_same_ranks_and_a_timeout_of_its_own(rank):
     group = dist.new_group([1, 2])
     if rank != 0:
-        _separate_from(group, rank)
-    dist.barrier(dist.new_group([0, 1, 2]))  # names of groups to come are as on every rank
+        made = [separate_group(group, name, timedelta(seconds=50)) for name in ("a", "b")]
+        for separate in made:
+            assert timeout_of(separate, torch.device("cpu")) == timedelta(seconds=50)
+            assert separate is not group and dist.get_backend(separate) == "gloo"
+            assert dist.get_process_group_ranks(separate) == [1, 2]
+            assert dist.get_rank(separate) == rank - 1
+            total = torch.tensor([rank])
+            dist.all_reduce(total, group=separate)
+            assert total.item() == 3
+        assert made[0].group_name != made[1].group_name
+    dist.barrier(dist.new_group([0, 1, 2]))  # separate groups do not change the names of later ones
 
 
 @on_ranks(2)
@@ -66,27 +62,28 @@ def test_close_ends_thread_and_group(rank):
     model = ddp(mlp())
     state = DCTState(model, density=0.1)
     _train(rank, model, state)
-    threads = [thread.name for thread in threading.enumerate()]
-    groups = len(dist.distributed_c10d._world.pg_names)
+
+    def held():
+        names = [thread.name for thread in threading.enumerate()]
+        return names.count("dct"), len(dist.distributed_c10d._world.pg_names)
+
+    threads, groups = held()
     before = state.state_dict()
-    state.close()
-    state.close()
-    assert [t.name for t in threading.enumerate()].count("dct") == threads.count("dct") - 1
-    assert len(dist.distributed_c10d._world.pg_names) == groups - 1
-    after = state.state_dict()
-    for name, saved in entry(before)["parameters"].items():
-        assert torch.equal(saved["residual"], entry(after)["parameters"][name]["residual"])
+    for _ in range(2):
+        state.close()
+        assert held() == (threads - 1, groups - 1)
+    assert_same_states(before, state.state_dict())
     assert "DCT: density 0.1" in state.plan() and state.stats()["step"] == 4
     with pytest.raises(ValueError, match="state must be open, got a closed one"):
         model(torch.ones(1, 64)).sum().backward()
-    # And another takes its place.
+    # A new state can follow, and can be closed after all groups are destroyed.
     model = ddp(mlp())
-    other = DCTState(model, density=0.1)
-    _train(rank, model, other)
+    state = DCTState(model, density=0.1)
+    _train(rank, model, state)
     dist.barrier()
     dist.destroy_process_group()
-    other.close()  # its group is gone already
-    del model, other, state
+    state.close()
+    del model, state
     gc.collect()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -98,8 +95,7 @@ def _dct_state(mesh):
 
 
 def _sharded_state(mesh):
-    model = nn.Linear(64, 1)
-    fully_shard(model, mesh=mesh["shard"])
+    model = fully_shard(nn.Linear(64, 1), mesh=mesh["shard"])
     dct_fully_shard_hook(model, mesh=mesh)
     return model
 

@@ -37,7 +37,7 @@ def _begun():
     scaler.scale(torch.zeros(()))
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter])
-    loss_scale = LossScale("op", scaler, optimizer)
+    loss_scale = LossScale("op", scaler, [optimizer])
     loss_scale.watch([parameter])
     group, cpu = torch.distributed.group.WORLD, torch.device("cpu")
     ledger = StepLedger("op", group, cpu, Settings(0.1, "bfloat16"), {}, loss_scale)

@@ -1,30 +1,18 @@
-"""Rows in few bits between ranks and between modules: what arrives, what comes back, how much."""
+"""RowFormat, and the modules for rows in few bits."""
 
 import dataclasses
 import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from oracle import quantized_rows as oracle
 
 from dct_kernels import row_dequantize, row_quantize
 from dct_kernels.row_layout import FORMATS, row_bytes
-from dct_parallel import (
-    RowDequantize,
-    RowFormat,
-    RowQuantize,
-    all_gather_rows,
-    all_gather_rows_async,
-    all_to_all_rows,
-    all_to_all_rows_async,
-)
+from dct_parallel import RowDequantize, RowFormat, RowQuantize
 from dct_parallel.rows import codecs
-from ranks import on_ranks
-from wire_meter import WireMeter
 
 WIDTH = 37
-TABLE_BYTES = 40  # to every other rank: how many rows, and four settings
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PAIRS = [("int4", "int4"), ("int8", "ternary"), ("ternary", "sign"), ("bfloat16", "float16")]
 
@@ -38,92 +26,6 @@ def _through(x, format):
 
 def _bytes(width, format):
     return width * DTYPES[format].itemsize if format in DTYPES else row_bytes(width, format)
-
-
-def _splits(source, ranks):
-    return [0 if source == r == 1 else 1 + (source + 2 * r) % 3 for r in range(ranks)]
-
-
-def _rows(source, ranks):
-    generator = torch.Generator().manual_seed(source)
-    return torch.randn(sum(_splits(source, ranks)), WIDTH, generator=generator)
-
-
-def _grads(rank, ranks):
-    received = sum(_splits(source, ranks)[rank] for source in range(ranks))
-    generator = torch.Generator().manual_seed(100 + rank)
-    return torch.randn(received, WIDTH, generator=generator)
-
-
-def _expected(rank, ranks, forward, backward):
-    arrived = [
-        _through(_rows(source, ranks), forward).split(_splits(source, ranks))[rank]
-        for source in range(ranks)
-    ]
-    returned = []
-    for r in range(ranks):
-        from_sources = [_splits(source, ranks)[r] for source in range(ranks)]
-        returned.append(_through(_grads(r, ranks), backward).split(from_sources)[rank])
-    return torch.cat(arrived), torch.cat(returned)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
-def test_all_to_all(rank):
-    ranks = dist.get_world_size()
-    splits = _splits(rank, ranks)
-    into = [_splits(source, ranks)[rank] for source in range(ranks)]
-    for forward, backward in PAIRS:
-        for known in (None, into):
-            for exchange in (all_to_all_rows, all_to_all_rows_async):
-                x = _rows(rank, ranks).requires_grad_()
-                with WireMeter() as meter:
-                    y = exchange(x, splits, known, format=RowFormat(forward, backward))
-                    sent = meter.take()
-                    y = y.wait() if exchange is all_to_all_rows_async else y
-                    y.backward(_grads(rank, ranks))
-                    returned = meter.take()
-                arrived, gradient = _expected(rank, ranks, forward, backward)
-                assert torch.equal(y, arrived) and torch.equal(x.grad, gradient)
-                table = 0 if known else TABLE_BYTES * (ranks - 1)
-                assert sent == table + (sum(splits) - splits[rank]) * _bytes(WIDTH, forward)
-                assert returned == (sum(into) - into[rank]) * _bytes(WIDTH, backward)
-
-
-@on_ranks(2)
-def test_all_gather(rank):
-    ranks = dist.get_world_size()
-    widths = [WIDTH + 3 * r for r in range(ranks)]
-    parts = [
-        torch.randn(4, width, generator=torch.Generator().manual_seed(width)) for width in widths
-    ]
-    grads = [
-        torch.randn(4, sum(widths), generator=torch.Generator().manual_seed(r))
-        for r in range(ranks)
-    ]
-    for forward, backward in [*PAIRS, ("float32", "float32")]:
-        for gather in (all_gather_rows, all_gather_rows_async):
-            x = parts[rank].clone().requires_grad_()
-            y = gather(x, format=RowFormat(forward, backward))
-            y = y.wait() if gather is all_gather_rows_async else y
-            assert torch.equal(y, torch.cat([_through(part, forward) for part in parts], 1))
-            y.backward(grads[rank])
-            total = torch.zeros(4, widths[rank])
-            for grad in grads:
-                total += _through(grad.split(widths, 1)[rank].contiguous(), backward)
-            assert torch.equal(x.grad, total)
-
-
-@on_ranks(2)
-def test_two_transfers_in_flight(rank):
-    first, second = torch.randn(2, 8, requires_grad=True), torch.randn(2, 5, requires_grad=True)
-    transfers = [all_to_all_rows_async(x, [1, 1], format="float32") for x in (first, second)]
-    received = [transfer.wait() for transfer in transfers]
-    (received[0].sum() + 2 * received[1].sum()).backward()
-    assert torch.equal(first.grad, torch.ones(2, 8))
-    assert torch.equal(second.grad, torch.full((2, 5), 2.0))
-    with pytest.raises(RuntimeError, match=r"wait\(\) must be called once"):
-        transfers[0].wait()
 
 
 def test_a_format_is_a_value():

@@ -122,17 +122,6 @@ def test_in_eval_mode_compression_is_on_unless_switched_off():
     assert back(*off.train()(x)).count_nonzero() == 3 * 4
 
 
-def test_compiled_without_a_graph_break():
-    def cut(x):
-        return unpack_rows(*pack_rows(x, 4, torch.bfloat16), 32, torch.float32)
-
-    x = torch.randn(2, 3, 32, requires_grad=True)
-    y = torch.compile(cut, backend="aot_eager", fullgraph=True)(x)
-    (gradient,) = torch.autograd.grad(y.square().sum(), x)
-    assert torch.equal(y, cut(x))
-    assert torch.equal(gradient, torch.autograd.grad(cut(x).square().sum(), x)[0])
-
-
 def test_non_finite_entries_cross():
     x = torch.tensor([[1.0, float("nan"), -float("inf"), 2.0]])
     y = unpack_rows(*pack_rows(x, 2), 4)

@@ -14,7 +14,7 @@ from ptx import toolkit
 
 import dct_kernels
 from dct_kernels._load import _is_for_cuda, available
-from dct_kernels._schemas import OPS
+from dct_kernels._ops import OPS
 
 LIBRARY = next(Path(dct_kernels.__file__).parent.glob("_cuda*.so"), None)
 

@@ -9,7 +9,7 @@ import torch
 
 from dct_kernels import row_layout
 from dct_kernels._load import checked
-from dct_kernels._schemas import OPS
+from dct_kernels._ops import OPS
 from dct_kernels.layout import QUANTIZED_CODES
 
 from . import build

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dct_kernels._schemas import OPS
+from dct_kernels._ops import OPS
 
 from . import cache, toolkit
 

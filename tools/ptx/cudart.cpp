@@ -73,13 +73,19 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ho
   return static_cast<cudaError_t>(
       ptx::launch(registered()[host], grid.x, block.x, config->dynamicSmemBytes, arguments));
 }
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
 cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
   if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;  // a hint
   constexpr int kMaxBytes = 163 << 10;  // of sm_80, the smallest that the kernels are built for
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > kMaxBytes) {
     return cudaErrorInvalidValue;
   }
-  runtime().kernels.at(registered().at(host)).max_dynamic_shared = value;
+  int64_t& allowed = runtime().kernels.at(registered().at(host)).max_dynamic_shared;
+  if (allowed == value) return cudaErrorInvalidValue;  // launchers ask once per kernel
+  allowed = value;
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {

@@ -70,7 +70,10 @@ void load(const std::string& text) {
   auto module = std::make_unique<Module>(parse(text));
   module->text = text;
   for (const auto& [name, entry] : module->entries) {
-    runtime().kernels[name] = {module.get(), nullptr, nullptr};
+    Kernel& kernel = runtime().kernels[name];  // keeps the shared memory that a launcher asked for
+    kernel.module = module.get();
+    kernel.program = nullptr;
+    kernel.counts = nullptr;
   }
   runtime().modules.push_back(std::move(module));
 }

@@ -20,7 +20,7 @@ enum Status : int {
 };
 
 struct Kernel {
-  const Module* module;
+  const Module* module = nullptr;
   std::unique_ptr<Program> program;  // once it is launched
   std::unique_ptr<Counts> counts;    // of its launches since the last configure
   int64_t max_dynamic_shared = 48 << 10;

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 
 from dct_kernels import triton as ops
 from dct_kernels._load import checked
-from dct_kernels._schemas import OPS
+from dct_kernels._ops import OPS
 
 from .backend import executor
 

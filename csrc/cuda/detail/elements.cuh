@@ -5,8 +5,7 @@
 #include "../../common/dtype.h"
 #include "../../common/payload.h"
 #include "../../common/rounding.h"
-#include "vectors.cuh"
-#include "warp.cuh"
+#include "device.cuh"
 
 namespace dct::cuda {
 

@@ -4,8 +4,7 @@
 // dequantize_sum_pack.
 
 #include "../../common/quantized_payload.h"
-#include "vectors.cuh"
-#include "warp.cuh"
+#include "device.cuh"
 
 namespace dct::cuda {
 

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <utility>
 
@@ -20,6 +21,24 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, s
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+// Lets a kernel use `bytes` of dynamic shared memory, and prefers shared memory to the L1 cache.
+// Asks the driver once per kernel and device.
+template <auto kKernel>
+cudaError_t allow_shared_bytes(int bytes) {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<bool> allowed[kMaxDevices];
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess && device >= kMaxDevices) error = cudaErrorInvalidDevice;
+  if (error != cudaSuccess || allowed[device]) return error;
+  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared);
+  allowed[device] = error == cudaSuccess;
+  return error;
 }
 
 }  // namespace dct::cuda

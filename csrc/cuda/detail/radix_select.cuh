@@ -3,7 +3,7 @@
 // Radix select, in descending order: one pass, which finds one digit of the rank-th largest key,
 // and all passes by one block.
 
-#include "warp.cuh"
+#include "device.cuh"
 
 namespace dct::cuda {
 

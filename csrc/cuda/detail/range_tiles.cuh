@@ -1,7 +1,7 @@
 #pragma once
 
 #include "../../common/payload.h"
-#include "platform.cuh"
+#include "device.cuh"
 
 namespace dct::cuda {
 

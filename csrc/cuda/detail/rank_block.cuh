@@ -5,9 +5,8 @@
 
 #include "../../common/ops.h"
 #include "../../common/rounding.h"
+#include "device.cuh"
 #include "range_tiles.cuh"
-#include "vectors.cuh"
-#include "warp.cuh"
 
 namespace dct::cuda {
 

@@ -4,7 +4,7 @@
 // are bytes in two's complement; a sign is 1 if negative.
 
 #include "../../common/row_formats.h"
-#include "platform.cuh"
+#include "device.cuh"
 
 namespace dct::cuda {
 

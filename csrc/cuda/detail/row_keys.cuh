@@ -8,7 +8,7 @@
 
 #include "../../common/dtype.h"
 #include "../../common/rounding.h"
-#include "platform.cuh"
+#include "device.cuh"
 
 namespace dct::cuda {
 

@@ -4,9 +4,9 @@
 // codes. Only the first reads from memory.
 
 #include "../../common/ops.h"
+#include "device.cuh"
 #include "row_codes.cuh"
 #include "row_elements.cuh"
-#include "warp.cuh"
 
 namespace dct::cuda {
 

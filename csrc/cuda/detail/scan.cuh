@@ -2,7 +2,7 @@
 
 // Scans over a group of kThreads threads: part of a warp, a warp or a block.
 
-#include "warp.cuh"
+#include "device.cuh"
 
 namespace dct::cuda {
 

@@ -130,17 +130,13 @@ __device__ void sum_rows(const RankPayloads& payloads, const RangeTiles& blocks,
 }
 
 // Of a kernel that calls sum_rows.
-template <PayloadFormat kFormat, typename Args>
-cudaError_t launch_sum(void (*kernel)(Args, RangeTiles, bool), const Args& args,
-                       const RangeTiles& blocks, bool aligned, cudaStream_t stream) {
+template <PayloadFormat kFormat, auto kKernel, typename Args>
+cudaError_t launch_sum(const Args& args, const RangeTiles& blocks, bool aligned,
+                       cudaStream_t stream) {
   constexpr int kBytes = kStagingBytes<kFormat>;
-  const cudaError_t opted_in =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (opted_in != cudaSuccess) return opted_in;
-  const cudaError_t carved = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  if (carved != cudaSuccess) return carved;
-  return launch(kernel, blocks.total, kThreads, kBytes, stream, args, blocks, aligned);
+  const cudaError_t allowed = allow_shared_bytes<kKernel>(kBytes);
+  if (allowed != cudaSuccess) return allowed;
+  return launch(kKernel, blocks.total, kThreads, kBytes, stream, args, blocks, aligned);
 }
 
 }  // namespace dct::cuda

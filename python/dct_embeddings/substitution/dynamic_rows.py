@@ -1,4 +1,4 @@
-"""Rows of features that are not known before they are seen."""
+"""Rows of features that get a row when they are first seen."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,31 +23,29 @@ _PER_ROW = "per_row."
 class DynamicFeatureRows(SharedRows):
     """A row for each feature seen in training, shared out to ranks by a hash of the id.
 
-    In training mode a feature gets its row when it is first seen: numbers uniform within `bound`,
-    by a hash of id and column, so they are the same on any number of ranks. In eval mode no rows
-    are made, and the row of an unknown feature is 0. No row is ever evicted.
+    In training mode, a feature gets a row when it is first seen. Initial numbers are uniform within
+    `bound`, by a hash of id and column, so they do not depend on the number of ranks. In eval mode
+    the row of an unknown feature is 0. Rows are never evicted. Ids are any integers from 0 to
+    2^63 - 1, such as hashes, and take 8 bytes each in messages.
 
-    Ids are any from 0 to 2^63 - 1, such as hashes, sent in 8 bytes each. Each rank finds its rows
-    by a hash table that grows bucket by bucket.
-
-    `state_dict` has the rows of this rank; `load_state_dict` takes that, or the result of
-    `merge_feature_rows` for any number of ranks: all of it, or nothing and an error. A copy
+    `state_dict` holds the rows of this rank. `load_state_dict` takes it, or the result of
+    `merge_feature_rows` on any number of ranks; if it raises an error, nothing is loaded. A copy
     (copy.deepcopy, AveragedModel) has the features known when it was made, and shares the group.
     Deterministic.
 
     Args:
         width: d, numbers in a row.
-        capacity: rows that this rank can have. Memory is reserved for them, and on the CPU taken
-            only for rows that are made: the rest costs address space only.
-        bound: of initial numbers, from 0 up to the most that `dtype` holds.
+        capacity: rows that this rank can have. Reserves memory for them; the CPU allocates pages
+            only as rows are made.
+        bound: of initial numbers, from 0 up to the largest number of `dtype`.
         seed: of initial numbers.
         dtype: float32 or float64.
         device: of the rows.
-        group: the ranks that share them, default all.
+        group: the ranks that share the rows, default all.
 
     Attributes:
         weight: parameter [1 + capacity, d], with a sparse gradient. Row 0 is 0, for unknown
-            features; then those of `ids()` follow; the rows after them have no meaning.
+            features. The rows of `ids()` follow; later rows have no meaning.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
@@ -70,18 +68,18 @@ class DynamicFeatureRows(SharedRows):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(_OP, group)
-        with refusing(_OP, self.group):  # these may differ between ranks
+        with refusing(_OP, self.group):
             device = checks.require_device(_OP, device)
             checks.require_int(_OP, "capacity", capacity, 1, MOST_ROWS)
-        told = {"width": width, "dtype": dtype, "bound": bound, "seed": seed}
-        require_alike(_OP, told, self.group, device)
+        settings = {"width": width, "dtype": dtype, "bound": bound, "seed": seed}
+        require_alike(_OP, settings, self.group, device)
         checks.require_int(_OP, "width", width, 1, 2**31 - 1)
         checks.require_int(_OP, "seed", seed, 0, 2**31 - 1)
         checks.require_dtype(_OP, "dtype", dtype, (torch.float32, torch.float64))
         checks.require_number(_OP, "bound", bound)
         most = torch.finfo(dtype).max
         if not 0 <= bound <= most:  # false of a NaN as well
-            checks.fail(_OP, "bound", f"in [0, {most:.2g}]", bound)
+            raise ValueError(f"dct::{_OP}: bound must be in [0, {most:.2g}], got {bound}")
         self.capacity, self._bound, self._seed = capacity, bound, seed
         self.weight = nn.Parameter(torch.empty(1 + capacity, width, dtype=dtype, device=device))
         self.weight.detach()[NO_PLACE] = 0
@@ -89,7 +87,7 @@ class DynamicFeatureRows(SharedRows):
         self._attached: dict[str, tuple[torch.optim.Optimizer, str]] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_attached": {}}  # of this one's optimizer, not of a copy's
+        return self.__dict__ | {"_attached": {}}  # a copy has a different optimizer
 
     def __len__(self) -> int:
         return len(self._table)
@@ -123,12 +121,12 @@ class DynamicFeatureRows(SharedRows):
         return (drawn.to(self.weight.dtype) * 2.0**-23 - 1) * self._bound
 
     def attach(self, name: str, optimizer: torch.optim.Optimizer, key: str) -> None:
-        """Save and load an optimizer's state of the rows with them, under this name.
+        """Save and load an optimizer's state together with the rows, under this name.
 
-        It is `optimizer.state[rows.weight][key]` at the time of a save or load, a tensor
-        [1 + capacity, ...]. A load writes into it: load the optimizer before, not after, if the
-        rows' state is that of a different world size. Features without a row have zeros there. A
-        copy of the rows has nothing attached.
+        That state is the tensor `optimizer.state[rows.weight][key]` [1 + capacity, ...] at the time
+        of a save or load. A load writes into it, with zeros for features without a row. If the
+        world size changes, load the optimizer before the rows. A copy of the rows has nothing
+        attached.
 
         Raises:
             ValueError, TypeError: the optimizer has no such tensor, now or, by `state_dict` and
@@ -142,9 +140,8 @@ class DynamicFeatureRows(SharedRows):
         self._attached[name] = optimizer, key
 
     def _per_row(self) -> dict[str, Tensor]:
-        """The tensors that are saved for rows: the weight, and the attached ones. Looked up anew,
-        because an optimizer that loads a state makes new tensors.
-        """
+        """The saved tensors: the weight, and the attached ones."""
+        # An optimizer that loads a state makes new tensors, so they are looked up again.
         attached = {_PER_ROW + name: self._state_of(*of) for name, of in self._attached.items()}
         return {"weight": self.weight, **attached}
 
@@ -153,7 +150,7 @@ class DynamicFeatureRows(SharedRows):
         if not isinstance(tensor, Tensor) or tensor.shape[:1] != (rows,):
             got = f"one of {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "none"
             rule = f"a tensor {key!r} of {rows} rows for weight"
-            checks.fail(_OP, "optimizer", rule, got, verb="have")
+            raise ValueError(f"dct::{_OP}: optimizer must have {rule}, got {got}")
         return tensor
 
     @torch.no_grad()
@@ -161,14 +158,14 @@ class DynamicFeatureRows(SharedRows):
         first, end = 1 + len(self), 1 + len(self) + len(ids)
         if end - 1 > self.capacity:
             rule = f"at least {end - 1}, the number of features seen"
-            checks.fail(_OP, "capacity", rule, self.capacity)
+            raise ValueError(f"dct::{_OP}: capacity must be {rule}, got {self.capacity}")
         self._table.add(ids)
         self.weight[first:end] = self.initial(ids)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *_: Any) -> None:
         destination[f"{prefix}owner"] = torch.tensor([self.group.rank(), self.group.size()])
         destination[f"{prefix}ids"] = self.ids().clone()
-        for name, tensor in self._per_row().items():  # not views: all of the storage would be saved
+        for name, tensor in self._per_row().items():  # a view would save all of the storage
             destination[prefix + name] = tensor.detach()[1 : 1 + len(self)].clone()
 
     @torch.no_grad()
@@ -183,39 +180,41 @@ class DynamicFeatureRows(SharedRows):
             unexpected_keys += [prefix + name for name in state if name not in names]
             if missing == names:
                 return
-            if missing:  # an error even if the load is not strict: a part cannot be loaded
-                rule, got = ", ".join(names), f"no {', '.join(missing)}"
-                checks.fail(_OP, "state", rule, got, verb="have")
-            own = self._own_of(state, per_row)
+            if missing:  # an error even if the load is not strict
+                got = f"no {', '.join(missing)}"
+                raise ValueError(f"dct::{_OP}: state must have {', '.join(names)}, got {got}")
+            local = self._local_rows(state, per_row)
         except (TypeError, ValueError) as error:
             error_msgs.append(str(error))
             return
         device, before = self.weight.device, len(self)
         self._table = IdTable(self.capacity, device)
-        self._table.add(state["ids"].to(device)[own])
+        self._table.add(state["ids"].to(device)[local])
         for name, tensor in per_row.items():
-            tensor[1 : 1 + len(self)] = state[name].to(device)[own]
+            tensor[1 : 1 + len(self)] = state[name].to(device)[local]
             tensor[1 + len(self) : 1 + before] = 0  # as for features not seen yet
 
-    def _own_of(self, state: Mapping[str, Tensor], per_row: Mapping[str, Tensor]) -> Tensor:
+    def _local_rows(self, state: Mapping[str, Tensor], per_row: Mapping[str, Tensor]) -> Tensor:
         """The indices of this rank's rows in a state; raises if the state does not fit."""
         require_state(_OP, "state", {name: state[name] for name in ("owner", "ids", *per_row)})
         rank, ranks = state["owner"].tolist()
-        here = (self.group.rank(), self.group.size())
-        if rank != MERGED and (rank, ranks) != here:
-            rule = f"that of rank {here[0]} of {here[1]}, or one from merge_feature_rows"
-            checks.fail(_OP, "state", rule, f"that of rank {rank} of {ranks}")
+        this, size = self.group.rank(), self.group.size()
+        if rank != MERGED and (rank, ranks) != (this, size):
+            rule = f"that of rank {this} of {size}, or one from merge_feature_rows"
+            raise ValueError(
+                f"dct::{_OP}: state must be {rule}, got that of rank {rank} of {ranks}"
+            )
         ids = state["ids"].to(self.weight.device)
         for name, tensor in per_row.items():
             shape = (len(ids), *tensor.shape[1:])
             if state[name].shape != shape:
                 got = tuple(state[name].shape)
-                checks.fail(_OP, f"state[{name!r}]", f"shape {shape}", got, verb="have")
+                raise ValueError(f"dct::{_OP}: state[{name!r}] must have shape {shape}, got {got}")
         self.require_ids(_OP, ids)
         if len(ids.unique()) != len(ids):
-            checks.fail(_OP, "state['ids']", "distinct", "some ids twice")
-        own = (self.owners(ids)[0] == here[0]).nonzero().squeeze(1)
-        if len(own) > self.capacity:
-            rule = f"at least {len(own)}, the rows of the state"
-            checks.fail(_OP, "capacity", rule, self.capacity)
-        return own
+            raise ValueError(f"dct::{_OP}: state['ids'] must be distinct, got some ids twice")
+        local = (self.owners(ids)[0] == this).nonzero().squeeze(1)
+        if len(local) > self.capacity:
+            rule = f"at least {len(local)}, the rows of the state"
+            raise ValueError(f"dct::{_OP}: capacity must be {rule}, got {self.capacity}")
+        return local

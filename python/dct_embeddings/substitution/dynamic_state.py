@@ -1,4 +1,4 @@
-"""States of `DynamicFeatureRows`: their contents, and those of all ranks as one."""
+"""States of `DynamicFeatureRows`: their checks, and a merged state of all ranks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from dct_kernels import checks
 
 NAMES = ("owner", "ids", "weight")  # in every state
-MERGED = -1  # for the rank of a state of all ranks
+MERGED = -1  # stands for the rank in a state of all ranks
 
 
 def require_state(op: str, arg: str, state: Mapping[str, Tensor]) -> None:
-    """`state` is of tensors, and has an owner, ids and weights."""
+    """Raise unless `state` holds tensors, with an owner, ids and a weight among them."""
     checks.require_type(op, arg, state, Mapping, "a DynamicFeatureRows.state_dict()")
     missing = [name for name in NAMES if name not in state]
     if missing:
         rule = "a DynamicFeatureRows.state_dict(), with no prefix to its names"
-        checks.fail(op, arg, rule, f"one without {', '.join(missing)}")
+        raise ValueError(f"dct::{op}: {arg} must be {rule}, got one without {', '.join(missing)}")
     for name, tensor in state.items():
         checks.require_type(op, f"{arg}[{name!r}]", tensor, Tensor, "a tensor")
     owner, ids = state["owner"], state["ids"]
@@ -36,11 +36,10 @@ def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
         states: `DynamicFeatureRows.state_dict()` of every rank, in any order.
 
     Returns:
-        A state with the rows of all ranks, in rank order, for
-        `DynamicFeatureRows.load_state_dict` on every rank.
+        A state with the rows of all ranks, in rank order, for `load_state_dict` on every rank.
 
     Raises:
-        ValueError, TypeError: they are not those of all ranks of one run, each once.
+        ValueError, TypeError: a state of the run is missing, given twice, or invalid.
     """
     op = "merge_feature_rows"
     checks.require_type(op, "states", states, Sequence, "a sequence of states")
@@ -50,10 +49,10 @@ def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
     ranks = owners[0][1] if owners else 0
     if not owners or owners != [(rank, ranks) for rank in range(ranks)]:
         got = ", ".join(f"{rank} of {of}" for rank, of in owners) or "none"
-        checks.fail(op, "states", "one state of every rank", got, verb="hold")
+        raise ValueError(f"dct::{op}: states must hold one state of every rank, got {got}")
     if any(state.keys() != states[0].keys() for state in states):
         got = ", ".join(sorted({name for state in states for name in state}))
-        checks.fail(op, "states", "the same names", got, verb="have")
+        raise ValueError(f"dct::{op}: states must have the same names, got {got}")
     merged = {"owner": torch.tensor([MERGED, ranks])}
     for name, first in states[0].items():
         if name == "owner":
@@ -61,7 +60,7 @@ def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
         for index, state in enumerate(states):
             tensor, shape = state[name], (len(state["ids"]), *first.shape[1:])
             if (tensor.shape, tensor.dtype) != (shape, first.dtype):
-                got = f"{tensor.dtype} {tuple(tensor.shape)}"
-                checks.fail(op, f"states[{index}][{name!r}]", f"{first.dtype} {shape}", got)
+                arg, got = f"states[{index}][{name!r}]", f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise ValueError(f"dct::{op}: {arg} must be {first.dtype} {shape}, got {got}")
         merged[name] = torch.cat([state[name] for state in states])
     return merged

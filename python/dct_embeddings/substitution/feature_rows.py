@@ -1,4 +1,4 @@
-"""The owner of each feature's row, and the row's place there."""
+"""The owner of each feature's row, and the place of the row in the owner's weight."""
 
 import math
 from abc import ABC, abstractmethod
@@ -21,9 +21,9 @@ _Rank = TypeVar("_Rank", int, Tensor)
 
 
 class SharedRows(nn.Module, ABC):
-    """Rows of features that the ranks of a group share; each rank has its own as a parameter.
+    """Rows of features that the ranks of a group share; each rank holds its rows as a parameter.
 
-    A copy (copy.deepcopy, AveragedModel) has rows of its own, and the same group.
+    A copy (copy.deepcopy, AveragedModel) has its own rows, and the same group.
 
     Args:
         op: the class, for errors.
@@ -60,11 +60,12 @@ class SharedRows(nn.Module, ABC):
         """The features of this rank, int64, in the order of their rows."""
 
     def require_ids(self, op: str, ids: Tensor) -> None:
-        """Raise, naming the first, if some id is not valid. The host waits."""
+        """Raise if an id is not valid; the text names the first one. The host waits."""
         outside = ((ids < 0) | (ids.long() > self.last_id)).nonzero()
         if len(outside):
-            worst = int(outside[0])
-            checks.fail(op, f"ids[{worst}]", f"in [0, {self.last_id}]", int(ids[worst]))
+            index = int(outside[0])
+            rule = f"in [0, {self.last_id}], got {int(ids[index])}"
+            raise ValueError(f"dct::{op}: ids[{index}] must be {rule}")
 
     @abstractmethod
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,20 +87,20 @@ class SharedRows(nn.Module, ABC):
 class FeatureRows(SharedRows):
     """A row of numbers for each feature 0 ... rows - 1, shared out to ranks by a hash of the id.
 
-    The hash, id * a % rows with a prime to rows, is a permutation of the ids. Each rank owns a
-    range of hashes, equally many give or take one, so no table of owners is needed. With a next to
-    rows times the golden ratio, consecutive or evenly spaced ids are spread over the ranks.
+    The hash, id * a % rows with a coprime to rows, is a permutation of the ids. Each rank owns an
+    equal range of hashes, so no table of owners is needed. With a near rows times the golden ratio,
+    consecutive or evenly spaced ids are spread over the ranks.
 
-    `state_dict` has this rank's rows, and `owner`, [rank, ranks, rows of all]. A load of a
-    different rank's is refused (ValueError) before anything is read from it. Deterministic.
+    `state_dict` holds this rank's rows, and `owner`, [rank, ranks, rows of all]. Loading the state
+    of a different rank raises a ValueError before anything is loaded. Deterministic.
 
     Args:
-        weight: the rows of all features [rows, d], float32 or float64, the same on every rank. Only
-            this rank's are kept: the tensor may be mapped from a file.
-        group: the ranks that share them, default all.
+        weight: the rows of all features [rows, d], float32 or float64, the same on every rank. Each
+            rank copies its rows, so the tensor may be mapped from a file.
+        group: the ranks that share the rows, default all.
 
     Attributes:
-        weight: parameter [own rows, d] in the order of `ids()`, with a sparse gradient. A copy.
+        weight: parameter [local rows, d] in the order of `ids()`, with a sparse gradient.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
@@ -115,9 +116,9 @@ class FeatureRows(SharedRows):
             if not ranks <= len(weight) <= MOST_ROWS or weight.shape[1] == 0:
                 count = f"rows in [{ranks}, {MOST_ROWS}] (at least one per rank)"
                 rule = f"shape [rows, d] with {count} and d >= 1"
-                checks.fail(_OP, "weight", rule, tuple(weight.shape), verb="have")
-        told = {"rows": len(weight), "width": weight.shape[1], "dtype": weight.dtype}
-        require_alike(_OP, told, self.group, weight.device)
+                raise ValueError(f"dct::{_OP}: weight must have {rule}, got {tuple(weight.shape)}")
+        settings = {"rows": len(weight), "width": weight.shape[1], "dtype": weight.dtype}
+        require_alike(_OP, settings, self.group, weight.device)
         self._rows, self.last_id = len(weight), len(weight) - 1
         self._multiplier = _multiplier(self._rows)
         self.weight = nn.Parameter(weight.detach()[self.ids().to(weight.device)])
@@ -125,7 +126,7 @@ class FeatureRows(SharedRows):
         register_identity(_OP, self, "owner", owner)
 
     def ids(self) -> Tensor:
-        first, end = (self._first_number(self.group.rank() + later) for later in (0, 1))
+        first, end = (self._first_number(self.group.rank() + i) for i in (0, 1))
         inverse = pow(self._multiplier, -1, self._rows)
         return torch.arange(first, end) * inverse % self._rows
 

@@ -1,28 +1,28 @@
-"""Ids to places 1, 2, 3, ... in the order in which they were added: a hash table in tensors.
+"""A hash table in tensors, from ids to places 1, 2, 3, ... in the order of their addition.
 
 Linear hashing (Litwin, 1980): buckets are added one by one, in proportion to the ids, and each
-takes over its ids from one older bucket. So the table is never hashed anew as a whole. A batch of
-ids is handled at once, by some tens of tensor operations whatever its size.
+takes over ids from one older bucket. So the table is never hashed again as a whole. The number of
+tensor operations does not depend on the number of ids in a call.
 """
 
 import torch
 from torch import Tensor
 
 SLOTS = 8  # of a bucket
-LOAD = 2  # ids per bucket on average: three in four are then in the slot that is searched first
+LOAD = 2  # ids per bucket on average; then three in four are in their first slot
 NO_PLACE = 0  # of an id that was not added
 
 
 class IdTable:
     """Places of ids from 0 to 2^63 - 1.
 
-    A slot holds the place of an id, and the id is looked up there. An id's bucket and first slot
-    follow from its hash. If that slot is taken, it gets the next free one of the bucket; if the
-    bucket is full, as for one id in some hundreds, it goes to a sorted list.
+    A slot holds the place of an id. The hash of an id gives its bucket and first slot. If that slot
+    is taken, the id gets the next free slot of the bucket. If the bucket is full, which is rare,
+    the id goes to a sorted list.
 
     Args:
-        capacity: ids at most, below 2^31. Memory is reserved for so many, 24 bytes each; on the CPU
-            it is taken only as ids are added.
+        capacity: the most ids, below 2^31. Reserves 24 bytes for each, of which the CPU allocates
+            pages only as ids are added.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class IdTable:
         slots = (capacity // LOAD + 1) * SLOTS
         self._places = torch.empty(slots, dtype=torch.int32, device=device)
         self._places[:SLOTS] = NO_PLACE
-        self._buckets = self._level = 1  # level: the largest power of 2 that is no more
+        self._buckets = self._level = 1  # level: the largest power of 2 up to the buckets
         self._count = 0
         self._others = self._ids.new_empty(0)  # ids of full buckets, ascending
         self._places_of_others = self._places.new_empty(0)
@@ -52,7 +52,7 @@ class IdTable:
         for _ in range(SLOTS - 1):
             if len(rest) == 0:
                 return places
-            # Not by brackets, which are several times slower.
+            # index_select is several times faster than indexing.
             ids, slot = ids.index_select(0, rest), _next(slot.index_select(0, rest))
             found = self._places.index_select(0, slot)
             places.index_copy_(0, left, found)
@@ -61,7 +61,7 @@ class IdTable:
         return places.index_copy_(0, left, self._among_others(ids.index_select(0, rest)))
 
     def add(self, ids: Tensor) -> None:
-        """Give these ids, which are new and distinct, the next places, in their order."""
+        """Give these new and distinct ids the next places, in their order."""
         first, self._count = self._count, self._count + len(ids)
         places = torch.arange(1 + first, 1 + self._count, dtype=torch.int32, device=ids.device)
         self._ids[1 + first : 1 + self._count] = ids
@@ -69,7 +69,7 @@ class IdTable:
         slot = self._first_slots(mix(ids))
         for _ in range(SLOTS):
             free = self._places[slot] == NO_PLACE
-            self._places[slot[free]] = places[free]  # of several in one slot, one stays
+            self._places[slot[free]] = places[free]  # if several share a slot, one stays
             left = self._places[slot] != places
             places, slot = places[left], _next(slot[left])
         if len(places):
@@ -88,7 +88,7 @@ class IdTable:
         return slots - (slots >= self._buckets * SLOTS) * (self._level * SLOTS)
 
     def _grow(self, buckets: int) -> None:
-        """Add buckets, each of which takes over ids from the one `level` before it."""
+        """Add buckets. Each takes over ids from the bucket `level` before it."""
         while self._buckets < buckets:
             if self._buckets == 2 * self._level:
                 self._level *= 2
@@ -103,7 +103,7 @@ class IdTable:
 
 
 def mix(ids: Tensor) -> Tensor:
-    """A hash of each id, int64 from 0; all of its bits depend on all of the id's."""
+    """A hash of each id, int64 from 0. Every bit of it depends on every bit of the id."""
     x = ids * -0x61C8864680B583EB
     x = (x ^ x >> 32) * -0x4B47D0C5A2D2F58B
     return x ^ x >> 31  # not negative, because shifts repeat the sign

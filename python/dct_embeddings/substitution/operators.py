@@ -1,8 +1,4 @@
-"""Operators on the rows of features that are sums over features, up to a last function.
-
-Such an operator y = F(rows of a sample's features) has an equivalent substitute: y = g(sum over
-ranks of f(the rows that a rank owns)). `partial` is f, `combine` is g (arXiv 1909.04823).
-"""
+"""Operators on rows of features: a function of a sum over features."""
 
 from abc import ABC, abstractmethod
 
@@ -16,14 +12,13 @@ MOST = 2**31 - 1
 
 
 class Bags:
-    """The rows of each field of each sample.
+    """The bags of all samples: the rows of each field.
 
     Args:
-        lengths: int [sources, fields, batch], rows of each bag; rows lie in this order. The samples
-            are those of all sources.
+        lengths: int [sources, fields, batch], the number of rows in each bag, in the order of rows.
 
     Attributes:
-        samples: their number.
+        samples: the number of samples of all sources.
     """
 
     def __init__(self, lengths: Tensor) -> None:
@@ -42,9 +37,9 @@ class Bags:
 class SubstituteOperator(nn.Module, ABC):
     """An operator y = g(sum over ranks of f(own rows)) of an `EquivalentSubstitution`.
 
-    DES (arXiv 1909.04823). Subclasses define f as `partial` and g as `combine`, without mutating
-    their arguments. Their parameters are used in `partial` only, and the same on every rank.
-    Deterministic if `partial` and `combine` are; those here are on the CPU.
+    Subclasses define f as `partial` and g as `combine`, without mutating their arguments. Only
+    `partial` uses their parameters, which are the same on every rank. Deterministic if `partial`
+    and `combine` are, as those here on the CPU.
 
     Args:
         width: columns of a feature's row that it uses.
@@ -52,6 +47,8 @@ class SubstituteOperator(nn.Module, ABC):
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
+
+    Source: DES (arXiv 1909.04823).
     """
 
     def __init__(self, width: int, first: int = 0) -> None:
@@ -62,31 +59,30 @@ class SubstituteOperator(nn.Module, ABC):
         self.width, self.first = width, first
 
     def extra_repr(self) -> str:
-        own = [f"{name}={tuple(p.shape)} {p.dtype}" for name, p in self.named_parameters()]
-        return ", ".join([f"width={self.width}", f"first={self.first}", *own])
+        found = [f"{name}={tuple(p.shape)} {p.dtype}" for name, p in self.named_parameters()]
+        return ", ".join([f"width={self.width}", f"first={self.first}", *found])
 
     def require_fit(self, weight: Tensor, fields: int) -> None:
-        """Raise if it cannot work on rows of `weight` in so many fields. By default never."""
+        """Raise if it cannot use rows of `weight` in this number of fields. By default never."""
 
     def forward(self, rows: Tensor, bags: Bags) -> Tensor:
-        """Call `partial`. `EquivalentSubstitution` swaps in parameters that sum gradients."""
+        """Call `partial`, with the parameters that `EquivalentSubstitution` swaps in."""
         return self.partial(rows, bags)
 
     @abstractmethod
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
-        """f: the contribution [samples, m] of rows [n, width] in `bags`; m depends on the number of
-        fields only."""
+        """f: rows [n, width] in `bags` to [samples, m]; m depends only on the number of fields."""
 
     @abstractmethod
     def combine(self, total: Tensor) -> Tensor:
-        """g: the result for `total` [batch, m], the sum of all ranks' partial results."""
+        """g: the result for `total` [batch, m], the sum of the partial results of all ranks."""
 
 
 class LinearTerms(SubstituteOperator):
     """The linear terms of logistic regression: y[b] = sum of w[j] over the sample's features j.
 
-    Result [batch], of the rows' dtype. Sends 1 number per sample. `first`: as of
-    `SubstituteOperator`; width is 1.
+    Result [batch], of the rows' dtype. Sends 1 number per sample. Its width is 1; `first` is that
+    of `SubstituteOperator`.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -103,7 +99,6 @@ class SumPooledEmbedding(SubstituteOperator):
     """An embedding bag per field: y[b, field] = sum of v[j] over the features j in the bag.
 
     Result [batch, fields, width], of the rows' dtype. Sends fields x width numbers per sample.
-    Arguments: as of `SubstituteOperator`.
     """
 
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
@@ -117,9 +112,9 @@ class SumPooledEmbedding(SubstituteOperator):
 class FactorizationMachine(SubstituteOperator):
     """Interactions of second order: y[b] = sum of v[j].v[k] over pairs of the sample's features.
 
-    By Rendle's identity, half of |sum of v[j]|^2 - sum of |v[j]|^2. Features of all fields count, a
-    feature that a sample has twice as two. Result [batch], of the rows' dtype. Sends width + 1
-    numbers per sample. Arguments: as of `SubstituteOperator`.
+    By Rendle's identity, half of |sum of v[j]|^2 - sum of |v[j]|^2. Features of all fields count; a
+    feature that a sample has twice counts twice. Result [batch], of the rows' dtype. Sends width +
+    1 numbers per sample.
     """
 
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
@@ -134,19 +129,18 @@ class FirstLayer(SubstituteOperator):
     """The first fully connected layer over all fields' pooled embeddings side by side, no bias.
 
     y[b] = weight @ the bag sums of all fields. Result [batch, out_features]. Sends `out_features`
-    numbers per sample; `SumPooledEmbedding` with a Linear after it sends fields x width. The
-    backward pass sends as many. Its weight [out_features, fields * width], of the rows' dtype, is
-    on every rank, with torch's initial values; one all-reduce sums its gradient over ranks.
+    numbers per sample in each direction; `SumPooledEmbedding` with a Linear after it sends fields x
+    width. Its weight [out_features, fields * width], of the rows' dtype, is on every rank, with
+    torch's initial values. One all-reduce sums its gradient over ranks.
 
     Args:
         fields: the number of fields in `lengths`.
-        width: as of `SubstituteOperator`.
-        first: as of `SubstituteOperator`.
+        width, first: as of `SubstituteOperator`.
         out_features: of the layer.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it. In forward:
-            `fields` or the weight's dtype does not fit.
+        ValueError, TypeError: an argument is out of its range, or in forward `fields` or the
+            weight's dtype does not fit; the text names it.
     """
 
     def __init__(self, fields: int, width: int, out_features: int, first: int = 0) -> None:
@@ -156,12 +150,13 @@ class FirstLayer(SubstituteOperator):
         self.weight = nn.Linear(fields * width, out_features, bias=False).weight
 
     def require_fit(self, weight: Tensor, fields: int) -> None:
-        own = self.weight.shape[1] // self.width
-        if self.weight.dtype != weight.dtype:
-            rule, got = f"{weight.dtype} like rows", str(self.weight.dtype)
-            checks.fail("FirstLayer", "weight", rule, got, TypeError)
-        if fields != own:
-            checks.fail("FirstLayer", "lengths", f"{own} fields", fields, verb="have")
+        expected, dtype = self.weight.shape[1] // self.width, self.weight.dtype
+        if dtype != weight.dtype:
+            raise TypeError(
+                f"dct::FirstLayer: weight must be {weight.dtype} like rows, got {dtype}"
+            )
+        if fields != expected:
+            raise ValueError(f"dct::FirstLayer: lengths must have {expected} fields, got {fields}")
 
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
         return F.linear(bags.sums(rows).flatten(1), self.weight)
@@ -171,11 +166,11 @@ class FirstLayer(SubstituteOperator):
 
 
 def require_operator(op: str, arg: str, operator: nn.Module, width: int) -> None:
-    """Raise unless partial results of `operator` add up and it fits the rows; the text says why."""
+    """Raise unless `operator` is a SubstituteOperator that fits the rows."""
     if not isinstance(operator, SubstituteOperator):
         rule = "a SubstituteOperator, whose partial results add up (docs/guide/des.md)"
-        checks.fail(op, arg, rule, type(operator).__name__, TypeError)
+        raise TypeError(f"dct::{op}: {arg} must be {rule}, got {type(operator).__name__}")
     end = operator.first + operator.width
     if end > width:
-        rule = f"columns of rows of width {width}"
-        checks.fail(op, arg, rule, f"columns {operator.first} to {end - 1}", verb="use")
+        rule, got = f"use columns of rows of width {width}", f"{operator.first} to {end - 1}"
+        raise ValueError(f"dct::{op}: {arg} must {rule}, got columns {got}")

@@ -1,4 +1,4 @@
-"""The layer: operators on rows of all ranks, by the sums of their partial results."""
+"""The layer: operators on the rows of all ranks, from sums of their partial results."""
 
 import contextlib
 import zlib
@@ -28,11 +28,10 @@ AGGREGATES = ("reduce_scatter", "all_reduce")
 class EquivalentSubstitution(nn.Module):
     """Operators on rows of features that ranks share, computed on the ranks that own the rows.
 
-    Distributed equivalent substitution (arXiv 1909.04823): each rank computes an operator's partial
-    result from its own rows, and partial results are added up. Their bytes depend on the number of
-    samples, not on that of their features; neither rows nor their gradients are sent. Training is
-    that of one process with all samples, except for the order of sums. What it sends and when it
-    pays: docs/guide/des.md.
+    Each rank computes an operator's partial result from its own rows, and partial results are added
+    up. Their size depends on the number of samples, not of features; neither rows nor their
+    gradients are sent. Except for the order of sums, training is that of one process with all
+    samples. Messages and costs: docs/guide/des.md.
 
     Forward and backward are collective, with equally many samples on every rank. The host waits in
     forward, for counts, so it cannot be captured in a CUDA graph. Deterministic on the CPU. Keep it
@@ -40,20 +39,21 @@ class EquivalentSubstitution(nn.Module):
     groups. Save `state_dict()`, because the module itself cannot be saved.
 
     Args:
-        rows: of the features, and the ranks that share them: FeatureRows or DynamicFeatureRows.
-        operators: results are in their order. Their parameters, if they have any, become those of
-            the first rank, and gradients are added up over ranks. Some or all of them may be
-            frozen, on all ranks alike.
-        aggregate: "reduce_scatter": every rank gives the bags of its own samples and gets their
-            results. "all_reduce", the paper's form: all give the same global batch and get all
-            results.
-        ids_group: a process group of the same ranks for ids and counts, so that their bytes can be
-            told apart; default that of `rows`.
+        rows: FeatureRows or DynamicFeatureRows, of the ranks that share the features.
+        operators: in the order of results. Every rank starts with the parameters of the first rank,
+            and gradients are added up over ranks. Parameters may be frozen, the same on all ranks.
+        aggregate: "reduce_scatter": every rank passes the bags of its own samples and receives
+            their results. "all_reduce", the paper's form: all ranks pass the same global batch and
+            receive all results.
+        ids_group: a process group of the same ranks for ids and counts, to measure their bytes
+            separately; default that of `rows`.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
         ValueError: ranks differ in operators or aggregate; on all of them.
         RuntimeError: an argument is out of its range on a different rank only, as the text says.
+
+    Source: distributed equivalent substitution (arXiv 1909.04823).
     """
 
     def __init__(
@@ -68,15 +68,16 @@ class EquivalentSubstitution(nn.Module):
         operators = list(operators) if isinstance(operators, Iterable) else operators
         with refusing(_OP, rows.group):
             ids_group = rows.group if ids_group is None else require_group(_OP, ids_group)
-            of_rows, of_ids = map(dist.get_process_group_ranks, (rows.group, ids_group))
-            if of_ids != of_rows:  # ids would get to others than the owners of their rows
-                checks.fail(_OP, "ids_group", f"ranks {of_rows} like rows", of_ids, verb="have")
+            expected, found = map(dist.get_process_group_ranks, (rows.group, ids_group))
+            if found != expected:  # ids would not reach the owners of their rows
+                rule = f"ranks {expected} like rows"
+                raise ValueError(f"dct::{_OP}: ids_group must have {rule}, got {found}")
             self._ids_group = GroupOfModule(_OP, ids_group)
-        told = {"operators": operators, "aggregate": aggregate, "rows": type(rows).__name__}
-        require_alike(_OP, told, rows.group, rows.weight.device)
+        settings = {"operators": operators, "aggregate": aggregate, "rows": type(rows).__name__}
+        require_alike(_OP, settings, rows.group, rows.weight.device)
         checks.require_type(_OP, "operators", operators, list, "a sequence of SubstituteOperators")
         if len(operators) == 0:
-            checks.fail(_OP, "operators", "at least one", "none", verb="have")
+            raise ValueError(f"dct::{_OP}: operators must have at least one, got none")
         for index, operator in enumerate(operators):
             require_operator(_OP, f"operators[{index}]", operator, rows.width)
         checks.require_choice(_OP, "aggregate", aggregate, AGGREGATES)
@@ -85,27 +86,25 @@ class EquivalentSubstitution(nn.Module):
             dist.broadcast(parameter.detach(), group=rows.group, group_src=0)
 
     def forward(self, ids: Tensor, lengths: Tensor) -> list[Tensor]:
-        """The result of every operator, for this rank's samples or for those of all.
+        """The result of every operator, for the samples of this rank or of all ranks.
 
         Args:
-            ids: int32 or int64 [sum of lengths], bag after bag: those of the first field, sample by
-                sample, then those of the next. Features of different fields have different ids,
-                unless they are to share a row.
-            lengths: int32 or int64 [fields, batch], how many ids are in each bag; 0 is allowed.
+            ids: int32 or int64 [sum of lengths], bag after bag: the bags of the first field, sample
+                by sample, then the bags of the next field. Features of different fields share a row
+                if they have the same id.
+            lengths: int32 or int64 [fields, batch], the number of ids in each bag; 0 is allowed.
 
         Returns:
             A tensor per operator, of the rows' dtype: [batch, ...] as the operator says. Arguments
             are not mutated; in training mode DynamicFeatureRows gets rows for new features.
 
         Raises:
-            ValueError, TypeError: an argument is out of its range; on every rank, naming the ranks,
-                with the details on those.
-            ValueError: batch, fields, which parameters get gradients, or whether the rows are in
-                training mode, differs between ranks, or with "all_reduce" the ids do; on every
-                rank.
-            ValueError: some rank has too little capacity for the rows of new features; on every
-                rank, naming those. No rank has made a row.
-            ValueError: received lengths do not add up to the ids received with them.
+            ValueError, TypeError: an argument is out of its range on some rank. Raised on every
+                rank, and so is the next error.
+            ValueError: batch, fields, training mode of the rows, the set of parameters with
+                gradients, or with "all_reduce" the ids differ between ranks; or a rank has too
+                little capacity for the rows of new features, of which then none is made.
+            ValueError: received lengths do not add up to the received ids.
         """
         names, bags, tight = self._bags(ids, lengths)
         if tight:
@@ -120,23 +119,20 @@ class EquivalentSubstitution(nn.Module):
         return [operator.combine(part) for operator, part in zip(operators, totals, strict=True)]
 
     def _partial(self, operator: SubstituteOperator, rows: Tensor, bags: Bags) -> Tensor:
-        own = {
-            name: with_summed_gradient(parameter, self.rows.group)
-            for name, parameter in operator.named_parameters()
-        }
+        named, group = operator.named_parameters(), self.rows.group
+        parameters = {name: with_summed_gradient(p, group) for name, p in named}
         columns = rows.narrow(1, operator.first, operator.width)
-        partial: Tensor = functional_call(operator, own, (columns, bags))
+        partial: Tensor = functional_call(operator, parameters, (columns, bags))
         shape = tuple(getattr(partial, "shape", ()))
         if len(shape) != 2 or shape[0] != bags.samples:
-            arg = f"{type(operator).__name__}.partial"
-            checks.fail(_OP, arg, f"a tensor [{bags.samples}, m]", shape, verb="return")
+            arg, rule = f"{type(operator).__name__}.partial", f"a tensor [{bags.samples}, m]"
+            raise ValueError(f"dct::{_OP}: {arg} must return {rule}, got {shape}")
         return partial
 
     def _bags(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags, bool]:
-        """Names and bags of the global batch that this rank owns; see `_agree` for the last.
+        """Names and bags of the global batch that this rank owns; for the last result see `_agree`.
 
-        Each rank has a part of the batch, and samples are rank by rank. With "all_reduce" each has
-        the whole batch, and nothing is sent.
+        With "all_reduce" every rank has the whole batch already, so nothing is sent.
         """
         self._require_usable(ids, lengths)
         rank, ranks, bags = self.rows.group.rank(), self.rows.group.size(), lengths.numel()
@@ -144,21 +140,21 @@ class EquivalentSubstitution(nn.Module):
         bag = torch.repeat_interleave(torch.arange(bags, device=ids.device), lengths.flatten())
         lengths_of, names_of, _ = by_rank(owners * bags + bag, names, [bags] * ranks)
         if self.aggregate == "all_reduce":
-            own, checksum = names_of[rank], _checksum(ids, lengths)
-            _, tight = self._agree([0] * ranks, lengths.shape, len(own), checksum)
-            return own, Bags(lengths_of[rank].view(1, *lengths.shape)), tight
-        arriving, tight = self._agree([len(own) for own in names_of], lengths.shape, len(ids))
-        group = self._ids_group.get()
-        differ = [(count, -1) for count in arriving]  # lengths are always sent
-        came, own = exchange_bags(_OP, lengths_of, names_of, [-1] * ranks, differ, group)
-        return own, Bags(came.view(ranks, *lengths.shape)), tight
+            local, checksum = names_of[rank], _checksum(ids, lengths)
+            _, tight = self._agree([0] * ranks, lengths.shape, len(local), checksum)
+            return local, Bags(lengths_of[rank].view(1, *lengths.shape)), tight
+        counts, tight = self._agree([len(part) for part in names_of], lengths.shape, len(ids))
+        group, always = self._ids_group.get(), [-1] * ranks  # lengths are always sent
+        arriving = list(zip(counts, always, strict=True))
+        received, local = exchange_bags(_OP, lengths_of, names_of, always, arriving, group)
+        return local, Bags(received.view(ranks, *lengths.shape)), tight
 
     def _require_usable(self, ids: Tensor, lengths: Tensor) -> None:
-        """Raise if they are not, after telling the other ranks that this one cannot go on."""
+        """Raise if the arguments are not usable; the other ranks raise as well."""
         try:
             require_bags(_OP, ids, lengths, self.rows.weight)
             if len(lengths) == 0:
-                checks.fail(_OP, "lengths", "at least 1 field", "none", verb="have")
+                raise ValueError(f"dct::{_OP}: lengths must have at least 1 field, got none")
             self.rows.require_ids(_OP, ids)
             for operator in cast(Iterable[SubstituteOperator], self.operators):
                 operator.require_fit(self.rows.weight, len(lengths))
@@ -168,21 +164,15 @@ class EquivalentSubstitution(nn.Module):
             raise
 
     def _require_room(self, names: Tensor) -> None:
-        """Raise on all ranks if some lacks room for its names' rows, before any is made.
-
-        Takes one more exchange of counts.
-        """
-        need, capacity = len(self.rows) + self.rows.missing(names), self.rows.capacity
+        """Raise on all ranks if a rank lacks capacity. Takes one exchange of counts."""
+        needed, capacity = len(self.rows) + self.rows.missing(names), self.rows.capacity
         assert capacity is not None  # else no batch is too large for it
-        told = [[need, capacity]] * self.rows.group.size()
-        heard = exchange_numbers(_OP, told, {}, self.rows.weight.device, self._ids_group.get())
-        over = [
-            f"{most} for {need} on rank {rank}"
-            for rank, (need, most) in enumerate(heard)
-            if need > most
-        ]
+        numbers = [[needed, capacity]] * self.rows.group.size()
+        pairs = exchange_numbers(_OP, numbers, {}, self.rows.weight.device, self._ids_group.get())
+        over = [f"{c} for {n} on rank {rank}" for rank, (n, c) in enumerate(pairs) if n > c]
         if over:
-            checks.fail(_OP, "capacity", "at least the number of features seen", ", ".join(over))
+            rule, got = "at least the number of features seen", ", ".join(over)
+            raise ValueError(f"dct::{_OP}: capacity must be {rule}, got {got}")
 
     def _agree(
         self,
@@ -192,18 +182,18 @@ class EquivalentSubstitution(nn.Module):
         checksum: int = 0,
         usable: bool = True,
     ) -> tuple[list[int], bool]:
-        """Tell rank r counts[r], if all agree on the rest.
+        """Send rank r counts[r]; every rank raises if the other arguments do not agree.
 
         Args:
-            ids: this rank's part of those of the global batch.
+            ids: the number of ids in this rank's part of the global batch.
 
         Returns:
-            The counts that every rank told this one; whether the batch has more ids than some rank
-            has room for rows, which is the same on every rank.
+            The counts received from each rank; whether the batch has more ids than some rank has
+            free rows, which is the same on every rank.
         """
         fields, batch = shape
-        trained = [name for name, own in self.named_parameters() if own.requires_grad]
-        same = {
+        trained = [name for name, p in self.named_parameters() if p.requires_grad]
+        settings = {
             "input accepted": usable,
             "fields": fields,
             "batch": batch,
@@ -211,18 +201,19 @@ class EquivalentSubstitution(nn.Module):
             "parameters with gradients": _set_of(trained if torch.is_grad_enabled() else []),
         }
         if self.aggregate == "all_reduce":
-            same["checksum of the batch"] = checksum
+            settings["checksum of the batch"] = checksum
         capacity = self.rows.capacity
         limits = [] if capacity is None else [ids, capacity - len(self.rows)]
         numbers = [[count, *limits] for count in counts]
         device, group = self.rows.weight.device, self._ids_group.get()
-        heard = exchange_numbers(_OP, numbers, same, device, group)
-        arriving, *of_ranks = zip(*heard, strict=True)
-        return list(arriving), bool(of_ranks) and sum(of_ranks[0]) > min(of_ranks[1])
+        received = exchange_numbers(_OP, numbers, settings, device, group)
+        arriving, *limits_of_ranks = zip(*received, strict=True)
+        tight = bool(limits_of_ranks) and sum(limits_of_ranks[0]) > min(limits_of_ranks[1])
+        return list(arriving), tight
 
 
 def _set_of(names: Sequence[str]) -> int:
-    """A number for these names: their count, then a checksum."""
+    """A number that identifies these names: their count, then a checksum."""
     return len(names) * 10**10 + zlib.crc32("\n".join(names).encode())
 
 

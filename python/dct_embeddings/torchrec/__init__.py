@@ -1,9 +1,7 @@
 """Adapters for TorchRec: its exchange of embeddings, its dense part, and its replicas of tables.
 
-Only this folder imports torchrec, and no extra installs it: pip would replace torch.
-
-Reading order: codecs (rows in few bits), dense (gradients by the hook), replicas (of
-DMPCollection, by thresholded deltas).
+Only this folder imports torchrec. No extra of this package installs it, because pip would replace
+torch.
 """
 
 from .codecs import qcomm_codecs

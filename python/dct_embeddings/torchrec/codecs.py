@@ -21,33 +21,34 @@ def qcomm_codecs(
 ) -> dict[str, QuantizedCommCodecs]:
     """Codecs for a sharder: a number format for embeddings, and one for their gradients.
 
-    For tables that are sharded table-, column- or table-column-wise, pooled or not, of float32
-    embeddings. Each `width` entries have a scale of their own. The gradient is straight-through:
-    that of the received embeddings, quantized on its way. "float32" is the exchange without codecs,
-    bit for bit. Deterministic. What else to know: docs/guide/torchrec.md.
-
-    Our reconstruction of row-wise quantized exchange, by TorchRec's own plug (QuantizedCommCodec).
+    For float32 tables, pooled or not, that are sharded table-, column- or table-column-wise. Each
+    `width` entries share a scale. The gradient is straight-through, quantized on its way. "float32"
+    gives the same bits as the exchange without codecs. Deterministic. See docs/guide/torchrec.md.
 
     Args:
-        width: entries with a scale of their own. It must divide the width of every shard: their
-            greatest common divisor, or less. TorchRec tells a codec only sums of widths per rank.
+        width: entries that share a scale. It must divide the width of every shard. TorchRec passes
+            only sums of widths per rank to a codec, so only these are checked.
         format: as of `all_to_all_rows`, without a density.
 
     Returns:
         A `qcomm_codecs_registry`. It raises ValueError if TorchRec asks for a codec of a
-        reduce-scatter: row-wise and table-row-wise sharding sum messages, which are bytes here.
+        reduce-scatter, because row-wise and table-row-wise sharding would sum bytes.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it. In the first
-            exchange: `width` does not divide the sum of widths on some rank; on every rank.
+            exchange, on every rank: `width` does not divide the sum of widths of a rank.
+
+    Source: our reconstruction of row-wise quantized exchange, as TorchRec's QuantizedCommCodec.
 
     >>> sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=qcomm_codecs(64))
     """
     checks.require_int(_OP, "width", width, 1, 2**31 - 1)
-    form = RowFormat.of(_OP, format)
-    if form.density is not None:
-        checks.fail(_OP, "format", "without a density: every entry is sent", form)
-    codecs = QuantizedCommCodecs(*(TorchRecCodec(width, f) for f in form.both(torch.float32)))
+    row_format = RowFormat.parse(_OP, format)
+    if row_format.density is not None:
+        rule = "without a density: every entry is sent"
+        raise ValueError(f"dct::{_OP}: format must be {rule}, got {row_format}")
+    formats = row_format.formats(torch.float32)
+    codecs = QuantizedCommCodecs(*(TorchRecCodec(width, format) for format in formats))
     ops = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL)
     return _Registry({op.name: codecs for op in ops})
 
@@ -55,8 +56,8 @@ def qcomm_codecs(
 class TorchRecCodec:
     """TorchRec's QuantizedCommCodec of rows of `width` entries, in one number format.
 
-    A message is uint8, `format_bytes` per row. It has no context, because TorchRec's code for
-    padding and for varying batches looks for one first.
+    A message is uint8, `format_bytes` per row. The codec has no context, because TorchRec's code
+    for padding and for varying batches takes another path if there is one.
     """
 
     quantized_dtype = torch.uint8
@@ -86,14 +87,16 @@ class TorchRecCodec:
 
     def _require_rows(self, arg: str, sizes: list[int]) -> None:
         if any(size % self._width for size in sizes):
-            checks.fail(_OP, arg, f"multiples of width {self._width}", sizes)
+            rule = f"multiples of width {self._width}"
+            raise ValueError(f"dct::{_OP}: {arg} must be {rule}, got {sizes}")
 
 
 class _Registry(dict[str, QuantizedCommCodecs]):
-    """Codecs by name of the collective. TorchRec calls `get` when it shards a module."""
+    """Codecs by the collective's name. TorchRec calls `get` when it shards a module."""
 
     def get(self, key: str, default: Any = None) -> Any:
         if key == _REDUCE_SCATTER:
-            rule, got = "table-, column- or table-column-wise", "rows on several ranks"
-            checks.fail(_OP, "sharding", rule, f"{got}: their reduce-scatter would sum bytes")
+            rule = "table-, column- or table-column-wise"
+            got = "rows on several ranks: their reduce-scatter would sum bytes"
+            raise ValueError(f"dct::{_OP}: sharding must be {rule}, got {got}")
         return super().get(key, default)

@@ -1,4 +1,4 @@
-"""The hook on the dense part of a TorchRec model."""
+"""The communication hook for the dense part of a TorchRec model."""
 
 from typing import Any
 
@@ -14,21 +14,21 @@ _OP = "compress_dense"
 def compress_dense(dmp: DistributedModelParallel, **settings: Any) -> DCTState:
     """Average the gradients of the part that is not sharded by `dct_hook`, from now on.
 
-    TorchRec wraps that part in one DistributedDataParallel, where this registers the hook. Tables
-    that are sharded data-parallel do not go through it. Collective; before the first step, on every
-    rank.
+    TorchRec wraps that part in one DistributedDataParallel; this call registers the hook there. It
+    does not apply to tables that are sharded data-parallel. Collective; call it on every rank
+    before the first step.
 
     Args:
         dmp: DistributedModelParallel or DMPCollection, once its dense part is wrapped.
         **settings: as of `DCTState`.
 
     Returns:
-        The hook's state. Its `state_dict()` belongs beside the model's, one per rank, or the state
-        itself into torch.distributed.checkpoint.
+        The hook's state. Save its `state_dict()` next to the model's, one per rank, or pass the
+        state itself to torch.distributed.checkpoint.
 
     Raises:
         ValueError, TypeError: an argument is out of its range, `dmp` has no DistributedDataParallel
-            yet, or has a hook already, which the text names.
+            yet, or it already has a hook, which the text names.
         RuntimeError: as of `DCTState`.
     """
     kinds = "a DistributedModelParallel or DMPCollection"
@@ -36,12 +36,12 @@ def compress_dense(dmp: DistributedModelParallel, **settings: Any) -> DCTState:
     ddp = dmp._dmp_wrapped_module
     if not isinstance(ddp, DistributedDataParallel):
         rule = "one whose dense part is in DistributedDataParallel (init_data_parallel)"
-        checks.fail(_OP, "dmp", rule, f"a {type(ddp).__name__} in it")
+        raise ValueError(f"dct::{_OP}: dmp must be {rule}, got a {type(ddp).__name__} in it")
     if ddp._comm_hooks:
         hook, _ = ddp._comm_hooks[0]
         got = getattr(hook, "__qualname__", type(hook).__name__)
         rule = "one whose DDP has no hook yet (allreduce_comm_precision sets one)"
-        checks.fail(_OP, "dmp", rule, got)
+        raise ValueError(f"dct::{_OP}: dmp must be {rule}, got {got}")
     state = DCTState(ddp, **settings)
     ddp.register_comm_hook(state, dct_hook)
     return state

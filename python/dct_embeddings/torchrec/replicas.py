@@ -10,10 +10,9 @@ from torchrec.distributed.model_parallel import DMPCollection
 
 from dct_kernels import checks
 from dct_parallel.collectives import dense_mean
-from dct_parallel.exchange import checkpoint as fields
-from dct_parallel.exchange import quantized
-from dct_parallel.exchange.bucket import Bucket
-from dct_parallel.exchange.checkpoint import OWNER_RESIDUAL, RESIDUAL, SegmentState
+from dct_parallel.exchange import checkpoint, quantized
+from dct_parallel.exchange.bucket import Bucket, SegmentState
+from dct_parallel.exchange.checkpoint import Flat
 from dct_parallel.exchange.ledger import StepLedger
 from dct_parallel.exchange.plan import plan_bucket
 from dct_parallel.exchange.settings import Settings
@@ -133,11 +132,12 @@ class ReplicaDeltas:
         """
         rank = str(dist.get_rank())
         parts = {str(i): weights for i, weights in enumerate(self._weights.values())}
-        own = fields.checked(_OP, state, {"ranks": fields.BY_NAME})["ranks"].get(rank)
-        saved = fields.checked(_OP, own, dict.fromkeys(parts, fields.BY_NAME), f" of rank {rank}")
+        by_name = checkpoint.BY_NAME
+        own = checkpoint.checked(_OP, state, {"ranks": by_name})["ranks"].get(rank)
+        saved = checkpoint.checked(_OP, own, dict.fromkeys(parts, by_name), f" of rank {rank}")
         sound = {weights: weights.checked(saved[key]) for key, weights in parts.items()}
-        for weights, part in sound.items():
-            weights.restart(part)
+        for weights, found in sound.items():
+            weights.restart(*found)
 
     def _require_intact(self) -> None:
         for weights in self._weights.values():
@@ -163,6 +163,7 @@ class _Weights:
             checks.require_dtype(_OP, "weights of dmp", tensor.dtype, (torch.float32,))
         numel, ranks = sum(tensor.numel() for tensor in self._tensors), group.size()
         self._plan = plan_bucket([_NAME], [numel], settings, ranks)
+        self._saved_as = Flat(numel)
         self._layout = f"{numel} elements by {self._plan.transport} between {ranks} replicas"
         told, device = {"layout": self._layout}, self._tensors[0].device
         self.ledger = StepLedger(_OP, group, device, settings, told, step_name="sync")
@@ -195,20 +196,19 @@ class _Weights:
 
     def state(self) -> dict[str, Any]:
         told = {"layout": self._layout, "run_id": self.ledger.run_id, "step": self.ledger.step}
-        return told | self._bucket.states()[_NAME].as_dict()
+        return told | self._saved_as.saved(self._bucket.states()[_NAME])
 
-    def checked(self, saved: object) -> dict[str, Any]:
-        """A `state`; raises unless it is sound, and one of these tables and replicas."""
-        own, here = fields.tensor([self._plan.numel]), self._layout
-        layout = fields.Field(here, lambda found: None if found == here else repr(found))
-        table = {"layout": layout, "run_id": fields.TEXT, "step": fields.integer(0)}
-        table |= {RESIDUAL: own, OWNER_RESIDUAL: fields.at_most_one(own)}
-        return fields.checked(_OP, saved, table)
+    def checked(self, saved: object) -> tuple[dict[str, Any], SegmentState]:
+        """The contents of a `state`; raises unless it is sound, of these tables and replicas."""
+        layout = checkpoint.Field(self._layout, lambda found: found == self._layout)
+        table = {"layout": layout, "run_id": checkpoint.TEXT, "step": checkpoint.integer(0)}
+        numbers = checkpoint.checked(_OP, saved, table)
+        return numbers, self._saved_as.state(_OP, saved, numbers)
 
-    def restart(self, saved: Mapping[str, Any]) -> None:
+    def restart(self, numbers: Mapping[str, Any], state: SegmentState) -> None:
         """From the weights as they are, and a checked `state`."""
-        self.ledger.load({**saved, "world_size": self._group.size()})
-        self._go_on_from({_NAME: SegmentState.from_dict(saved)})
+        self.ledger.load({**numbers, "world_size": self._group.size()})
+        self._go_on_from({_NAME: state})
 
     def _flat(self) -> Tensor:
         return torch.cat([tensor.flatten() for tensor in self._tensors])

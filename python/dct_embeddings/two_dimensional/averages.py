@@ -1,42 +1,68 @@
-"""Averages over replicas of a table, of the rows that changed since the last sync.
-
-Each replica changed rows of its own. Their union is averaged, the rows that some replica changed.
-"""
+"""Averages over replicas of a table, of the rows that any replica changed since the last sync."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_kernels import checks
 from dct_parallel.collectives import all_gather, dense_mean
 from dct_parallel.exchange.bucket import Bucket, StepResults, run_now
 from dct_parallel.exchange.plan import plan_bucket
 from dct_parallel.exchange.settings import Settings
 
-from .touched_rows import TouchedRows
-
 _OP = "ReplicaSync"
-_Rows = tuple[Tensor, Tensor]  # as `TouchedRows.take` gives them
+_Rows = tuple[Tensor, Tensor]  # the result of `TouchedRows.take`
+
+
+class TouchedRows:
+    """Distinct rows since the last `take`. The cost of a step depends on its rows, not the table.
+
+    Args:
+        weight: the table [rows, d]; this object keeps one byte per row.
+        keep: whether to keep the previous values.
+    """
+
+    def __init__(self, weight: Tensor, keep: bool) -> None:
+        self._known = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
+        self._keep = keep
+        self._rows: list[Tensor] = []
+        self._before: list[Tensor] = []
+
+    def add(self, rows: Tensor, weight: Tensor) -> None:
+        """Add `rows` [n], and keep the values of new ones. The host waits for their number."""
+        distinct = rows.unique()
+        new = distinct[~self._known[distinct]]
+        self._known[new] = True
+        self._rows.append(new)
+        if self._keep:
+            self._before.append(weight[new])
+
+    def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows, int32 [n] in no order; their previous values, [n, d] if kept, else [0, d]."""
+        rows = torch.cat([self._known.new_empty(0, dtype=torch.int32), *self._rows])
+        before = torch.cat([weight[:0], *self._before])
+        self._known[rows] = False
+        self._rows, self._before = [], []
+        return rows, before
 
 
 class Average:
-    """The mean of all replicas' rows of a weight [rows, d], as they are.
+    """The mean of all replicas' rows of a weight [rows, d], uncompressed.
 
     Attributes:
         touched: rows that the optimizer of this replica has changed.
     """
 
-    _keeps_base = False  # values of changed rows as of the last sync
+    _keeps_base = False  # whether `touched` keeps the values of the last sync
 
     def __init__(self, weight: Tensor, group: dist.ProcessGroup) -> None:
         self.touched = TouchedRows(weight, self._keeps_base)
         self._group = group
 
     def sync(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
-        """Average in place; returns the rows that some replica changed.
+        """Average in place; return the rows that any replica changed.
 
         Args:
-            state: of the optimizer [rows], averaged as it is.
+            state: of the optimizer [rows], averaged uncompressed.
             everything: whether to leave no residual.
         """
         touched = self.touched.take(weight)
@@ -47,23 +73,23 @@ class Average:
         return changed
 
     def _average(self, weight: Tensor, changed: Tensor, touched: _Rows, everything: bool) -> None:
-        """Average the rows `changed`, of which this replica changed those of `touched`."""
+        """Average the rows `changed`. This replica changed the rows in `touched`."""
         weight[changed] = dense_mean(weight[changed], weight.dtype, self._group)
 
 
 class MeanOfChanges(Average):
-    """Base + the mean of replicas' changes, with error feedback.
+    """The weights of the last sync plus the mean of all changes, with error feedback.
 
-    What is not sent leaves the weights and stays in `residual`, for `rows`: those that some replica
-    changed since there was no residual. They take part in every sync until `everything` is sent.
+    Unsent changes leave the weights and stay in `residual`. Its rows take part in every sync until
+    one sends everything.
 
     Args:
-        settings: of a bucket, made anew at each sync because its rows differ. None: changes are
-            rounded to bfloat16 and summed by an all-reduce, and rounding errors are lost.
+        settings: of a bucket, which is made again at each sync because its rows differ. None:
+            changes are rounded to bfloat16 and summed by an all-reduce, without a residual.
 
     Attributes:
         rows: int32 [n], ascending, the same on every replica.
-        residual: [n, d], this replica's; an owner's, too, as its share of the replicas' sum.
+        residual: [n, d], of this replica. It includes this rank's share of an owner's residual.
     """
 
     rows: Tensor
@@ -78,7 +104,7 @@ class MeanOfChanges(Average):
     ) -> None:
         super().__init__(weight, group)
         self._settings = settings
-        self._start_anew(weight)
+        self._reset(weight)
 
     def sync(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
         self._require_intact()
@@ -94,22 +120,22 @@ class MeanOfChanges(Average):
         if everything or self._settings is None:
             dtype = weight.dtype if everything else torch.bfloat16
             weight[union] += dense_mean(moved, dtype, self._group)
-            self._start_anew(weight)
+            self._reset(weight)
         elif len(union):
             residual = self._exchange(moved.view(-1), self._settings)
             weight[union] += moved
             self.rows, self.residual = union, residual.view_as(moved)
             self._syncs += 1
 
-    def _start_anew(self, weight: Tensor) -> None:
-        """With nothing pending, so that nothing needs saving."""
+    def _reset(self, weight: Tensor) -> None:
+        """Drop the residual."""
         # Not views, which would keep all of the memory.
         self.rows = torch.empty(0, dtype=torch.int32, device=weight.device)
         self.residual = weight.new_empty(0, weight.shape[1])
-        self._syncs = 0  # since then: the seed of the threshold's sample
+        self._syncs = 0  # since the reset: the seed of the threshold's sample
 
     def _exchange(self, moved: Tensor, settings: Settings) -> Tensor:
-        """Replace `moved` [numel] by its mean over replicas; returns what this one has not sent."""
+        """Replace `moved` [numel] by its mean over replicas; return this replica's residual."""
         plan = plan_bucket(["rows"], [moved.numel()], settings, self._group.size())
         bucket = Bucket(plan, self._group, moved.device, self._syncs, {})
         bucket.reduce(moved)
@@ -122,13 +148,13 @@ class MeanOfChanges(Average):
     def _require_intact(self) -> None:
         if self._damaged:
             got = f"{self._damaged}: go back to a checkpoint"
-            checks.fail(_OP, "every payload", "intact", got, RuntimeError)
+            raise RuntimeError(f"dct::{_OP}: every payload must be intact, got {got}")
 
 
 def _union(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The union of all replicas' `rows`: int32, ascending.
 
-    Each replica sends 8 bytes to each, then 4 per row, padded to the largest number of them.
+    Each replica sends 8 bytes to each other one, then 4 per row of the replica with the most rows.
     """
     count = torch.tensor([len(rows)], device=rows.device)
     counts = count.new_empty(group.size(), 1)
@@ -138,7 +164,7 @@ def _union(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         return rows
     message = rows.new_full((most,), -1)
     message[: len(rows)] = rows
-    everyones = message.new_empty(group.size(), most)
-    all_gather(everyones, message, group)
-    changed: Tensor = everyones[everyones >= 0].unique()
+    received = message.new_empty(group.size(), most)
+    all_gather(received, message, group)
+    changed: Tensor = received[received >= 0].unique()
     return changed

@@ -34,43 +34,45 @@ _Pairs = list[tuple[int, int]]
 class ShardedEmbeddingBags(nn.Module):
     """Embedding tables in shards over a group of ranks, with replicas across groups.
 
-    Two-dimensional sparse parallelism (arXiv 2508.03854): the ranks of a row of the mesh own the
-    tables together, table-wise or row-wise, and exchange pooled embeddings; the rows of the mesh
-    hold replicas, which `ReplicaSync` averages. A mesh of one row is plain model parallelism. Every
-    rank gives the bags of its own samples. What is sent: docs/guide/embeddings.md.
+    The ranks of a row of the mesh own the tables together, table-wise or row-wise, and exchange
+    pooled embeddings. The rows of the mesh hold replicas, which `ReplicaSync` averages. A mesh of
+    one row is plain model parallelism. Every rank passes the bags of its own samples. Messages:
+    docs/guide/embeddings.md.
 
-    Sums of a table's shards are in row order. Gradients are divided by the size of the sharding
+    The shards of a table are summed in row order. Gradients are divided by the size of the sharding
     group, like a mean over its samples. Forward and backward are collective in the sharding group,
-    with equally many samples on every rank of it. The host waits in forward, for counts, so it
-    cannot be captured in a CUDA graph. Deterministic on the CPU.
+    with equally many samples on every rank. The host waits in forward, for counts, so it cannot be
+    captured in a CUDA graph. Deterministic on the CPU.
 
     Keep it outside of DistributedDataParallel, which would average different shards. `state_dict`
-    has this rank's rows and, as `owned`, [table, first, end] of each shard; a load of different
-    shards is refused (ValueError) before anything is read from it. A copy (copy.deepcopy,
+    holds this rank's rows and, as `owned`, [table, first, end] of each shard. Loading different
+    shards raises a ValueError before anything is loaded. A copy (copy.deepcopy,
     torch.optim.swa_utils.AveragedModel) shares the groups of the mesh. A pickle (torch.save of the
-    module) has their names only, and is for ranks that made the same groups.
+    module) holds only their names, and loads on ranks that made the same groups.
 
     Args:
         tables: every table's weight [rows, d], float32 or float64, one d and dtype for all, on the
-            mesh's kind of device, not mutated. Only rows of this rank's shards are read: they may
-            be mapped from files. Replicas start from those of the first.
+            mesh's kind of device, not mutated. Only rows of this rank's shards are read, so tables
+            may be mapped from files. Replicas start from the rows of the first replica.
         plan: the shards of every rank of the sharding group, see `plan_shards`; each row of each
             table once.
-        mesh: DeviceMesh of dimensions ("replicate", "shard"). No rank waits for others longer than
-            the timeout of its groups.
-        exchange: of rows, such as `functools.partial(all_to_all_rows, format="int8")`; default as
-            they are. The same on every rank: it is not checked.
-        dedup: whether distinct rows are sent once each, rather than pooled.
+        mesh: DeviceMesh of dimensions ("replicate", "shard"). The timeout of its groups bounds all
+            waits.
+        exchange: of rows, such as `functools.partial(all_to_all_rows, format="int8")`; default
+            uncompressed. It must be the same on every rank, which is not checked.
+        dedup: whether to send each distinct row once, instead of pooled rows.
         sparse: whether the gradient of `weight` is sparse, as with nn.EmbeddingBag.
 
     Attributes:
-        weight: parameter [own rows, d], this rank's shards in the order of its plan.
+        weight: parameter [local rows, d], this rank's shards in the order of its plan.
         plan, mesh: as given.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
         ValueError: ranks of the mesh differ in tables, plan or `dedup`; on all of them.
         RuntimeError: an argument is out of its range on a different rank, as the text says.
+
+    Source: two-dimensional sparse parallelism (arXiv 2508.03854).
     """
 
     _first: Tensor
@@ -94,41 +96,40 @@ class ShardedEmbeddingBags(nn.Module):
             rows = [len(table) for table in tables]
             plan = require_plan(_OP, plan, rows, group.size())
             if not callable(exchange):
-                checks.fail(_OP, "exchange", "callable", type(exchange).__name__, TypeError)
-        told = {"tables": _digest(rows, tables[0].shape[1], tables[0].dtype), "plan": _digest(plan)}
-        require_same_in_mesh(_OP, mesh, told | {"dedup": dedup})
+                got = type(exchange).__name__
+                raise TypeError(f"dct::{_OP}: exchange must be callable, got {got}")
+        digest = _digest(rows, tables[0].shape[1], tables[0].dtype)
+        require_same_in_mesh(_OP, mesh, {"tables": digest, "plan": _digest(plan), "dedup": dedup})
         self.plan, self.mesh, self.exchange = plan, mesh, exchange
         self.dedup, self.sparse = dedup, sparse
-        self._own = plan[group.rank()]
-        own = [tables[shard.table][shard.first : shard.end] for shard in self._own]
-        self.weight = nn.Parameter(torch.cat([part.detach() for part in own]))
+        self._local = plan[group.rank()]
+        parts = [tables[shard.table][shard.first : shard.end] for shard in self._local]
+        self.weight = nn.Parameter(torch.cat([part.detach() for part in parts]))
         dist.broadcast(self.weight.detach(), group=replicas, group_src=0)
         self._number_rows(rows)
-        owned = torch.tensor(self._own, dtype=torch.int64).view(-1, 3)
+        owned = torch.tensor(self._local, dtype=torch.int64).view(-1, 3)
         register_identity(_OP, self, "owned", owned.to(self.weight.device))
 
     def shards(self) -> dict[Shard, Tensor]:
         """This rank's shards, [rows, d]: views of `weight`, without gradient."""
-        sizes = [shard.end - shard.first for shard in self._own]
-        return dict(zip(self._own, self.weight.detach().split(sizes), strict=True))
+        sizes = [shard.end - shard.first for shard in self._local]
+        return dict(zip(self._local, self.weight.detach().split(sizes), strict=True))
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Sums [batch, tables, d] of the rows in this rank's bags, 0 for an empty bag.
 
         Args:
-            ids: int32 or int64 [sum of lengths], rows of the tables, bag after bag: those of the
-                first table, sample by sample, then those of the next. At most 2 ** 31 - 1 of
-                them.
-            lengths: int32 or int64 [tables, batch], how many ids are in each bag. At most
-                2 ** 31 - 1 of them.
+            ids: int32 or int64 [sum of lengths], rows of the tables, bag after bag: the bags of the
+                first table, sample by sample, then the bags of the next table.
+            lengths: int32 or int64 [tables, batch], the number of ids in each bag. Both tensors
+                have at most 2 ** 31 - 1 elements.
 
         Raises:
-            ValueError, TypeError: an argument is out of its range here; the other ranks of the
-                group raise as well, as "input accepted" differs.
+            ValueError, TypeError: an argument is out of its range on this rank. The other ranks of
+                the group raise as well, because "input accepted" differs.
             ValueError: batch, or whether gradients are enabled, differs between the ranks of the
                 group; on every rank of it.
-            ValueError: without `dedup`: received lengths do not add up to the ids received with
-                them.
+            ValueError: received lengths do not add up to the received ids (without `dedup`).
         """
         try:
             self._require_bags(ids, lengths)
@@ -136,7 +137,7 @@ class ShardedEmbeddingBags(nn.Module):
             bag, place, rows = self._locate(ids, lengths, batch)
         except (TypeError, ValueError):
             with contextlib.suppress(ValueError):
-                self._counted([(0, 0)] * len(self.plan), 0, usable=False)
+                self._exchange_counts([(0, 0)] * len(self.plan), 0, usable=False)
             raise
         if self.dedup:
             return self._distinct(place, rows, lengths)
@@ -147,33 +148,30 @@ class ShardedEmbeddingBags(nn.Module):
         return self.mesh.get_group("shard")
 
     def _pooled(self, bag: Tensor, place: Tensor, rows: Tensor, batch: int) -> Tensor:
-        """Owners add up their rows of each bag, and send one row per sample and shard.
-
-        Each rank receives the lengths of its bags, per shard and sample, if they differ, then the
-        ids in them.
-        """
-        own_bags = len(self._own) * batch
-        bags_of = [len(own) * batch for own in self.plan]
-        lengths, wanted, alike = by_rank(place * batch + bag % max(batch, 1), rows, bags_of)
-        told = [(len(own), of) for own, of in zip(wanted, alike, strict=True)]
-        asked = self._counted(told, batch)
-        lengths_here, wanted_here = exchange_bags(_OP, lengths, wanted, alike, asked, self._group)
-        pooled = _sum_of_bags(self._look_up(wanted_here), lengths_here)
-        arrived = self.exchange(pooled, [own_bags] * len(asked), bags_of, group=self._group)
-        sums = arrived.view(self._shards.shape[1], batch, self.weight.shape[1])
-        of_tables = [reduce(torch.add, [sums[place] for place in of]) for of in self._places]
-        return torch.stack(of_tables, dim=1)
+        """Owners add up their rows of each bag, and send one row per sample and shard."""
+        bags_of = [len(shards) * batch for shards in self.plan]
+        lengths, wanted, common = by_rank(place * batch + bag % max(batch, 1), rows, bags_of)
+        counts = [(len(ids), size) for ids, size in zip(wanted, common, strict=True)]
+        arriving = self._exchange_counts(counts, batch)
+        local = exchange_bags(_OP, lengths, wanted, common, arriving, self._group)
+        local_lengths, local_rows = local
+        pooled = _sum_of_bags(self._look_up(local_rows), local_lengths)
+        splits = [len(self._local) * batch] * len(arriving)
+        received = self.exchange(pooled, splits, bags_of, group=self._group)
+        sums = received.view(self._shards.shape[1], batch, self.weight.shape[1])
+        tables = [reduce(torch.add, [sums[place] for place in places]) for places in self._places]
+        return torch.stack(tables, dim=1)
 
     def _distinct(self, place: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
         """Owners send each distinct row of this rank's bags once, and this rank adds them up."""
-        wanted, inverse, of_shards = distinct(rows, place, self._shards.shape[1])
-        of_ranks = of_shards.split([len(own) for own in self.plan])
-        counts = torch.stack([own.sum() for own in of_ranks]).tolist()
-        told = self._counted([(count, -1) for count in counts], lengths.shape[1])
-        asked = [count for count, _ in told]
-        wanted_here = all_to_all(wanted, counts, asked, self._group)
-        arrived = self.exchange(self._look_up(wanted_here), asked, counts, group=self._group)
-        bags = _sum_of_bags(repeat(arrived, inverse), lengths.flatten())
+        wanted, inverse, per_shard = distinct(rows, place, self._shards.shape[1])
+        per_rank = per_shard.split([len(shards) for shards in self.plan])
+        splits = torch.stack([counts.sum() for counts in per_rank]).tolist()
+        arriving = self._exchange_counts([(count, -1) for count in splits], lengths.shape[1])
+        counts = [count for count, _ in arriving]
+        local_rows = all_to_all(wanted, splits, counts, self._group)
+        received = self.exchange(self._look_up(local_rows), counts, splits, group=self._group)
+        bags = _sum_of_bags(repeat(received, inverse), lengths.flatten())
         return bags.view(*lengths.shape, self.weight.shape[1]).transpose(0, 1)
 
     def _look_up(self, rows: Tensor) -> Tensor:
@@ -183,42 +181,45 @@ class ShardedEmbeddingBags(nn.Module):
             looked_up.register_hook(lambda grad: grad / len(self.plan))
         return looked_up
 
-    def _counted(self, told: _Pairs, batch: int, usable: bool = True) -> _Pairs:
-        """Exchange, with each rank, the number of ids to send and the common length of their bags
-        or -1; raise unless all ranks can send."""
-        same = {"input accepted": usable, "batch": batch, "gradients": torch.is_grad_enabled()}
-        heard = exchange_numbers(_OP, told, same, self.weight.device, self._group)
-        return [(count, alike) for count, alike in heard]
+    def _exchange_counts(self, counts: _Pairs, batch: int, usable: bool = True) -> _Pairs:
+        """Send rank r its number of ids, and the common length of their bags or -1.
+
+        Returns the pair that each rank sends this one. Every rank raises if one is not `usable`.
+        """
+        settings = {"input accepted": usable, "batch": batch, "gradients": torch.is_grad_enabled()}
+        received = exchange_numbers(_OP, counts, settings, self.weight.device, self._group)
+        return [(count, common) for count, common in received]
 
     def _locate(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Per id its bag, the place of its shard, and its row in its owner's weight (int32).
+        """For each id, its bag, the place of its shard, and its row in the owner's weight (int32).
 
-        Raises if no table has some id; the host waits for that.
+        The host waits for the check of ids.
         """
         bags = torch.arange(lengths.numel(), device=ids.device)
         bag = torch.repeat_interleave(bags, lengths.flatten(), output_size=len(ids))
         table = bag // max(batch, 1)
         unknown = ((ids < 0) | (ids >= self._first.diff()[table])).nonzero()
         if len(unknown):
-            worst = int(unknown[0])
-            number = int(table[worst])
+            index = int(unknown[0])
+            number, value = int(table[index]), int(ids[index])
             rule = f"in [0, {self._rows[number] - 1}], the rows of table {number}"
-            checks.fail(_OP, f"ids[{worst}]", rule, int(ids[worst]))
+            raise ValueError(f"dct::{_OP}: ids[{index}] must be {rule}, got {value}")
         row = ids + self._first[table]
         start, place, inside = self._shards
         shard = torch.searchsorted(start, row, right=True) - 1
         return bag, place[shard], (row - start[shard] + inside[shard]).int()
 
     def _number_rows(self, rows: list[int]) -> None:
-        """The buffers that find an id's owner: rows of all tables as one sequence, cut into shards.
+        """Register the buffers that find the owner of an id.
 
-        Per shard, by its start there: start, place (its index in the plan, rank by rank), and start
-        in its owner's weight. `_places` are those of every table, in row order.
+        They number the rows of all tables in one sequence. `_shards` lists each shard's start in
+        it, its place (its index in the plan, rank by rank), and its start in the owner's weight.
+        `_places` lists the places of each table, in row order.
         """
         self._rows, first = rows, [0, *accumulate(rows)]
-        shards = [shard for own in self.plan for shard in own]
+        shards = [shard for of_rank in self.plan for shard in of_rank]
         starts = [first[shard.table] + shard.first for shard in shards]
-        inside = [rows_of(own[:index]) for own in self.plan for index in range(len(own))]
+        inside = [rows_of(of_rank[:i]) for of_rank in self.plan for i in range(len(of_rank))]
         found = sorted(zip(starts, range(len(shards)), inside, strict=True))
         self._places = [[p for _, p, _ in found if shards[p].table == t] for t in range(len(rows))]
         by_row = torch.tensor(found, device=self.weight.device).t().contiguous()
@@ -229,10 +230,11 @@ class ShardedEmbeddingBags(nn.Module):
         require_bags(_OP, ids, lengths, self.weight)
         for arg, tensor in (("ids", ids), ("lengths", lengths)):  # counts are sent in 32 bits
             if tensor.numel() > MOST_ROWS:
-                checks.fail(_OP, arg, f"at most {MOST_ROWS} elements", tensor.numel(), verb="have")
+                rule = f"at most {MOST_ROWS} elements"
+                raise ValueError(f"dct::{_OP}: {arg} must have {rule}, got {tensor.numel()}")
         if len(lengths) != len(self._rows):
             rule = f"{len(self._rows)} rows (one per table)"
-            checks.fail(_OP, "lengths", rule, len(lengths), verb="have")
+            raise ValueError(f"dct::{_OP}: lengths must have {rule}, got {len(lengths)}")
 
 
 def _sum_of_bags(rows: Tensor, lengths: Tensor) -> Tensor:

@@ -29,9 +29,9 @@ def plan_shards(
 ) -> list[list[Shard]]:
     """A plan: tables in `row_wise` cut evenly over all ranks, the others whole, balanced.
 
-    Every rank gets equally many whole tables, give or take one: equal traffic. They go largest
-    first, each to the rank with the fewest rows so far that has room for a table. Deterministic;
-    ties go to the lower table and rank. Needs no process group.
+    For equal traffic, the numbers of whole tables per rank differ by at most one. The largest table
+    comes first, and each goes to the rank with the fewest rows among those that may take one more.
+    Deterministic; ties go to the lower table and rank. Needs no process group.
 
     Args:
         rows: per table, from 1 up.
@@ -60,9 +60,9 @@ def plan_shards(
         if rows[table] < ranks:
             checks.fail(op, f"rows[{table}]", f"at least {ranks}, one for each rank", rows[table])
         cuts = [rows[table] * rank // ranks for rank in range(ranks + 1)]
-        for rank, own in enumerate(plan):
-            own.append(Shard(table, cuts[rank], cuts[rank + 1]))
-    load, tables = [rows_of(own) for own in plan], [0] * ranks
+        for rank, shards in enumerate(plan):
+            shards.append(Shard(table, cuts[rank], cuts[rank + 1]))
+    load, tables = [rows_of(shards) for shards in plan], [0] * ranks
     whole = set(range(len(rows))) - set(row_wise)
     fewest, with_one_more = divmod(len(whole), ranks)
     for table in sorted(whole, key=lambda table: (-rows[table], table)):
@@ -71,7 +71,7 @@ def plan_shards(
         plan[rank].append(Shard(table, 0, rows[table]))
         load[rank] += rows[table]
         tables[rank] += 1
-    return [sorted(own) for own in plan]
+    return [sorted(shards) for shards in plan]
 
 
 def rows_of(shards: Sequence[Shard]) -> int:
@@ -92,43 +92,42 @@ def require_plan(
 
     A shard may be any three integers.
     """
-    given = require_list(op, "plan", plan, "lists of shards, one for each rank")
-    shards_of = [_require_shards(op, f"plan[{rank}]", own) for rank, own in enumerate(given)]
-    if len(shards_of) != ranks:
+    lists = require_list(op, "plan", plan, "lists of shards, one for each rank")
+    checked = [_require_shards(op, f"plan[{r}]", shards, rows) for r, shards in enumerate(lists)]
+    if len(checked) != ranks:
         rule = f"{ranks} elements, one for each rank of the sharding group"
-        checks.fail(op, "plan", rule, len(shards_of), verb="have")
-    for rank, own in enumerate(shards_of):
-        if len(own) == 0:
-            checks.fail(op, f"plan[{rank}]", "at least one shard", "none", verb="have")
-        for index, (table, first, end) in enumerate(own):
-            arg = f"plan[{rank}][{index}]"
-            checks.require_int(op, f"{arg}.table", table, 0, len(rows) - 1)
-            checks.require_int(op, f"{arg}.first", first, 0, rows[table] - 1)
-            checks.require_int(op, f"{arg}.end", end, first + 1, rows[table])
-        if rows_of(own) > MOST_ROWS:
-            checks.fail(op, f"plan[{rank}]", f"at most {MOST_ROWS} rows", rows_of(own), verb="have")
-    shards = [(shard, rank) for rank, own in enumerate(shards_of) for shard in own]
-    ends = [(Shard(table, count, count), ranks) for table, count in enumerate(rows)]
-    before, owner = Shard(-1, 0, 0), ranks
-    for shard, rank in sorted(shards + ends):
-        table, first, end = shard
-        covered = before.end if before.table == table else 0
-        if first != covered:
-            got = f"rows {covered} to {first - 1} on no rank"
-            if first < covered:
-                last = min(covered, end) - 1
-                got = f"rows {first} to {last} on rank {owner} and again on rank {rank}"
-            checks.fail(op, "plan", f"every row of table {table} once", got, verb="hold")
-        before, owner = shard, rank
-    return shards_of
+        raise ValueError(f"dct::{op}: plan must have {rule}, got {len(checked)}")
+    owned = sorted((shard, rank) for rank, shards in enumerate(checked) for shard in shards)
+    for table, count in enumerate(rows):
+        covered, owner = 0, ranks
+        of_table = [(shard, rank) for shard, rank in owned if shard.table == table]
+        for shard, rank in [*of_table, (Shard(table, count, count), ranks)]:
+            if shard.first != covered:
+                got = f"rows {covered} to {shard.first - 1} on no rank"
+                if shard.first < covered:
+                    last = min(covered, shard.end) - 1
+                    got = f"rows {shard.first} to {last} on rank {owner} and again on rank {rank}"
+                rule = f"hold every row of table {table} once"
+                raise ValueError(f"dct::{op}: plan must {rule}, got {got}")
+            covered, owner = shard.end, rank
+    return checked
 
 
-def _require_shards(op: str, arg: str, shards: Sequence[Shard]) -> list[Shard]:
+def _require_shards(op: str, arg: str, shards: Sequence[Shard], rows: Sequence[int]) -> list[Shard]:
     found = []
     for index, shard in enumerate(require_list(op, arg, shards, "shards")):
-        rule = "a shard: table, first and end"
-        parts = require_list(op, f"{arg}[{index}]", shard, rule)
+        name, rule = f"{arg}[{index}]", "a shard: table, first and end"
+        parts = require_list(op, name, shard, rule)
         if len(parts) != 3:
-            checks.fail(op, f"{arg}[{index}]", rule, shard)
-        found.append(Shard(*parts))
+            raise ValueError(f"dct::{op}: {name} must be {rule}, got {shard}")
+        table, first, end = parts
+        checks.require_int(op, f"{name}.table", table, 0, len(rows) - 1)
+        checks.require_int(op, f"{name}.first", first, 0, rows[table] - 1)
+        checks.require_int(op, f"{name}.end", end, first + 1, rows[table])
+        found.append(Shard(table, first, end))
+    if not found:
+        raise ValueError(f"dct::{op}: {arg} must have at least one shard, got none")
+    if rows_of(found) > MOST_ROWS:
+        rule = f"at most {MOST_ROWS} rows"
+        raise ValueError(f"dct::{op}: {arg} must have {rule}, got {rows_of(found)}")
     return found

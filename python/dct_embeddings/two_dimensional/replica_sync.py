@@ -22,32 +22,31 @@ _averaged: WeakSet[ShardedEmbeddingBags] = WeakSet()  # bags that have a Replica
 class ReplicaSync:
     """Averages the tables of all replicas, and their row-wise AdaGrad state, every `every` steps.
 
-    Only rows that some replica's optimizer changed since the last sync take part. Afterwards
-    replicas are bitwise equal. Between syncs they differ, and compressed changes are pending: call
-    `flush()` before evaluation, before a checkpoint, and before one is loaded into a running job;
-    after it there is nothing to save. With one replica a sync changes no bit. Deterministic on the
-    CPU. Formats, bytes and costs: docs/guide/embeddings.md.
+    A sync averages the rows that any replica's optimizer changed since the last sync. After it, all
+    replicas are bitwise equal, and compressed changes may be pending. Call `flush()` before
+    evaluation, before a checkpoint, and before you load one into a running job; then there is
+    nothing to save. With one replica a sync changes no bit. Deterministic on the CPU. Formats,
+    bytes and costs: docs/guide/embeddings.md.
 
     Args:
-        bags: whose weight is averaged. One ReplicaSync for a model's life, made before training,
-            once saved states are loaded. A copy of bags (copy.deepcopy, torch.save,
+        bags: the bags to average. Make one ReplicaSync for them, before training and after saved
+            states are loaded. A copy of the bags (copy.deepcopy, torch.save,
             torch.optim.swa_utils.AveragedModel) has none.
-        optimizer: the one that trains the weight, and nothing else may change that:
-            torch.optim.SGD without momentum and weight decay, RowWiseAdagrad or
-            MomentumScaledRowWiseAdagrad. A hook on its step notes the rows that have a gradient; a
-            copy of the optimizer does not have the hook.
+        optimizer: the only one that changes the weight of bags: torch.optim.SGD without momentum
+            and weight decay, RowWiseAdagrad or MomentumScaledRowWiseAdagrad. A hook on its step
+            collects the rows that have a gradient. A copy of the optimizer does not have the hook.
         every: steps from one sync to the next.
-        density: fraction of the changed rows' entries to send at a sync, the largest, in (0, 1].
-            1: all of them, with a residual. None: all of them, without one, unless in few bits. See
-            `DCTState`.
+        density: fraction of the entries of changed rows to send at a sync, the largest, in (0, 1].
+            1: all of them, with a residual. None: all of them, with a residual only in few bits.
+            See `DCTState`.
         format: "float32": rows as they are. "bfloat16": their changes, rounded. "int8", "int4" or
             "ternary": changes in few bits. Or the torch dtype.
-        transport: see `DCTState`; of changes with a density or in few bits.
+        transport: of changes with a density or in few bits, see `DCTState`.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
         ValueError: ranks of the mesh differ in a setting or the kind of optimizer; on all of them.
-        TypeError: by the optimizer's step, if it has been given momentum or weight decay since.
+        TypeError: from the optimizer's step, if it was given momentum or weight decay later.
         RuntimeError: an argument is out of its range on a different rank, as the text says.
     """
 
@@ -70,43 +69,43 @@ class ReplicaSync:
                 arg = "weight of bags, with a density or in few bits,"
                 checks.require_dtype(_OP, arg, bags.weight.dtype, (torch.float32,))
             _require_optimizer(optimizer, bags.weight)
-            if bags in _averaged:  # the residual of the other would be lost
-                checks.fail(_OP, "bags", "one ReplicaSync only", "a second", verb="have")
-        told = {"every": every, "density": density, "format": settings.format}
-        told |= {"transport": transport, "optimizer": type(optimizer).__name__}
-        require_same_in_mesh(_OP, bags.mesh, told)
+            if bags in _averaged:  # the residual of the first would be lost
+                raise ValueError(f"dct::{_OP}: bags must have one ReplicaSync only, got a second")
+        to_compare = {"every": every, "density": density, "format": settings.format}
+        to_compare |= {"transport": transport, "optimizer": type(optimizer).__name__}
+        require_same_in_mesh(_OP, bags.mesh, to_compare)
         self._bags, self._optimizer, self._every = bags, optimizer, every
         group, weight = bags.mesh.get_group("replicate"), bags.weight.detach()
         self._average = Average(weight, group)
         if group.size() > 1 and (compresses or settings.format == "bfloat16"):
-            of_bucket = settings if compresses else None
-            self._average = MeanOfChanges(weight, group, of_bucket)
+            bucket_settings = settings if compresses else None
+            self._average = MeanOfChanges(weight, group, bucket_settings)
         self._steps = 0
         optimizer.register_step_pre_hook(self._before_step)
         _averaged.add(bags)
 
     def __reduce__(self) -> NoReturn:
-        """Neither copied nor pickled: a copy would average the original's bags, or nobody's."""
-        rule = "be copied or pickled (make a new one for a copy of bags)"
-        checks.fail(_OP, "a ReplicaSync", rule, "a copy or a pickle", TypeError, verb="not")
+        """Refuse copies and pickles, which would average the bags of the original."""
+        rule = "not be copied or pickled (make a new one for a copy of bags)"
+        raise TypeError(f"dct::{_OP}: a ReplicaSync must {rule}, got a copy or a pickle")
 
     def step(self) -> None:
-        """Call it after every step of the optimizer; syncs after every `every`-th."""
+        """Call it after every step of the optimizer; syncs in every `every`-th call."""
         self._steps += 1
         if self._steps == self._every:
             self.sync()
 
     def sync(self) -> None:
-        """Average now; every rank of the mesh calls this, after the same step.
+        """Average now. Every rank of the mesh calls this, after the same step.
 
         Raises:
-            RuntimeError: a replica is gone, or its payload was damaged, which later calls raise as
-                well. Load a checkpoint then.
+            RuntimeError: a replica is missing, or its payload was damaged, in this call or an
+                earlier one. Load a checkpoint then.
         """
         self._sync(everything=False)
 
     def flush(self) -> None:
-        """A sync that sends all pending changes uncompressed, so that nothing is pending."""
+        """A sync that sends all pending changes uncompressed."""
         self._sync(everything=True)
 
     @torch.no_grad()
@@ -118,31 +117,31 @@ class ReplicaSync:
             optimizer.averaged(weight, rows)
         self._steps = 0
 
-    # Not at a lookup: its rows could be changed after the sync that forgets them.
+    # Not at a lookup, because a sync may come between the lookup and the step.
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Note the rows that a step changes; if it has a closure, after calling that.
+        """A pre-hook that collects the rows that a step changes, after the closure if there is one.
 
-        A pre-hook of the optimizer's step, which returns new arguments for it, or None.
+        Returns new arguments for the step, or None.
         """
         _require_rule(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._note()
+            self._collect_rows()
             return None
 
-        def noting() -> Tensor:
+        def closure_and_collect() -> Tensor:
             loss: Tensor = closure()
-            self._note()
+            self._collect_rows()
             return loss
 
-        return args[:1], kwargs | {"closure": noting}
+        return args[:1], kwargs | {"closure": closure_and_collect}
 
     @torch.no_grad()
-    def _note(self) -> None:
+    def _collect_rows(self) -> None:
         weight, grad = self._bags.weight, self._bags.weight.grad
-        if grad is not None:  # the rows that are not all zero; of a sparse one its indices
+        if grad is not None:  # the indices of a sparse gradient, the nonzero rows of a dense one
             rows = grad._indices()[0] if grad.is_sparse else grad.any(1).nonzero().squeeze(1)
             self._average.touched.add(rows.int(), weight)
 
@@ -150,7 +149,7 @@ class ReplicaSync:
 def _require_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> None:
     _require_rule(optimizer)
     if not any(weight is p for group in optimizer.param_groups for p in group["params"]):
-        checks.fail(_OP, "optimizer", "the weight of bags", "one without it", verb="train")
+        raise ValueError(f"dct::{_OP}: optimizer must train the weight of bags, got one without it")
 
 
 def _require_rule(optimizer: torch.optim.Optimizer) -> None:
@@ -158,10 +157,10 @@ def _require_rule(optimizer: torch.optim.Optimizer) -> None:
         return
     got = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SGD):
-        # Either changes rows that have no gradient.
+        # Both change rows that have no gradient.
         found = [(n, g[n]) for g in optimizer.param_groups for n in ("momentum", "weight_decay")]
         if not any(value for _, value in found):
             return
         got += " with " + ", ".join(f"{name} {value}" for name, value in found if value)
     rule = "plain SGD, RowWiseAdagrad or MomentumScaledRowWiseAdagrad"
-    checks.fail(_OP, "optimizer", rule, got, TypeError)
+    raise TypeError(f"dct::{_OP}: optimizer must be {rule}, got {got}")

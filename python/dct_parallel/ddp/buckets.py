@@ -9,10 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from dct_kernels import checks
-
-from ..exchange.bucket import Bucket, Complete
-from ..exchange.checkpoint import SegmentState
+from ..exchange.bucket import Bucket, Complete, SegmentState
 from ..exchange.plan import BucketPlan, plan_bucket
 from ..exchange.settings import Settings
 from .node import NodeBucket, Topology
@@ -112,12 +109,22 @@ class Buckets:
         return {name: state.map(torch.clone) for name, state in states.items()}
 
     def names(self) -> list[list[str]]:
-        """The names of each bucket's parameters, as far as buckets are known."""
+        """The names of the parameters of each known bucket."""
         layouts = [parameters for _, (parameters, _) in sorted(self._layouts.items())]
         return [[self._names[p] for p in parameters] for parameters in layouts]
 
     def load(self, states: dict[str, SegmentState], names: Sequence[Sequence[str]]) -> None:
-        """Start from these, once there are buckets; `names` are of the saved run."""
+        """Start from these, once there are buckets; `names` are of the saved run.
+
+        Raises:
+            ValueError: `names` has others than this model's, or one twice. Nothing has changed.
+        """
+        every = [name for own in names for name in own]
+        if len(set(every)) < len(every) or set(every) - set(self._names.values()):
+            raise ValueError(
+                "dct::load_state_dict: buckets must be lists of parameters of this model, each of "
+                f"them once, got {', '.join(every)}"
+            )
         self._buckets.clear()
         parameters = {name: parameter for parameter, name in self._names.items()}
         self._loaded, saved = True, [[parameters[name] for name in own] for own in names]
@@ -130,11 +137,15 @@ class Buckets:
 
     def _new_plan(self, bucket: dist.GradBucket, parameters: Sequence[Parameter]) -> BucketPlan:
         if any(parameter not in self._names for parameter in parameters):
-            rule = "made from the DDP that the hook is registered with"
-            checks.fail("dct_hook", "state", rule, "a bucket of a different model")
+            raise ValueError(
+                "dct::dct_hook: state must be made from the DDP that the hook is registered with"
+                ", got a bucket of a different model"
+            )
         if bucket.buffer().layout != torch.strided:
-            got = "a sparse one: build embeddings with sparse=False"
-            checks.fail("dct_hook", "gradient", "dense", got)
+            raise ValueError(
+                "dct::dct_hook: gradient must be dense, got a sparse one: build embeddings with "
+                "sparse=False"
+            )
         return self._plan_of(parameters)
 
     def node_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Executors of bucket jobs beside the backward pass, in the order of submission.
+"""Executors, which run bucket jobs during the backward pass, in the order of submission.
 
 The order keeps ranks together: every rank submits the same jobs in the same order, so it issues the
 same collectives in the same order. Callbacks of futures would not do: gloo runs them on threads of

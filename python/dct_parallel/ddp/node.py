@@ -9,13 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dct_kernels import checks
-
 from .. import groups
 from .._torch import span
 from ..collectives import all_gather, all_reduce_bytes, dense_mean, reduce_scatter
-from ..exchange.bucket import Bucket
-from ..exchange.checkpoint import SegmentState
+from ..exchange.bucket import Bucket, SegmentState
 from ..exchange.plan import BucketPlan, Slice, slices
 from ..mesh import NODES, require_mesh
 
@@ -74,7 +71,7 @@ class Node:
         buffer.copy_(padded.view(-1)[: buffer.numel()])
 
     def wire_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes sent per rank and step inside the node for a bucket of so many elements."""
+        """Bytes sent per rank and step inside the node for a bucket of `numel` elements."""
         part = self._length(numel) * itemsize
         return all_reduce_bytes(self.size * part, self.size)  # in two halves
 
@@ -202,9 +199,11 @@ class Topology:
             self.layout = str(mesh.mesh.tolist())
             ranks, own = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(self.everyone)
             if sorted(ranks) != sorted(own):
-                checks.fail(op, "mesh", f"the ranks of ddp, {own}", ranks, verb="have")
+                raise ValueError(f"dct::{op}: mesh must have the ranks of ddp, {own}, got {ranks}")
             if mesh.device_type != device.type:
-                checks.fail(op, "mesh", f"on {device.type} like ddp", mesh.device_type)
+                raise ValueError(
+                    f"dct::{op}: mesh must be on {device.type} like ddp, got {mesh.device_type}"
+                )
         # On the CPU a separate one, because collectives of the executor's thread must not
         # interleave with those of the main thread. On CUDA one thread issues all, in order.
         self._owns = device.type == "cpu"

@@ -1,7 +1,8 @@
-"""Residuals of parameters whose memory is not in the order of their indices, as of channels_last.
+"""The parameters that a DDP averages, and the order of their elements.
 
-DDP's buckets hold dense parameters in the order of their memory, and so do buckets' residuals. A
-checkpoint is in the order of indices, whatever the format.
+DDP's buckets hold dense parameters in the order of their memory, which differs from the order of
+their indices for, say, channels_last. Residuals have the order of the bucket; checkpoints have the
+order of the indices.
 """
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
+from .._torch import comm_hook_states
 from ..exchange.plan import unwrapped
 
 
@@ -21,8 +23,9 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
         TypeError, ValueError: not a DDP, or a parameter that cannot be compressed, by name.
     """
     if not isinstance(ddp, DistributedDataParallel):
-        got = type(ddp).__name__
-        checks.fail("DCTState", "ddp", "a DistributedDataParallel", got, TypeError)
+        raise TypeError(
+            f"dct::DCTState: ddp must be a DistributedDataParallel, got {type(ddp).__name__}"
+        )
     names = {}
     for name, parameter in ddp.module.named_parameters():
         if parameter.requires_grad and name not in ddp.parameters_to_ignore:
@@ -31,7 +34,7 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
             names[parameter] = name
     device = device_of(names)
     if device.type not in ("cpu", "cuda"):
-        checks.fail("DCTState", "ddp", "on the CPU or on CUDA", device)
+        raise ValueError(f"dct::DCTState: ddp must be on the CPU or on CUDA, got {device}")
     return names
 
 
@@ -41,10 +44,8 @@ def device_of(names: dict[Parameter, str]) -> torch.device:
 
 
 def has_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a hook is registered, as far as DDP notes that; not with a copy, which only has the
-    note."""
-    hooks = getattr(ddp, "_comm_hooks", [(None, None)])
-    return any(not getattr(state, "copied", False) for _, state in hooks)
+    """Whether a hook is registered with this DDP. A copy of it has the record, but no hook."""
+    return any(not getattr(state, "copied", False) for state in comm_hook_states(ddp))
 
 
 def to_logical(flat: Tensor, parameter: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ def to_physical(flat: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _differs(parameter: Tensor) -> bool:
-    """Whether DDP keeps an order that is not that of the indices: only of dense memory."""
+    """Whether DDP keeps the elements in a different order than that of the indices."""
     if parameter.is_contiguous():
         return False
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()

@@ -3,8 +3,8 @@
     state = DCTState(ddp, density=0.005)
     ddp.register_comm_hook(state, dct_hook)
 
-In a step every bucket is packed, exchanged and unpacked beside the backward pass, in bucket order
-on every rank. The result (damage, overflow) is read before the next step.
+In a step every bucket is packed, exchanged and unpacked during the backward pass, in the same order
+on every rank. The host reads the results of a step (damage, overflow) at the end of the next one.
 """
 
 import warnings
@@ -31,11 +31,10 @@ from dct_kernels import checks
 
 from .._torch import NO_PASS, at_end_of_backward, backward_pass
 from ..compressor import warn_of_eager
-from ..exchange import checkpoint
 from ..exchange.bucket import Complete, parameter_stats, run_now
-from ..exchange.checkpoint import SegmentState
+from ..exchange.checkpoint import Flat, Run
 from ..exchange.ledger import StepLedger
-from ..exchange.loss_scale import LossScale, Optimizers
+from ..exchange.loss_scale import Optimizers, loss_scale_of
 from ..exchange.plan import describe, plan_table
 from ..exchange.settings import Settings
 from ..groups import refusing
@@ -86,8 +85,7 @@ class DCTState:
         ValueError, TypeError: an argument is out of its range, a parameter cannot be compressed, or
             ranks differ; the text names it.
         RuntimeError: a different rank raised, as the text says, or did not construct its state
-            within the group's timeout. Restart the process then; where all ranks raised alike,
-            they can try again.
+            within the group's timeout.
     """
 
     copied = False  # by deepcopy or pickle
@@ -112,8 +110,10 @@ class DCTState:
         with refusing(op, self._group_with(ddp)):
             self.settings = Settings.checked(op, density, format, transport, policy, refresh_every)
             if mesh is not None and process_group is not None:
-                checks.fail(op, "process_group", "None with a mesh", process_group)
-            self._loss_scale = LossScale(op, grad_scaler, optimizer)
+                raise ValueError(
+                    f"dct::{op}: process_group must be None with a mesh, got {process_group}"
+                )
+            self._loss_scale = loss_scale_of(op, grad_scaler, optimizer)
             checks.require_int(op, "start_step", start_step, 0, 2**63 - 1)
         self.start_step = start_step
         self._in_step = False  # from the first bucket of a backward pass to its end
@@ -143,9 +143,10 @@ class DCTState:
         with refusing("DCTState", group):
             names = named_parameters(ddp)
             if self._names:
-                checks.fail("DCTState", "state", "bound to one DDP only", "a second")
+                raise ValueError("dct::DCTState: state must be bound to one DDP only, got a second")
             device = device_of(names)
-            self._loss_scale.watch(names)
+            if self._loss_scale is not None:
+                self._loss_scale.watch(names)
             topology = Topology("DCTState", group, self._mesh, device)
         warn_of_eager(device.type)
         self._ledger = StepLedger(
@@ -197,7 +198,7 @@ class DCTState:
 
         Raises:
             ValueError: the state is not bound to a DDP yet.
-            RuntimeError: a payload was damaged, as far as this rank has looked.
+            RuntimeError: this rank received a damaged payload.
         """
         self._require_usable("plan")
         device = device_of(self._names)
@@ -279,20 +280,15 @@ class DCTState:
             RuntimeError: a payload was damaged.
         """
         self._finish_last_step("state_dict")
-        states = self._buckets.states().items()
-        entry = {
-            "world_size": self._topology.everyone.size(),
-            "local_size": self._topology.node.size,
-            "run_id": self._ledger.run_id,
-            "step": self.step,
-            "density": self.settings.density,
-            "buckets": self._buckets.names(),
-            "parameters": {name: state.as_dict() for name, state in states},
-        }
-        return checkpoint.make(dist.get_rank(), entry)
+        return self._run().save(
+            self._buckets.states(),
+            run_id=self._ledger.run_id,
+            step=self.step,
+            buckets=self._buckets.names(),
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, each rank from its own, or all from one of `merge_states`.
+        """Resume from a `state_dict`, each rank from its own, or all from one of `merge_states`.
 
         Every rank loads before any of them takes a step. The next step compares run and step, and
         waits for late ranks, up to the group's timeout. A refused dict changes nothing.
@@ -305,14 +301,20 @@ class DCTState:
             RuntimeError: this state received a damaged payload: load into a new one.
         """
         self._require_usable("load_state_dict")
-        sizes = {name: parameter.numel() for parameter, name in self._names.items()}
-        ranks = self._topology.everyone.size(), self._topology.node.size
-        entry = checkpoint.find(state, dist.get_rank(), self.settings, sizes, *ranks)
+        entry, states = self._run().find(state)
+        self._buckets.load(states, entry["buckets"])  # before what cannot fail
         self._ledger.load(entry)
         self._in_step = False
-        parameters = entry["parameters"].items()
-        states = {name: SegmentState.from_dict(saved) for name, saved in parameters}
-        self._buckets.load(states, entry["buckets"])
+
+    def _run(self) -> Run:
+        """This rank, for checkpoints."""
+        same = {
+            "density": self.settings.density,
+            "world_size": self._topology.everyone.size(),
+            "local_size": self._topology.node.size,
+        }
+        sizes = {name: Flat(parameter.numel()) for parameter, name in self._names.items()}
+        return Run("rank", dist.get_rank(), same, sizes)
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings, because DDP, process groups and threads cannot be copied."""
@@ -321,10 +323,14 @@ class DCTState:
 
     def _require_usable(self, op: str) -> None:
         if self.copied:
-            rule = "one made by DCTState(ddp)"
-            checks.fail(op, "state", rule, "a copy, which has the settings only: make a new one")
+            raise ValueError(
+                f"dct::{op}: state must be one made by DCTState(ddp), got a copy, which has the "
+                "settings only: make a new one"
+            )
         if not self._names:
-            checks.fail(op, "state", "bound to its DDP by state.bind(ddp)", "an unbound one")
+            raise ValueError(
+                f"dct::{op}: state must be bound to its DDP by state.bind(ddp), got an unbound one"
+            )
         self._ledger.require_intact()
 
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -333,17 +339,15 @@ class DCTState:
                 "dct::dct_hook: bucket must be a torch.distributed.GradBucket, got "
                 f"{type(bucket).__name__}, as with torch._dynamo's optimize_ddp='python_reducer'"
             )
-        self._require_usable("dct_hook")
         if self._executor is None:
+            self._require_usable("dct_hook")
             raise ValueError("dct::dct_hook: state must be open, got a closed one")
         # Detached: with create_graph=True DDP's buffer has a graph, and is written here.
         index, buffer = bucket.index(), bucket.buffer().detach()
         increment_version(buffer)
         # DDP's buckets are in order within a backward pass.
         if not self._in_step or index < self._next_index:
-            self._ledger.begin()
-            self._buckets.begin()
-            self._in_step, self._pass = True, NO_PASS
+            self._begin_step()
         self._next_index = index + 1
         parts = self._buckets.parts(index, bucket)
         if parts is None:
@@ -354,6 +358,11 @@ class DCTState:
         mean = self._executor.submit(job, buffer)
         self._await_end(bucket)
         return mean
+
+    def _begin_step(self) -> None:
+        self._ledger.begin()
+        self._buckets.begin()
+        self._in_step, self._pass = True, NO_PASS
 
     def _await_end(self, bucket: dist.GradBucket) -> None:
         """Call `_end_step` at the end of the backward pass that this bucket is of."""
@@ -372,7 +381,7 @@ class DCTState:
 
     def _launch(self, number: int) -> Callable[[Tensor], Complete | None]:
         """Starts to reduce the gradients of a bucket in this step, as one flat tensor."""
-        if not self._ledger.compresses:
+        if self._ledger.packed < 0:
             return self._topology.reduce_densely
         self._ledger.sent[number] = bucket = self._buckets.bucket(number, self._ledger.packed)
         scale, inv_scale = self._ledger.scales
@@ -418,6 +427,8 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
             state.
     """
     if not isinstance(state, DCTState):
-        rule = "a DCTState, as in ddp.register_comm_hook(DCTState(ddp), dct_hook)"
-        checks.fail("dct_hook", "state", rule, type(state).__name__, TypeError)
+        raise TypeError(
+            "dct::dct_hook: state must be a DCTState, as in "
+            f"ddp.register_comm_hook(DCTState(ddp), dct_hook), got {type(state).__name__}"
+        )
     return state._reduce(bucket)

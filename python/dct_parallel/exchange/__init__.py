@@ -1,13 +1,10 @@
-"""The average of compressed tensors over ranks: one bucket, from packing to its mean.
+"""The mean of compressed tensors over ranks.
 
-Reading order: codec (the content of payloads), plan (their number and bytes), headers and results
-(damage, overflow, counts), transport (payloads of all ranks into their mean: all_gather,
-reduce_scatter) and selection (which of them), segment_state (the state of a parameter), bucket (all
-of this for one flat tensor), readback; then the cycle of a step: loss_scale, optimizer_steps,
-recent_stats, ledger; and checkpoints: fields, checkpoint, merge.
+settings makes codecs, plan computes sizes and bytes, transport and reduce_scatter exchange
+payloads, and bucket combines them for one flat tensor. ledger is the cycle of a step, with results
+and loss_scale. checkpoint saves, checks and merges states. all_reduce is for loops without a hook.
 """
 
 from .checkpoint import merge_states
-from .results import RECENT_STEPS
 
-__all__ = ["RECENT_STEPS", "merge_states"]
+__all__ = ["merge_states"]

@@ -116,7 +116,7 @@ def all_reduce_compressed(
     settings = Settings.checked(_OP, 1.0, format)
     _require(tensor, residual)
     if isinstance(op, int) or op not in (ReduceOp.SUM, ReduceOp.AVG):
-        checks.fail(_OP, "op", "ReduceOp.SUM or ReduceOp.AVG", op)
+        raise ValueError(f"dct::{_OP}: op must be ReduceOp.SUM or ReduceOp.AVG, got {op}")
     group = require_group(_OP, group)
     ranks, device = group.size(), tensor.device
     plan = plan_bucket(["tensor"], [tensor.numel()], settings, ranks)
@@ -133,17 +133,21 @@ def _require(tensor: Tensor, residual: Tensor | None) -> None:
     checks.require_type(_OP, "tensor", tensor, Tensor, "a tensor")
     for name, given in {"tensor": tensor, "residual": residual}.items():
         if type(given) not in (Tensor, nn.Parameter, type(None)) and isinstance(given, Tensor):
-            rule = "a plain tensor (of a DTensor, its to_local())"
-            checks.fail(_OP, name, rule, type(given).__name__, TypeError)
+            raise TypeError(
+                f"dct::{_OP}: {name} must be a plain tensor (of a DTensor, its to_local()), got "
+                f"{type(given).__name__}"
+            )
     if tensor.device.type not in ("cpu", "cuda"):
-        checks.fail(_OP, "tensor", "on the CPU or CUDA", tensor.device)
+        raise ValueError(f"dct::{_OP}: tensor must be on the CPU or CUDA, got {tensor.device}")
     checks.require_tensor(_OP, "tensor", tensor, checks.FLOATS, (tensor.dim(),))
     if residual is None:
         return
     like, shape = ("tensor", tensor), list(tensor.shape)
     checks.require_type(_OP, "residual", residual, Tensor, "a tensor or None")
     if residual.shape != tensor.shape:
-        got = list(residual.shape)
-        checks.fail(_OP, "residual", f"shape {shape}, as the tensor", got, verb="have")
+        raise ValueError(
+            f"dct::{_OP}: residual must have shape {shape}, as the tensor, got "
+            f"{list(residual.shape)}"
+        )
     checks.require_tensor(_OP, "residual", residual, (torch.float32,), (len(shape),), like)
     checks.memory(_OP, {"tensor": tensor, "residual": residual}, {})

@@ -1,5 +1,6 @@
 """One bucket: a flat tensor packed, exchanged and unpacked in place."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -9,11 +10,35 @@ from torch import Tensor
 from torch.futures import Future
 
 from .._torch import span
-from .checkpoint import SegmentState
 from .plan import BucketPlan
 from .reduce_scatter import ReduceScatter
 from .results import ExchangeResult, HostCopy
 from .transport import AllGather, Transport
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentState:
+    """The state of a segment of a flat tensor, which is a parameter or a part of one.
+
+    Attributes:
+        residual: float32 [numel], entries that this rank has not sent yet.
+        owner: entries that this rank has not sent as the owner of a range of the bucket, in units
+            of the mean: as long as the segment, 0 outside of the range. None: it owns nothing here.
+        base: the weights after the last averaging, of a DCTAverager; else None.
+    """
+
+    residual: Tensor
+    owner: Tensor | None = None
+    base: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "SegmentState":
+        """A state with `change` applied to each tensor."""
+        found = {key: value for key, value in vars(self).items() if value is not None}
+        return SegmentState(**{key: change(value) for key, value in found.items()})
+
+    def share(self, ranks: int) -> Tensor:
+        """One rank's contribution, among `ranks`, to the sum of gradients that sends all of it."""
+        return self.residual if self.owner is None else self.residual + ranks * self.owner
 
 
 def parameter_stats(buckets: Iterable["Bucket"]) -> dict[str, dict[str, float]]:
@@ -197,17 +222,22 @@ class StepResults:
         words: list[Tensor] = []
         for number, bucket in self._buckets:
             if bucket.words:  # or else its exchange failed, and raised
-                words += bucket.words
+                # A status [n] as [n, 2], as long as the words of a header.
+                words += [w if w.dim() == 2 else w.unsqueeze(1).expand(-1, 2) for w in bucket.words]
                 rows = sum(map(len, bucket.words))
                 self._exchanged.append((number, bucket.transport, rows))
         if words:
             with span("dct::read_back"):
                 self._words = HostCopy(torch.cat(words))
 
-    def read(self) -> dict[int, ExchangeResult]:
-        """{number: the result of its exchange}. Waits for the exchanges."""
+    def wait_posted(self) -> None:
+        """Wait until the words are read from payloads. On CUDA the current stream waits."""
         if self._posted is not None:
             self._posted.wait()
+
+    def read(self) -> dict[int, ExchangeResult]:
+        """{number: the result of its exchange}. Waits for the exchanges."""
+        self.wait_posted()
         rows, results, at = self._words.tolist() if self._words else [], {}, 0
         for number, transport, length in self._exchanged:
             results[number] = transport.result(rows[at : at + length])

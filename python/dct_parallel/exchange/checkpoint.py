@@ -1,418 +1,399 @@
-"""States of all ranks merged into one, for any number of ranks."""
+"""Saved states: what they contain, whether one fits this run, and the mean of several.
 
-import dataclasses
+    {"version": 6, "ranks": {"0": {"run_id": ..., "step": ..., "parameters": {name: {...}}}}}
+
+Every rank saves an entry of its own, because residuals differ between ranks. With FSDP2 the ranks
+of a replica share an entry, under "replicas" and the replica's number. Its tensors are DTensors,
+sharded like their parameters, so torch.distributed.checkpoint can reshard them.
+"""
+
 import os
 import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dct_kernels import checks
 
 from ..groups import named, require_same
-from .settings import Settings
+from .bucket import SegmentState
 
-# Keys of checkpoints.
-RESIDUAL, OWNER_RESIDUAL = "residual", "owner_residual"
+VERSION = 6  # of every saved state of this package; versions 1 to 5 were never released
+WHOLE = "whole"  # the shard of a rank that holds whole parameters
+_MEAN = "mean"  # in place of a rank's number: merge_states made this entry, for every rank
+_RESIDUAL, _OWNER, _BASE = "residual", "owner_residual", "base"  # keys of a parameter
 
-
-@dataclasses.dataclass(frozen=True)
-class SegmentState:
-    """A segment of a flat tensor, which is a parameter or a part of one.
-
-    Attributes:
-        residual: float32 [numel], entries that this rank has not sent yet.
-        owner: those that it has not sent as the owner of a range of the bucket, in units of the
-            mean: as long as the segment, 0 outside of the range. None: it owns nothing here.
-    """
-
-    residual: Tensor
-    owner: Tensor | None = None
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "SegmentState":
-        """A state with `change` applied to each tensor."""
-        owner = None if self.owner is None else change(self.owner)
-        return SegmentState(change(self.residual), owner)
-
-    def with_owner(self) -> "SegmentState":
-        """The same; if it owns nothing, with zeros."""
-        nothing = torch.zeros_like(self.residual)
-        return SegmentState(self.residual, nothing if self.owner is None else self.owner)
-
-    def share(self, ranks: int) -> Tensor:
-        """The contribution of one of so many ranks to the sum of gradients that sends all of it."""
-        if self.owner is None:
-            return self.residual
-        return self.residual + ranks * self.owner
-
-    def as_dict(self) -> dict[str, Any]:
-        """As a checkpoint of one rank holds it.
-
-        The owner's is in a tuple, or an empty one is there: torch.distributed.checkpoint takes a
-        tuple as it is, so that a state of either transport is read into one of the other.
-        """
-        owner = () if self.owner is None else (self.owner,)
-        return {RESIDUAL: self.residual, OWNER_RESIDUAL: owner}
-
-    @staticmethod
-    def from_dict(saved: Mapping[str, Any]) -> "SegmentState":
-        """From a checkpoint."""
-        return SegmentState(saved[RESIDUAL], *saved[OWNER_RESIDUAL])
-
-
-REQUIRED = object()
-_LAST = 2**31 - 1  # compressors count steps in int32
+Entry = dict[str, Any]  # one rank's, or one replica's, part of a saved state
+States = dict[str, SegmentState]  # by parameter name
+_Folder = str | os.PathLike[str]
 
 
 class Field(NamedTuple):
-    """A row of a table.
-
-    Attributes:
-        rule: what a value must be, as errors say it.
-        flaw: gives the error's text for a value that breaks the rule, else None.
-        default: of a missing value; None if it has none.
-    """
+    """What a value of a dict must be, in words for errors, and whether it is."""
 
     rule: str
-    flaw: Callable[[Any], object]
-    default: Any = REQUIRED
+    holds: Callable[[Any], bool]
 
 
-def checked(op: str, values: object, table: dict[str, Field], of: str = "") -> dict[str, Any]:
-    """The values that the table has a row for, and its defaults; others are left out.
+def checked(op: str, values: object, table: Mapping[str, Field], of: str = "") -> dict[str, Any]:
+    """The values that the table has a rule for; raises if one is missing, or breaks its rule.
 
-    Args:
-        op: for errors.
-        values: a dict, or else an error.
-        of: the owner of the values, for errors: "" or " of ...".
-
-    Raises:
-        TypeError: `values` is not a dict.
-        ValueError: a value is missing, or breaks its rule; the text names it.
+    In errors `op` is what was called, and `of` follows the name of a value.
     """
     if not isinstance(values, dict):
         checks.fail(op, f"state{of}", "a dict", type(values).__name__, TypeError)
-    found = {}
-    for key, field in table.items():
-        if key in values:
-            value = values[key]
-            flaw = field.flaw(value)
-            if flaw is not None:
-                checks.fail(op, f"{key}{of}", field.rule, flaw)
-            found[key] = value.detach() if isinstance(value, Tensor) else value
-        elif field.default is REQUIRED:
-            checks.fail(op, f"{key}{of}", field.rule, "nothing")
-        elif field.default is not None:
-            found[key] = field.default
-    return found
+    for key, (rule, holds) in table.items():
+        if key not in values or not holds(values[key]):
+            got = _described(values[key]) if key in values else "nothing"
+            checks.fail(op, f"{key}{of}", rule, got)
+    return {key: v.detach() if isinstance(v := values[key], Tensor) else v for key in table}
 
 
-def integer(low: int, high: int = _LAST, default: Any = REQUIRED) -> Field:
-    rule = f"an integer in [{low}, {high}]" if low < high else f"{low}"
-    return _field(rule, lambda value: _is_number(value, int) and low <= value <= high, default)
+def _described(value: Any) -> str:
+    """A value that breaks its rule, for errors."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_described, value))})"
+    if not isinstance(value, Tensor):
+        return reprlib.repr(value)
+    text = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} {type(value).__name__}"
+    value = value.to_local() if hasattr(value, "to_local") else value
+    if not _is_plain(value):
+        return f"{text}, {value.layout} on {value.device}"
+    wrong = value[~value.isfinite()]
+    return f"{text} with {wrong[0].item()}" if len(wrong) else text
 
 
-def tensor(shape: Sequence[int], default: Any = REQUIRED) -> Field:
-    """A float32 tensor of finite numbers, on any device."""
-
-    def flaw(value: object) -> object:
-        if type(value) is not Tensor:  # of a DTensor the local part is checked
-            return type(value).__name__
-        if value.layout is not torch.strided or value.is_meta:
-            return f"one on {value.device}, {value.layout}"
-        if value.dtype != torch.float32 or value.shape != torch.Size(shape):
-            return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-        wrong = value[~value.isfinite()]
-        return wrong[0].item() if len(wrong) else None
-
-    return Field(f"a float32 {list(shape)} tensor of finite numbers", flaw, default)
+def _is_plain(value: object) -> bool:
+    return type(value) is Tensor and value.layout is torch.strided and not value.is_meta
 
 
-def at_most_one(of: Field) -> Field:
-    """A tuple that is empty, or holds one value of this rule."""
+def _tensor(shape: Sequence[int], local: Sequence[int] | None = None) -> Field:
+    """A tensor; with `local` a DTensor, of which this rank holds a part of that shape."""
+    own = torch.Size(shape if local is None else local)
+    rule = f"a float32 {list(own)} tensor of finite numbers"
+    if local is not None:
+        reshards = "(torch.distributed.checkpoint reshards)"
+        rule = f"a DTensor of {list(shape)}, its local part {rule} {reshards}"
 
-    def flaw(value: object) -> object:
-        if not isinstance(value, tuple):
-            return type(value).__name__
-        return f"{len(value)} values" if len(value) > 1 else of.flaw(*value) if value else None
+    def holds(v: Any) -> bool:
+        if local is not None:
+            v = v.to_local() if hasattr(v, "to_local") and v.shape == torch.Size(shape) else None
+        like = _is_plain(v) and v.dtype == torch.float32 and v.shape == own
+        return like and bool(v.isfinite().all())
 
-    return Field(f"a tuple, empty or with {of.rule}", flaw)
-
-
-def _field(rule: str, holds: Callable[[Any], bool], default: Any = REQUIRED) -> Field:
-    return Field(rule, lambda value: None if holds(value) else reprlib.repr(value), default)
-
-
-def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
+    return Field(rule, holds)
 
 
-TEXT = _field("a string", lambda v: isinstance(v, str))
-FLAG = _field("a bool", lambda v: isinstance(v, bool))
-FRACTION = _field("a number in (0, 1]", lambda v: _is_number(v, (int, float)) and 0 < v <= 1)
-NAMES = _field(
+def integer(low: int, high: int = 2**31 - 1) -> Field:  # compressors count steps in int32
+    return Field(f"an integer in [{low}, {high}]", lambda v: type(v) is int and low <= v <= high)
+
+
+def _are_names(values: Iterable[object]) -> bool:
+    return all(type(value) is str for value in values)
+
+
+TEXT = Field("a string", lambda v: isinstance(v, str))
+BY_NAME = Field("a dict with strings as keys", lambda v: isinstance(v, dict) and _are_names(v))
+_FRACTION = Field("a number in (0, 1]", lambda v: type(v) in (int, float) and 0 < v <= 1)
+_LISTS = Field(
     "lists of strings",
-    lambda v: (
-        isinstance(v, list)
-        and all(isinstance(own, list) and own and all(type(k) is str for k in own) for own in v)
-    ),
+    lambda v: type(v) is list and all(type(own) is list and own and _are_names(own) for own in v),
 )
-BY_NAME = _field(
-    "a dict with strings as keys", lambda v: isinstance(v, dict) and all(type(k) is str for k in v)
-)
-
-
-# Of every saved state of this package. States of versions 1 to 5 were of unreleased code.
-VERSION = 6
-BASE = "base"  # of a DCTAverager
-WHOLE = "whole"  # in place of a shard: those of a module that is not sharded
-MEAN = "mean"  # in place of a rank: made by merge_states for every rank
-
-
-# The contents of one rank's part, key by key; with `default=None` a key may be absent.
-
-ENTRY = {  # also of sharded states
-    "run_id": TEXT,  # made when training began
-    "world_size": integer(1),
-    "step": integer(0),
-    "density": FRACTION,
-    "parameters": BY_NAME,  # of each, see SegmentState.as_dict
-}
-_ENTRY = ENTRY | {
-    "local_size": integer(1),  # ranks in each node of a mesh, else 1
-    "buckets": NAMES._replace(default=[]),  # of a DCTState: the parameters of each
-    # Of a DCTAverager:
-    "period": integer(1, default=None),
-    "shard": TEXT._replace(default=None),  # which one of how many its weights are
-    "step_ahead": FLAG._replace(default=None),
-    "unaveraged": integer(0, default=None),  # steps that only this rank's weights have
-}
+_FLAG = Field("a bool", lambda v: isinstance(v, bool))
 _RULE = f"{VERSION}, as dct_kernels 0.3 saves it (earlier states are not read)"
-IS_VERSION = {"version": integer(VERSION, VERSION)._replace(rule=_RULE)}
-_STATE = IS_VERSION | {"ranks": BY_NAME}
+_VERSION = Field(_RULE, lambda v: type(v) is int and v == VERSION)
+
+# The rules for an entry, by the class that saved it. "local_size" is the number of ranks in each
+# node of a mesh, else 1; "buckets" are the names of each one's parameters; "unaveraged" counts the
+# steps that only this rank's weights have; "reduction" is that of a gradient over the shards.
+_ENTRY: dict[str, Field] = {"run_id": TEXT, "world_size": integer(1), "step": integer(0)}
+_ENTRY |= {"density": _FRACTION, "parameters": BY_NAME}
+_RANK = {**_ENTRY, "local_size": integer(1)}
+_AVERAGER = {"period": integer(1), "shard": TEXT, "step_ahead": _FLAG, "unaveraged": integer(0)}
+_REPLICA = {"replicas": integer(1), "shards": integer(1), "transport": TEXT, "reduction": TEXT}
+_TABLES = {
+    "DCTState": {**_RANK, "buckets": _LISTS},
+    "DCTAverager": {**_RANK, **_AVERAGER},
+    "FullyShardState": {**_ENTRY, **_REPLICA},
+}
 
 
-def _segment(numel: int) -> dict[str, Field]:
-    """The table of one parameter."""
-    return {
-        RESIDUAL: tensor([numel]),
-        OWNER_RESIDUAL: at_most_one(tensor([numel])),
-        BASE: tensor([numel], default=None),
-    }
+def _class_of(entry: Any) -> str:
+    keys = entry if isinstance(entry, Mapping) else {}
+    known = {"replicas": "FullyShardState", "period": "DCTAverager"}
+    return next((known[key] for key in known if key in keys), "DCTState")
 
 
-def make(rank: int | str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of one rank, or the one for all."""
-    return {"version": VERSION, "ranks": {str(rank): dict(entry)}}
+class Flat(NamedTuple):
+    """A parameter, or any flat tensor, whose state a rank saves by itself."""
+
+    numel: int
+
+    def saved(self, state: SegmentState) -> dict[str, Any]:
+        # A tuple is one value for torch.distributed.checkpoint, whether it is empty or not. So a
+        # state of one transport loads into the other.
+        owner = () if state.owner is None else (state.owner,)
+        base = {} if state.base is None else {_BASE: state.base}
+        return {_RESIDUAL: state.residual, _OWNER: owner, **base}
+
+    def state(self, op: str, saved: object, entry: Entry, of: str = "") -> SegmentState:
+        """The state from what an entry has saved, checked; errors end with `of`."""
+        whole = _tensor([self.numel])
+        owner = Field(
+            f"a tuple, empty or with {whole.rule}",
+            lambda v: isinstance(v, tuple) and len(v) < 2 and all(map(whole.holds, v)),
+        )
+        base = {_BASE: whole} if "period" in entry else {}
+        found = checked(op, saved, {_RESIDUAL: whole, _OWNER: owner, **base}, of)
+        owned = found[_OWNER][0] if found[_OWNER] else None
+        return SegmentState(found[_RESIDUAL], owned, found.get(_BASE))
 
 
-def opened(op: str, state: object) -> dict[str, Any]:
-    """{rank: its entry, unchecked} of a state dict."""
-    entries: dict[str, Any] = checked(op, state, _STATE)["ranks"]
-    return entries
+class Sharded(NamedTuple):
+    """A parameter of which every rank of a replica saves its shard.
 
-
-def require_entry(op: str, saved: object, sizes: dict[str, int], of: str = "") -> dict[str, Any]:
-    """An entry of a state dict; raises unless all of it keeps the tables' rules.
-
-    Args:
-        op: for errors.
-        saved: the entry, of any type.
-        sizes: {name: numel} of parameters, as far as they are known.
-        of: the entry's owner, for errors: "" or " of ...".
+    Attributes:
+        piece: the shard of this rank, an `fsdp2.units.Piece`.
+        packed: how many times its bucket was packed, the same on all shards.
     """
-    entry = checked(op, saved, _ENTRY, of)
-    parameters = {}
-    for name, segment in entry["parameters"].items():
-        table = _segment(sizes.get(name, _numel(segment)))
-        parameters[name] = checked(op, segment, table, f" of {name}{of}")
-    return {**entry, "parameters": parameters}
+
+    piece: Any
+    packed: int = 0
+
+    def saved(self, state: SegmentState) -> dict[str, Any]:
+        """DTensors like the parameter, and "shard", this shard's number for each of its rows."""
+        from torch.distributed.tensor import Shard, zeros  # late: it takes a second to import
+
+        parameter, mesh = self.piece.parameter, self.piece.parameter.device_mesh
+        rows = parameter.shape[self.piece.dim]
+        shard = zeros(rows, device_mesh=mesh, placements=[Shard(0)])
+        shard.to_local().fill_(mesh.get_local_rank())
+        saved: dict[str, Any] = {"packed": self.packed, "shard": shard}
+        for key, value in ((_RESIDUAL, state.residual), (_OWNER, state.owner)):
+            if value is not None:
+                saved[key] = torch.zeros_like(parameter, dtype=torch.float32)
+                local = saved[key].to_local()
+                local.copy_(value[: local.numel()].view(local.shape))
+        return saved
+
+    def state(self, op: str, saved: object, entry: Entry, of: str = "") -> SegmentState:
+        """The state of this rank's shard, checked; errors end with `of`."""
+        shape, local, dim = self.piece.parameter.shape, self.piece.local, self.piece.dim
+        own, rows = _tensor(shape, local), _tensor([shape[dim]], [local[dim]])
+        table = {"packed": integer(0), "shard": rows, _RESIDUAL: own}
+        if entry["transport"] == "reduce_scatter":
+            # torch.distributed.checkpoint skips what this run's own state does not contain.
+            hint = "as reduce_scatter saves it (load_merged reads a folder of either transport)"
+            table[_OWNER] = own._replace(rule=f"{own.rule}, {hint}")
+        found, mesh = checked(op, saved, table, of), self.piece.parameter.device_mesh
+        here, there = mesh.get_local_rank(), found["shard"].to_local()
+        if entry["shards"] == mesh.size() and (there != here).any():
+            checks.fail(op, "state", f"that of shard {here}", f"that of shard {there[0]:g}")
+        parts = [found[k].to_local().cpu().flatten() for k in (_RESIDUAL, _OWNER) if k in found]
+        return SegmentState(*(pad(part, (0, self.piece.padded - len(part))) for part in parts))
 
 
-def _numel(segment: object) -> int:
-    """Elements of a parameter, from its saved residual alone."""
-    residual = segment.get(RESIDUAL) if isinstance(segment, dict) else None
-    return residual.numel() if isinstance(residual, Tensor) else 0
+_Parameters = Mapping[str, Flat | Sharded]
+_ANY = " (merge_states makes a state for any number of ranks)"
+_SIZES = {"world_size": _ANY, "local_size": _ANY, "replicas": " (load_merged takes any number)"}
 
 
-def find(
-    state: object,
-    rank: int,
-    settings: Settings,
-    sizes: dict[str, int],
-    world_size: int,
-    local_size: int = 1,
-    averager: Mapping[str, object] | None = None,
-) -> dict[str, Any]:
-    """This rank's entry, checked as a whole; raises for a different rank, world size, settings or
-    model.
+class Run(NamedTuple):
+    """The run that saves a state, or loads one that must fit it.
 
-    Residuals of a merged state are divided among the ranks of a node.
-
-    Args:
-        state: from `make`.
-        rank, settings: this run's.
-        sizes: {name: numel} of this model's parameters.
-        world_size, local_size: the number of ranks, and of those per node of a mesh.
-        averager: settings of a DCTAverager; None: the state must be a DCTState's.
+    Attributes:
+        holder: what has an entry of its own, a "rank" or "replica".
+        number: of this rank or replica.
+        same: {key: value} of an entry, which must be the same in an entry that is loaded.
+        parameters: {name: how it is saved} of this model.
     """
-    op = "load_state_dict"
-    found = opened(op, state)
-    saved = found.get(MEAN, found.get(str(rank)))
-    if saved is None:
-        got = f"that of {named(found)}"
-        checks.fail(op, "state", f"rank {rank}'s own, or one from merge_states", got)
-    if averager is not None:  # before sizes, which follow from it
-        shard = checked(op, saved, _ENTRY).get("shard", WHOLE)
-        if shard != averager["shard"]:
-            checks.fail(op, "shard", f"{averager['shard']}, as in this run", shard)
-        if averager["step_ahead"] and MEAN in found:
-            rule = f"rank {rank}'s own with step_ahead (or flush, and start anew)"
+
+    holder: str
+    number: int
+    same: Mapping[str, Any]
+    parameters: _Parameters
+
+    def save(self, states: States, **others: object) -> dict[str, Any]:
+        """A state dict of the states of parameters, and of the values that `same` lacks."""
+        saved = {name: self.parameters[name].saved(state) for name, state in states.items()}
+        return _made(self.holder, self.number, {**self.same, **others, "parameters": saved})
+
+    def find(self, state: object) -> tuple[Entry, States]:
+        """This rank's or replica's entry, and the states of its parameters, checked as a whole.
+
+        It raises if the state is damaged, or was made by a different rank or replica, with
+        different settings, or for a different model. The residuals of a merged state are divided
+        among the ranks of a node.
+        """
+        op, holder, number = "load_state_dict", self.holder, str(self.number)
+        found = _entries(op, state, holder)
+        merged = holder == "rank" and _MEAN in found
+        if not merged and number not in found:
+            rule = f"{holder} {number}'s own" + ", or one from merge_states" * (holder == "rank")
+            checks.fail(op, "state", rule, f"that of {holder} {', '.join(found)}")
+        if merged and self.same.get("step_ahead"):
+            rule = f"rank {number}'s own with step_ahead (or flush, and start anew)"
             checks.fail(op, "state", rule, "one from merge_states")
-    entry = require_entry(op, saved, sizes)
-    parameters = entry["parameters"]
-    based = {name for name, segment in parameters.items() if BASE in segment}
-    if averager is None and ("period" in entry or based):
-        checks.fail(op, "state", "a DCTState's", "a DCTAverager's")
-    if averager is not None and sizes.keys() - based:
-        checks.fail(op, "state", "a DCTAverager's", "one without a base")
-    same = {"density": settings.density, **(averager or {})}
-    if MEAN not in found:
-        same |= {"world_size": world_size, "local_size": local_size}
-    for key, here in same.items():
-        saved = entry.get(key, "none")
-        if saved != here:
-            merge = " (merge_states makes a state for any number of ranks)" * ("_size" in key)
-            checks.fail(op, key, f"{here}, as in this run{merge}", saved)
-    difference = parameters.keys() ^ sizes.keys()
-    if difference:
-        got = f"a difference in {', '.join(sorted(difference))}"
-        checks.fail(op, "parameters", "those of this model", got)
-    dealt = [name for names in entry["buckets"] for name in names]
-    if len(set(dealt)) < len(dealt) or set(dealt) - sizes.keys():
-        rule = "lists of parameters of this model, each of them once"
-        checks.fail(op, "buckets", rule, ", ".join(dealt))
-    if MEAN in found and local_size > 1:
-        parameters = {
-            name: segment | {"residual": segment["residual"] / local_size}
-            for name, segment in parameters.items()
-        }
-    return {**entry, "parameters": parameters}
+        entry, states = self._fitting(op, found[_MEAN if merged else number], any_size=merged)
+        if merged and (local := self.same["local_size"]) > 1:
+            states = {name: SegmentState(own.residual / local) for name, own in states.items()}
+        return entry, states
+
+    def find_mean(self, folder: _Folder, key: str) -> tuple[Entry, States]:
+        """Like `find`, of the mean of all replicas in a folder. Collective over all ranks."""
+        op = "load_merged"
+        read = _read(op, folder, key, self.holder, self.parameters)
+        found = (own for state in read for own in _entries(op, state, self.holder).values())
+        count, entry, mean = _mean(self._fitting(op, own, any_size=True) for own in found)
+        if count != entry["replicas"]:
+            checks.fail(op, "folder", f"all {entry['replicas']} replicas", count, verb="hold")
+        return entry, mean
+
+    def _fitting(self, op: str, saved: object, any_size: bool) -> tuple[Entry, States]:
+        here, there = _class_of(self.same), _class_of(saved)
+        if here != there and isinstance(saved, dict):
+            checks.fail(op, "state", f"a {here}'s", f"a {there}'s")
+        entry = checked(op, saved, _TABLES[here])
+        for key, value in self.same.items():
+            if entry[key] != value and not (any_size and key in _SIZES):
+                checks.fail(op, key, f"{value}, as in this run{_SIZES.get(key, '')}", entry[key])
+        if difference := entry["parameters"].keys() ^ self.parameters.keys():
+            got = f"a difference in {', '.join(sorted(difference))}"
+            checks.fail(op, "parameters", "those of this model", got)
+        return entry, _states(op, entry, self.parameters)
 
 
-_OP = "merge_states"
+def _made(holder: str, number: object, entry: Entry, version: object = VERSION) -> dict[str, Any]:
+    return {"version": version, f"{holder}s": {str(number): entry}}
 
 
-def merge_states(
-    states: Iterable[dict[str, Any]] | str | os.PathLike[str], key: str = "dct"
-) -> dict[str, Any]:
+def _entries(op: str, state: object, holder: str) -> dict[str, Any]:
+    """{rank or replica: its entry, unchecked} of a state dict."""
+    key = f"{holder}s"
+    return dict(checked(op, state, {"version": _VERSION, key: BY_NAME})[key])
+
+
+def _states(op: str, entry: Entry, parts: _Parameters, of: str = "") -> States:
+    saved = entry["parameters"].items()
+    return {name: parts[name].state(op, own, entry, f" of {name}{of}") for name, own in saved}
+
+
+def _mean(found: Iterable[tuple[Entry, States]]) -> tuple[int, Entry, States]:
+    """The number of entries, the last one, and the mean of all states, summed in float64."""
+    totals: dict[str, dict[str, Any]] = {}
+    count, last = 0, Entry()
+    for entry, states in found:
+        count, last = count + 1, entry
+        for name, state in states.items():
+            total = totals.setdefault(name, {})
+            for part, value in vars(state).items():
+                if value is not None:
+                    total[part] = total.get(part, 0) + value.to("cpu", torch.float64)
+    mean = {}  # over nodes, whose ranks hold a part each; owners' residuals are in its units
+    for name, total in totals.items():
+        residual = total["residual"] / count * last.get("local_size", 1) + total.get("owner", 0)
+        base = (total["base"] / count).float() if "base" in total else None
+        mean[name] = SegmentState(residual.float(), base=base)
+    return count, last, mean
+
+
+def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -> dict[str, Any]:
     """One state dict from those of all ranks of a run, for every rank of a run of different size.
 
-    Its residuals are the ranks' mean. A step applies the mean over ranks of their messages, so the
-    pending updates of the model stay the same on any number of ranks, to float32 rounding (summed
-    in float64). With a mesh it is the mean of nodes, whose ranks hold a part each. The residuals of
-    owners (transport "reduce_scatter") are in units of the mean, and are added as they are.
-    Nothing that is given is mutated, and no process group is needed. Our reconstruction: the paper
-    does not change the number of ranks.
+    It loads at any world size, in any mesh or in none. Its residuals are the mean over ranks, or
+    over the nodes of a mesh. A step applies the mean of all messages, so the pending updates of the
+    model stay the same, to float32 rounding. No process group is needed. Our reconstruction: the
+    paper does not change the number of ranks.
 
     Args:
-        states: every rank's `DCTState.state_dict()` in any order, say as
-            `torch.load(path, weights_only=True)` returns them, or a folder that
-            `torch.distributed.checkpoint` wrote. A generator or a folder is read rank by rank, with
-            two ranks' states in memory at a time.
+        states: every rank's `DCTState.state_dict()` in any order, for example from
+            `torch.load(path, weights_only=True)`, or a folder that `torch.distributed.checkpoint`
+            wrote. A generator or a folder is read rank by rank, with two ranks' states in memory.
         key: in a folder, the name the state was saved under, {"dct": state}; dots go deeper.
 
-    Returns:
-        A state dict for `DCTState.load_state_dict` at any world size, in any mesh or in none. Not
-        to be merged again.
-
     Raises:
-        ValueError: a rank's state is missing or there twice, something in it is missing, of a wrong
-            type or shape or not finite, or run, step, world size, size of nodes, density or
-            parameters differ.
-        TypeError: `states` holds no states.
+        ValueError: the state of a rank is missing, duplicated or damaged, or ranks differ in run,
+            step, world size, node size, density or parameters.
+        TypeError: `states` is not an iterable of state dicts.
 
     >>> merged = merge_states(torch.load(f"dct{rank}.pt", weights_only=True) for rank in range(4))
     """
+    op = "merge_states"
     if isinstance(states, (str, os.PathLike)):
-        states = _from_folder(states, key)
+        states = _read(op, states, key, "rank", {})
     if not isinstance(states, Iterable):
         rule = "an iterable of all ranks' states, or a folder of them"
-        checks.fail(_OP, "states", rule, type(states).__name__, TypeError)
-    told: dict[str, dict[str, Any]] = {}  # {rank: its numbers}
-    sums: dict[str, dict[str, Tensor]] = {}
-    sizes: dict[str, int] = {}  # of the parameters that were seen
+        checks.fail(op, "states", rule, type(states).__name__, TypeError)
+    _, entry, mean = _mean(_ranks(op, states))
+    parameters = {name: Flat(0).saved(state) for name, state in mean.items()}
+    return _made("rank", _MEAN, {**entry, "local_size": 1, "parameters": parameters})
+
+
+def _ranks(op: str, states: Iterable[object]) -> Iterator[tuple[Entry, States]]:
+    """Every rank's entry and states, checked; raises unless these are all ranks of one run."""
+    seen: dict[str, Entry] = {}
+    sizes: dict[str, Flat] = {}
     for state in states:
-        for rank, saved in opened(_OP, state).items():
-            if rank in told or rank == MEAN:
-                got = "a merged one" if rank == MEAN else f"a second of rank {rank}"
-                checks.fail(_OP, "states", "one state per rank", got, verb="hold")
-            entry = require_entry(_OP, saved, sizes, f" of rank {rank}")
-            told[rank] = {k: v for k, v in entry.items() if k != "parameters"}
-            told[rank]["parameters"] = ", ".join(
-                f"{name} ({', '.join(segment)})" for name, segment in entry["parameters"].items()
-            )
-            for name, segment in entry["parameters"].items():
-                sizes[name] = segment[RESIDUAL].numel()
-                total = sums.setdefault(name, {})
-                for part, value in segment.items():
-                    for tensor in value if part == OWNER_RESIDUAL else (value,):
-                        total[part] = total.get(part, 0) + tensor.to("cpu", torch.float64)
-    if not told:
-        checks.fail(_OP, "states", "those of all ranks", "none")
-    require_same(_OP, told)
-    numbers = next(iter(told.values()))
-    world_size = numbers["world_size"]
-    if len(told) != world_size:
-        checks.fail(_OP, "states", f"those of all {world_size} ranks", named(told))
-    local_size = numbers["local_size"]
-    mean = {name: _mean(total, world_size, local_size) for name, total in sums.items()}
-    merged = {**numbers, "local_size": 1, "parameters": mean}
-    return make(MEAN, merged)
+        for rank, saved in _entries(op, state, "rank").items():
+            if rank in seen or rank == _MEAN:
+                got = "a merged one" if rank == _MEAN else f"a second of rank {rank}"
+                checks.fail(op, "states", "one state per rank", got, verb="hold")
+            of = f" of rank {rank}"
+            entry = checked(op, saved, _TABLES[_class_of(saved)], of)
+            for name, own in entry["parameters"].items():
+                residual = own.get(_RESIDUAL) if isinstance(own, dict) else None
+                sizes.setdefault(
+                    name, Flat(residual.numel() if isinstance(residual, Tensor) else 0)
+                )
+            seen[rank] = {**entry, "parameters": ", ".join(entry["parameters"])}
+            yield entry, _states(op, entry, sizes, of)
+    if not seen:
+        checks.fail(op, "states", "those of all ranks", "none")
+    require_same(op, seen)
+    if len(seen) != entry["world_size"]:
+        checks.fail(op, "states", f"those of all {entry['world_size']} ranks", named(seen))
 
 
-def _mean(total: dict[str, Tensor], ranks: int, local_size: int) -> dict[str, Any]:
-    """The merged state of one parameter, from sums over ranks."""
-    mean = {key: value / ranks for key, value in total.items() if key != OWNER_RESIDUAL}
-    mean[RESIDUAL] = mean[RESIDUAL] * local_size
-    if OWNER_RESIDUAL in total:  # one owner per element, in units of the mean
-        mean[RESIDUAL] = mean[RESIDUAL] + total[OWNER_RESIDUAL]
-    return {key: value.float() for key, value in mean.items()} | {OWNER_RESIDUAL: ()}
+def _read(
+    op: str, folder: _Folder, key: str, holder: str, parameters: _Parameters
+) -> Iterator[dict[str, Any]]:
+    """The state dicts that torch.distributed.checkpoint saved, one rank or replica at a time.
 
-
-def _from_folder(folder: str | os.PathLike[str], key: str) -> Iterator[dict[str, Any]]:
-    """The state dicts, rank by rank, as torch.distributed.checkpoint saved them."""
+    It reads the parameters that are `Sharded` as they are sharded here, which is collective.
+    """
     import torch.distributed.checkpoint as dcp  # late: it takes a second to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = dcp.FileSystemReader(folder).read_metadata()
-    prefix = tuple(key.split("."))
-    # {rank: {keys from the top down: what to read into}}
-    ranks: dict[str, dict[tuple[str, ...], Tensor | None]] = {}
+    prefix, version = (*key.split("."), f"{holder}s"), f"{key}.version"
+    found: dict[str, dict[str, tuple[str, ...]]] = {}  # {rank or replica: {key of DCP: path}}
     for flat, path in metadata.planner_data.items():
-        if path[: len(prefix) + 1] == (*prefix, "ranks"):
-            stored, place = metadata.state_dict_metadata[flat], None
-            if isinstance(stored, TensorStorageMetadata):
-                place = torch.empty(stored.size, dtype=stored.properties.dtype)
-            ranks.setdefault(path[len(prefix) + 1], {(*prefix, "version"): None})[path] = place
-    if not ranks:
-        checks.fail(_OP, "key", f"the name of a state in {folder}", repr(key))
-    for places in ranks.values():
-        tree: dict[str, Any] = {}
-        for path, place in places.items():
-            _set(tree, path, place)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(tree, checkpoint_id=folder, no_dist=True)
-        for name in prefix:
-            tree = tree[name]
-        yield tree
-
-
-def _set(tree: dict[str, Any], path: tuple[str, ...], leaf: object) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = leaf
+        if path[: len(prefix)] == prefix:
+            found.setdefault(path[len(prefix)], {})[flat] = path[len(prefix) + 1 :]
+    if not found:
+        checks.fail(op, "key", f"the name of a state in {folder}", repr(key))
+    for number, paths in sorted(found.items()):
+        values: dict[str, Any] = dict.fromkeys([version, *paths])
+        for flat, path in paths.items():
+            stored = metadata.state_dict_metadata[flat]
+            if path[0] == "parameters" and isinstance(part := parameters.get(path[1]), Sharded):
+                zeros = torch.zeros(part.piece.padded)
+                values[flat] = part.saved(SegmentState(zeros, zeros)).get(path[-1])
+            elif isinstance(stored, TensorStorageMetadata):
+                values[flat] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.load(values, checkpoint_id=folder, no_dist=not parameters)
+        except dcp.CheckpointException as error:  # a BaseException, on all ranks
+            why = next(iter(error.failures.values()))[0]
+            checks.fail(op, "folder", f"a state that fits in {key!r}", why, verb="hold")
+        entry: Entry = {}
+        for flat, (*names, last) in paths.items():
+            reduce(lambda below, n: below.setdefault(n, {}), names, entry)[last] = values[flat]
+        yield _made(holder, number, entry, values[version])

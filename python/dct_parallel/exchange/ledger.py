@@ -45,6 +45,7 @@ class StepLedger:
     Attributes:
         run_id: made by the first rank when training starts, and kept in checkpoints.
         step: steps begun.
+        packed: compressed steps before the one that was begun last; negative while steps are dense.
         sent: {number: bucket} of the step, in which its buckets are entered as they are sent.
         scales: of the gradients of the step, and its inverse; None if there is none.
         submit: runs a function after the exchanges of the step so far, if they run elsewhere.
@@ -71,11 +72,11 @@ class StepLedger:
         self._step_name = step_name
         self._start_step = start_step
         self._group, self._shards, self._device = group, shards, device
-        self._loss_scale = LossScale(op, None) if loss_scale is None else loss_scale
+        self._loss_scale = loss_scale
         self.submit: Submit = run_now
         self._recent = RecentStats()
         values = {"version": __version__, **to_compare, **settings.to_compare()}
-        values |= {"start_step": start_step, "grad_scaler": self._loss_scale.to_compare()}
+        values |= {"start_step": start_step, "grad_scaler": "given" if loss_scale else "none"}
         self.run_id = uuid.uuid4().hex
         with refusing(op, shards):
             self._join(values, group)
@@ -99,21 +100,12 @@ class StepLedger:
 
     def _resume_at(self, step: int) -> None:
         self.step, self._number, self.non_finite = step, step, False
+        self.packed = step - self._start_step - 1
         self.sent: dict[int, Bucket] = {}
         self.scales: tuple[Tensor | None, Tensor | None] = None, None
         self._posted = 0  # buckets of the step whose results are posted, or read
         self._results: tuple[int, StepResults] | None = None  # posted, of the step of this number
         self._compared = False  # whether ranks resume from the same step
-
-    @property
-    def compresses(self) -> bool:
-        """Whether the step that was begun last is past the dense ones."""
-        return self.step > self._start_step
-
-    @property
-    def packed(self) -> int:
-        """Compressed steps before this one."""
-        return self.step - self._start_step - 1
 
     def begin(self, number: int | None = None) -> None:
         """Begin a step, on every rank. Does not wait for the exchanges of the last one.
@@ -131,10 +123,10 @@ class StepLedger:
         self.require_intact()
         self._settle()
         self._number = self.step if number is None else number
-        self._loss_scale.begin()
-        self.scales = self._loss_scale.value, self._loss_scale.inverse
+        self.scales = self._loss_scale.begin() if self._loss_scale else (None, None)
         self.sent, self._posted = {}, 0  # those of the last step were applied, or taken back
         self.non_finite = False
+        self.packed = self.step - self._start_step
         self.step += 1
 
     def compare(self) -> None:
@@ -214,11 +206,13 @@ class StepLedger:
         self._settle()
 
     def _settle(self) -> None:
-        if self._loss_scale.skipped():
+        if self._loss_scale is not None and self._loss_scale.skipped():
             self.take_back()
 
     def take_back(self) -> None:
         """Return the entries of the last step to the residuals. Idempotent."""
+        if self._results is not None:
+            self._results[1].wait_posted()  # taking back overwrites headers
         while self.sent:
             self.sent.popitem()[1].take_back()
 

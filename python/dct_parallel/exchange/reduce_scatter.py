@@ -9,7 +9,7 @@ from torch import Tensor
 from .._torch import span
 from ..collectives import all_gather
 from .plan import BucketPlan, Slice
-from .results import ExchangeResult, counts, header_words, non_finite, overflowed, status_words
+from .results import ExchangeResult, counts, header_words, non_finite, overflowed
 from .settings import Codec
 from .transport import Transport
 
@@ -66,7 +66,7 @@ class ReduceScatter(Transport):
         with span("dct::unpack"):
             result = self._codec.unpack(self._results.unsqueeze(0), out, out_scale)
         self._overwritten = False
-        return status_words(status), status_words(result), *self._headers
+        return status, result, *self._headers
 
     def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
         ranks, owners = len(self._ranks), sum(self._splits)

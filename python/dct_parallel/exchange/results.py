@@ -31,7 +31,7 @@ class ExchangeResult(NamedTuple):
 
 
 class HostCopy:
-    """A tensor of the device, copied to the host beside its work. `tolist` waits for the copy."""
+    """A tensor of the device, copied to the host asynchronously. `tolist` waits for the copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._copied = tensor, None
@@ -51,11 +51,6 @@ def header_words(payloads: Tensor) -> Tensor:
     """A view of the headers of `payloads` [..., nbytes]: int32 [n, 2], flags and count."""
     rows = payloads.view(torch.int32).view(-1, payloads.shape[-1] // 4)
     return rows[:, 1:6:4]  # of a header's words, 1 has the flags in its last byte, 5 is the count
-
-
-def status_words(status: Tensor) -> Tensor:
-    """A view of the status [n] that an op returned: int32 [n, 2], each twice."""
-    return status.unsqueeze(1).expand(-1, 2)
 
 
 def overflowed(headers: Sequence[Sequence[int]]) -> int:

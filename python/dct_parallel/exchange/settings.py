@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-from dct_kernels import checks, quantized_payload_bytes
+from dct_kernels import quantized_payload_bytes
 from dct_kernels.layout import payload_layout
 
 from ..compressor import Compressor, check_settings, default_capacity
@@ -70,7 +70,10 @@ class Settings:
             density = 1.0 if few_bits else DENSITY
         check_settings(op, density, policy, refresh_every)
         if few_bits and density < 1:
-            checks.fail(op, "density", f"1 with format {format}, which sends every entry", density)
+            raise ValueError(
+                f"dct::{op}: density must be 1 with format {format}, which sends every entry, got "
+                f"{density}"
+            )
         if density == 1 and not named:
             warnings.warn(
                 f"DCT: density is a fraction, and 1 sends every entry in {FORMAT}; 1 % is 0.01. "
@@ -89,11 +92,11 @@ class Settings:
         return self.density == 1
 
     def capacity(self, numel: int) -> int:
-        """Entries of room in the payload of a range of so many elements."""
+        """The most entries in the payload of a range of `numel` elements."""
         return default_capacity(numel, self.density)
 
     def payload_bytes(self, numel: int, ranges: int, longest: int) -> int:
-        """Bytes of the payload of one range; the longest has so many elements."""
+        """Bytes of the payload of one range. The longest range has `longest` elements."""
         if self.every_entry:
             return quantized_payload_bytes(longest, self.format)
         capacity, dtype = self.capacity(longest), DTYPES[self.format]

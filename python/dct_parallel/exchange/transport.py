@@ -9,7 +9,7 @@ from torch import Tensor
 from .._torch import span
 from ..collectives import all_gather
 from .plan import BucketPlan
-from .results import ExchangeResult, counts, header_words, non_finite, overflowed, status_words
+from .results import ExchangeResult, counts, header_words, non_finite, overflowed
 from .settings import Codec
 
 
@@ -45,7 +45,8 @@ class Transport(ABC):
         """Write the mean of the payloads of all ranks into `out`.
 
         Returns:
-            int32 words [n, words] on the device, for `result`. The next `start` overwrites them.
+            int32 words on the device, for `result`: status [n], and headers [n, 2]. The next
+            `start` overwrites them.
         """
 
     @abstractmethod
@@ -104,7 +105,7 @@ class AllGather(Transport):
             self._wait()
         with span("dct::unpack"):
             status = self._codec.unpack(self._payloads, out, out_scale)
-        return status_words(status), self._headers
+        return status, self._headers
 
     def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
         ranks = len(self._ranks)

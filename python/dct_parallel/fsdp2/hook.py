@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
-from ..exchange.loss_scale import LossScale, Optimizers
+from ..exchange.loss_scale import Optimizers, loss_scale_of
 from ..exchange.settings import Settings
 from ..groups import refusing, require_group
 from ..mesh import require_mesh
@@ -78,10 +78,14 @@ def dct_fully_shard_hook(
 
     with refusing(OP, require_group(OP, None)):
         settings = Settings.checked(OP, density, format, transport, policy, refresh_every)
-        loss_scale = LossScale(OP, grad_scaler, optimizer)
+        loss_scale = loss_scale_of(OP, grad_scaler, optimizer)
         checks.require_int(OP, "start_step", start_step, 0, 2**63 - 1)
         require_mesh(OP, mesh, DIMENSIONS)
         if mesh.size() != dist.get_world_size():
-            checks.fail(OP, "mesh", f"all {dist.get_world_size()} ranks", mesh.size(), verb="have")
+            raise ValueError(
+                f"dct::{OP}: mesh must have all {dist.get_world_size()} ranks, got {mesh.size()}"
+            )
         units = units_of(model, mesh)
+        if loss_scale is not None:
+            loss_scale.watch(piece.parameter for unit in units for piece in unit.pieces)
     return FullyShardState(units, mesh, settings, loss_scale, start_step)

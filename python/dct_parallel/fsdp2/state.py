@@ -2,12 +2,12 @@
 
 FSDP reduces each module's gradient over the ranks that share a model's shards, and calls the hook
 with this rank's shard. It is packed, exchanged with the ranks that hold the same shard in other
-replicas, and unpacked in place. The result (damage, overflow) is read before the next step.
+replicas, and unpacked in place. The host reads the results of a step at the end of the next one.
 """
 
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dct_kernels import checks
-
 from .. import groups
 from .._torch import NO_PASS, at_end_of_backward, backward_pass, span
 from ..collectives import dense_mean
-from ..exchange.bucket import Bucket, parameter_stats
-from ..exchange.checkpoint import SegmentState
+from ..exchange.bucket import Bucket, SegmentState, parameter_stats
+from ..exchange.checkpoint import Entry, Run, Sharded, States
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import LossScale
 from ..exchange.plan import (
@@ -33,7 +31,6 @@ from ..exchange.plan import (
     plan_table,
 )
 from ..exchange.settings import Settings
-from . import checkpoint
 from .hook import OP
 from .units import Unit
 
@@ -53,9 +50,9 @@ def agree(order: Sequence[int], group: dist.ProcessGroup) -> None:
     dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
     highest, lowest = said.tolist()
     if highest != -lowest:
-        rule = "through the same modules in the same order"
-        checks.fail(
-            OP, "every rank", rule, "different ones on some", RuntimeError, verb="go backward"
+        raise RuntimeError(
+            f"dct::{OP}: every rank must go backward through the same modules in the same order, "
+            "got different ones on some"
         )
 
 
@@ -70,7 +67,7 @@ class FullyShardState:
         units: list[Unit],
         mesh: DeviceMesh,
         settings: Settings,
-        loss_scale: LossScale,
+        loss_scale: LossScale | None,
         start_step: int,
     ) -> None:
         self.settings, self.start_step = settings, start_step
@@ -85,17 +82,18 @@ class FullyShardState:
         self._last_order: list[int] = []  # of the last step, until ranks have compared it
 
         world = groups.require_group(OP, None)
-        told = {
+        to_compare = {
             "model": describe({piece.parameter: piece.name for piece in self._pieces}),
             "modules": ", ".join(unit.name for unit in units),
             "mesh": str(mesh.mesh.tolist()),
         }
-        self._ledger = StepLedger(OP, world, self._device, settings, told, loss_scale, start_step)
+        self._ledger = StepLedger(
+            OP, world, self._device, settings, to_compare, loss_scale, start_step
+        )
         timeout = groups.timeout_of(world, self._device)
         self._after_step = groups.separate_group(world, self._ledger.run_id, timeout)
         self._end_group = groups.ending(self, self._after_step)
         self._buckets = [self._bucket(unit, 0, {}) for unit in units]
-        loss_scale.watch(piece.parameter for piece in self._pieces)
         for index, unit in enumerate(units):
             unit.hook(partial(self._reduce, index))
 
@@ -133,7 +131,7 @@ class FullyShardState:
         A bucket is a module that was wrapped by itself; sizes are a shard's.
 
         Raises:
-            RuntimeError: this rank received a damaged payload, as far as it has looked.
+            RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
         return plan_table(self._plans, self._device)
@@ -182,10 +180,22 @@ class FullyShardState:
             RuntimeError: this rank received a damaged payload.
         """
         self._finish_last_step()
-        return checkpoint.make(self._replica, self._entry())
+        owners = keeps_owners(self.settings, self._group.size())
+        states = {name: s for bucket in self._buckets for name, s in bucket.states().items()}
+        for name, own in states.items():
+            if owners and own.owner is None:
+                states[name] = SegmentState(own.residual, torch.zeros_like(own.residual))
+        return self._run().save(
+            states,
+            run_id=self._ledger.run_id,
+            step=self.step,
+            world_size=self._group.size() * self._shards,
+            shards=self._shards,
+            transport="reduce_scatter" if owners else "all_gather",
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, each replica from its own; on every rank, before any steps.
+        """Resume from a `state_dict`, each replica from its own; on every rank, before any steps.
 
         torch.distributed.checkpoint reshards residuals from any number of shards. The next step
         compares run and step between ranks. A refused state changes nothing.
@@ -198,11 +208,10 @@ class FullyShardState:
             RuntimeError: this state received a damaged payload: load into a new one.
         """
         self._ledger.require_intact()
-        entry = checkpoint.find(state, self._replica, self._entry(), self._pieces)
-        self._go_on(entry, self._segments(entry))
+        self._resume(*self._run().find(state))
 
     def load_merged(self, folder: str | os.PathLike[str], key: str = "dct") -> None:
-        """Go on from states of any number of replicas and shards, and of either transport.
+        """Resume from states of any number of replicas and shards, and of either transport.
 
         Every replica starts from the mean of their residuals. A step applies the mean over replicas
         of their messages, so the pending updates of the model stay the same, to float32 rounding
@@ -218,49 +227,29 @@ class FullyShardState:
             ValueError: there is no such state, or a replica's is missing; or as `load_state_dict`.
         """
         self._ledger.require_intact()
-        entries: list[dict[str, Any]] = []
+        self._resume(*self._run().find_mean(folder, key))
 
-        def each() -> Iterator[dict[str, SegmentState]]:
-            for entry in checkpoint.read(folder, key, self._entry(), self._pieces):
-                entries.append(entry)
-                yield self._segments(entry)
-
-        mean = checkpoint.mean(each())
-        self._go_on(entries[-1], mean)
-
-    def _entry(self) -> dict[str, Any]:
-        """This replica's part of a checkpoint, as of now."""
-        owners = keeps_owners(self.settings, self._group.size())
-        parameters = {}
-        for bucket, unit in zip(self._buckets, self._units, strict=True):
-            states, packed = bucket.states(), bucket.codec.step
-            for piece in unit.pieces:
-                state = states[piece.name]
-                state = state.with_owner() if owners else state
-                parameters[piece.name] = checkpoint.spread(piece, state, packed)
-        return {
-            "run_id": self._ledger.run_id,
-            "world_size": self._group.size() * self._shards,
-            "replicas": self._group.size(),
-            "shards": self._shards,
-            "step": self.step,
+    def _run(self) -> Run:
+        """This replica, for checkpoints."""
+        same = {
             "density": self.settings.density,
-            "transport": "reduce_scatter" if owners else "all_gather",
+            "replicas": self._group.size(),
             "reduction": ", ".join(dict.fromkeys(unit.reduction for unit in self._units)),
-            "parameters": parameters,
         }
+        parameters = {
+            piece.name: Sharded(piece, bucket.codec.step)
+            for bucket, unit in zip(self._buckets, self._units, strict=True)
+            for piece in unit.pieces
+        }
+        return Run("replica", self._replica, same, parameters)
 
-    def _segments(self, entry: dict[str, Any]) -> dict[str, SegmentState]:
-        parameters = entry["parameters"]
-        return {p.name: checkpoint.gather_up(p, parameters[p.name]) for p in self._pieces}
-
-    def _go_on(self, entry: dict[str, Any], segments: dict[str, SegmentState]) -> None:
+    def _resume(self, entry: Entry, states: States) -> None:
         self._ledger.load(entry)
         self._in_step, self._order, self._last_order = False, [], []
-        parameters = entry["parameters"]
+        saved = entry["parameters"]
         for index, unit in enumerate(self._units):
-            own = {piece.name: segments[piece.name] for piece in unit.pieces}
-            packed = max(parameters[name]["packed"] for name in own)
+            own = {piece.name: states[piece.name] for piece in unit.pieces}
+            packed = max(saved[name]["packed"] for name in own)
             self._buckets[index] = self._bucket(unit, packed, own)
 
     # In the backward pass:
@@ -274,7 +263,7 @@ class FullyShardState:
         self._await_end()
         if flat.is_cuda:  # FSDP calls this on a different stream than that of the memory
             flat.record_stream(torch.cuda.current_stream(flat.device))
-        if self._ledger.compresses:
+        if self._ledger.packed >= 0:
             self._ledger.sent[index] = self._buckets[index]
             self._buckets[index].reduce(flat, *self._ledger.scales)
         else:

@@ -1,7 +1,7 @@
 """The units in which torch's fully_shard communicates, and the layout of their gradients.
 
-The one place that reads private attributes of FSDP2: which parameters a module's group holds, in
-which order, how their gradients are divided, and whether a backward pass is under way.
+It reads from FSDP2 which parameters a module's group holds, in which order, how their gradients are
+divided, and whether a backward pass is under way.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dct_kernels import checks
 
+from .._torch import fsdp_groups, fsdp_hook, fsdp_in_backward, fsdp_parameters
 from ..exchange.plan import unwrapped
 from .hook import OP
 
@@ -77,7 +78,7 @@ class Unit:
     @property
     def in_backward(self) -> bool:
         """Whether FSDP's backward pass is under way; others may be nested in it."""
-        return self._module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+        return fsdp_in_backward(self._module)
 
     @property
     def reduction(self) -> str:
@@ -100,27 +101,29 @@ class Unit:
         Raises:
             ValueError: there is a hook already.
         """
-        if self._group._all_reduce_hook not in (None, closed):
-            rule = f"no all-reduce hook on {self._label}"
-            checks.fail(OP, "model", rule, "one", verb="have")
+        if fsdp_hook(self._group) not in (None, closed):
+            raise ValueError(
+                f"dct::{OP}: model must have no all-reduce hook on {self._label}, got one"
+            )
         self._module.set_all_reduce_hook(hook)
 
     def close(self) -> None:
-        """Let the next gradient raise: training must not go on without the replicas'."""
+        """Make the next gradient raise, because replicas would train without each other."""
         self._module.set_all_reduce_hook(closed)
 
     def require(self, flat: Tensor) -> None:
         """Raise if this is not the gradient of all pieces, or all-reduce is turned off."""
         if not self._group.all_reduce_grads:
-            rule = "accumulated under set_requires_gradient_sync(False)"
-            checks.fail(OP, "gradients", rule, "set_requires_all_reduce(False)")
-        if flat.numel() != self.numel:
-            rule = (
-                f"{self.numel} elements, of all parameters of {self._label} that required grad "
-                "when the hook was made (fill in unused ones by "
-                "model.set_reduce_scatter_unused_params(True))"
+            raise ValueError(
+                f"dct::{OP}: gradients must be accumulated under set_requires_gradient_sync(False)"
+                ", got set_requires_all_reduce(False)"
             )
-            checks.fail(OP, "gradient", rule, flat.numel(), verb="have")
+        if flat.numel() != self.numel:
+            raise ValueError(
+                f"dct::{OP}: gradient must have {self.numel} elements, of all parameters of "
+                f"{self._label} that required grad when the hook was made (fill in unused ones by "
+                f"model.set_reduce_scatter_unused_params(True)), got {flat.numel()}"
+            )
 
     @property
     def _label(self) -> str:
@@ -129,7 +132,7 @@ class Unit:
 
 def closed(flat: Tensor) -> None:
     """The hook of a state that was closed."""
-    checks.fail(OP, "state", "open", "a closed one", RuntimeError)
+    raise RuntimeError(f"dct::{OP}: state must be open, got a closed one")
 
 
 def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
@@ -140,45 +143,44 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
     """
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDPModule)]
     if not modules:
-        rule = "a module that fully_shard was applied to"
-        checks.fail(OP, "model", rule, type(model).__name__, TypeError)
+        raise TypeError(
+            f"dct::{OP}: model must be a module that fully_shard was applied to, got "
+            f"{type(model).__name__}"
+        )
     for _, module in modules:
         module.reshard()
     names = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
     units: dict[int, Unit] = {}  # {id of FSDP's group: unit}; modules wrapped together share one
     for name, module in modules:
-        groups = _groups(module)
+        groups = fsdp_groups(module)
         if len(groups) > 1:
-            rule = f"one mesh for all parameters of module {name or '(root)'}"
-            checks.fail(OP, "model", rule, f"{len(groups)} parameter groups", verb="have")
+            raise ValueError(
+                f"dct::{OP}: model must have one mesh for all parameters of module "
+                f"{name or '(root)'}, got {len(groups)} parameter groups"
+            )
         for group in groups:
-            infos = [p._module_info for p in group.fsdp_params]
-            held = [getattr(info.module, info.param_name) for info in infos]
-            pieces = tuple(_piece(names[p], p, mesh) for p in held if p.requires_grad)
+            parameters = [p for p in fsdp_parameters(group) if p.requires_grad]
+            pieces = tuple(_piece(names[p], p, mesh) for p in parameters)
             if pieces and id(group) not in units:
                 units[id(group)] = Unit(name, pieces, module, group)
     covered = {piece.name for unit in units.values() for piece in unit.pieces}
     loose = [n for p, n in names.items() if p.requires_grad and n not in covered]
     if loose:
-        checks.fail(OP, "every parameter", "sharded by fully_shard", ", ".join(loose))
+        raise ValueError(
+            f"dct::{OP}: every parameter must be sharded by fully_shard, got {', '.join(loose)}"
+        )
     if not units:
-        checks.fail(OP, "model", "parameters that require grad", "none", verb="have")
+        raise ValueError(f"dct::{OP}: model must have parameters that require grad, got none")
     return list(units.values())
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    only = state._fsdp_param_group  # before torch 2.13 there is at most one
-    return [only] if only is not None else []
 
 
 def _piece(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> Piece:
     checks.require_dtype(OP, f"parameter {name}", parameter.dtype, checks.FLOATS)
     if parameter.is_meta:
-        rule = "on a device (materialize the model before the hook)"
-        checks.fail(OP, f"parameter {name}", rule, "one on meta")
+        raise ValueError(
+            f"dct::{OP}: parameter {name} must be on a device (materialize the model before the "
+            "hook), got one on meta"
+        )
     if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh["shard"]:
         rule = (
             'wrapped by fully_shard(module, mesh=mesh["shard"]), which leaves the mean over '
@@ -187,8 +189,11 @@ def _piece(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> Piece:
         got = "one that is not sharded"
         if isinstance(parameter, DTensor):
             got = f"one on {parameter.device_mesh}"
-        checks.fail(OP, f"parameter {name}", rule, got)
+        raise ValueError(f"dct::{OP}: parameter {name} must be {rule}, got {got}")
     placement = parameter.placements[0]
     if type(placement) is not Shard:
-        checks.fail(OP, f"parameter {name}", "sharded in one dimension", parameter.placements)
+        raise ValueError(
+            f"dct::{OP}: parameter {name} must be sharded in one dimension, got "
+            f"{parameter.placements}"
+        )
     return Piece(name, parameter, placement.dim)

@@ -13,9 +13,8 @@ from dct_kernels import checks
 
 from .. import groups
 from ..collectives import all_reduce_bytes, dense_mean, on_any
-from ..exchange import checkpoint
-from ..exchange.bucket import Bucket
-from ..exchange.checkpoint import OWNER_RESIDUAL, SegmentState
+from ..exchange.bucket import Bucket, SegmentState
+from ..exchange.checkpoint import Flat, Run, States
 from ..exchange.ledger import StepLedger
 from ..exchange.plan import (
     plan_bucket,
@@ -65,7 +64,7 @@ class DCTAverager(ModelAverager):
             that hold the same shard in other replicas (docs/guide/fsdp2.md).
         policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
         refresh_every: averagings between samples of the threshold, with policy "fixed".
-        step_ahead: go on from weights with this rank's residual (docs/guide/choosing.md).
+        step_ahead: continue from weights plus this rank's residual (docs/guide/choosing.md).
 
     Attributes:
         step: calls of `average_parameters`.
@@ -76,7 +75,7 @@ class DCTAverager(ModelAverager):
     Raises:
         ValueError, TypeError: an argument is out of its range, or ranks differ; the text names it.
         RuntimeError: a different rank raised, as the text says, or did not construct its averager
-            within the group's timeout. Restart it then; where all raised alike, they can try again.
+            within the group's timeout.
     """
 
     def __init__(
@@ -105,7 +104,11 @@ class DCTAverager(ModelAverager):
             self._weights = FlatWeights(_OP, module, group)
         self.period = period
         self._step_ahead = step_ahead
-        self._own = {"period": period, "shard": self._weights.shard, "step_ahead": step_ahead}
+        self._run_settings = {
+            "period": period,
+            "shard": self._weights.shard,
+            "step_ahead": step_ahead,
+        }
         self._plan = plan_bucket(
             list(self._weights.names.values()),
             self._weights.sizes,
@@ -115,7 +118,7 @@ class DCTAverager(ModelAverager):
         )
         self.wire_bytes = self._plan.wire_bytes
         self._device = self._weights.device
-        told = {**self._weights.told(), **self._own}
+        to_compare = {**self._weights.to_compare(), **self._run_settings}
         others = self._weights.shard_group
         self._shard_groups = () if others is None else (others,)
         self._ledger = StepLedger(
@@ -123,11 +126,11 @@ class DCTAverager(ModelAverager):
             group,
             self._device,
             self._settings,
-            told,
+            to_compare,
             step_name="averaging",  # its steps are averagings
             shards=others,
         )
-        self._weights.take_those_of_first_rank(group)
+        self._weights.broadcast_from_first_rank(group)
         self._base = self._weights.read()
         self._unaveraged = 0  # steps since the last averaging
         self._bucket = self._new_bucket({})
@@ -141,21 +144,21 @@ class DCTAverager(ModelAverager):
         Collective at an averaging. Mutates the weights of the module.
 
         Args:
-            params: ignored: always those of `module`. Torch's averagers have it.
+            params: ignored, as the parameters are those of `module`. Torch's averagers have it.
 
         Raises:
-            ValueError: at an averaging, different parameters require grad than when this was made;
-                on this rank. Nothing was averaged, and the step is not counted. Other ranks wait
-                until the group's timeout: go back to a checkpoint then.
-            RuntimeError: some rank had NaN or infinite weights, or the sum of finite changes
-                overflows. Every rank raises. The base is that of the last averaging; the change
-                of weights since then is in the residual. So training can go on. NaN, Inf and what
-                overflowed are lost, and in few bits the changes of 64 weights beside a NaN or Inf.
-                Or a rank is gone: the others raise the same way, at the group's timeout at the
-                latest. They lose nothing, and `state_dict` saves it; this group cannot be used
-                again.
-                Or this rank received a damaged payload. It raises, and in every later call: load a
-                checkpoint into a new averager. The others raise as if it were gone.
+            ValueError: at an averaging, different parameters of this rank require grad than when
+                this was made. Nothing was averaged, and the step is not counted. Other ranks raise
+                at the group's timeout; load a checkpoint then.
+            RuntimeError: a rank had NaN or infinite weights, or the sum of finite changes
+                overflows. Every rank raises, and training can continue: the base is that of the
+                last averaging, and the changes since then are in the residual. Non-finite and
+                overflowed changes are dropped. In the few-bit formats, the whole group of 64
+                entries that contains a NaN or Inf is dropped.
+            RuntimeError: a rank is gone. The other ranks raise at the group's timeout at the
+                latest. They lose nothing, and `state_dict` works; the group cannot be used again.
+            RuntimeError: this rank received a damaged payload. It raises now and in every later
+                call: load a checkpoint into a new averager. Other ranks raise as if it were gone.
         """
         self._ledger.require_intact()
         averages = (self.step + 1) % self.period == 0
@@ -170,23 +173,27 @@ class DCTAverager(ModelAverager):
     def flush(self) -> None:
         """Average weights and residuals now, densely in float32, at the end of training.
 
-        On every rank, after any step; it counts as none. Weights are then bitwise the same on all
-        ranks, and no residual is left; a ring sends 8 (P - 1) / P bytes per element.
+        Call it on every rank, after any step. It does not count as a step. Afterwards weights are
+        bitwise the same on all ranks, and residuals are 0. A ring sends 8 (P - 1) / P bytes per
+        element.
 
         Raises:
-            ValueError: ranks do not go on from the same step, after a load. Or different parameters
-                require grad than when this was made, on this rank: other ranks wait until the
-                group's timeout.
-            RuntimeError: some rank has NaN or infinite weights, or a mean overflows. Every rank
+            ValueError: ranks do not resume from the same step, after a load.
+            ValueError: different parameters of this rank require grad than when this was made.
+                Other ranks raise at the group's timeout.
+            RuntimeError: a rank has NaN or infinite weights, or a mean overflows. Every rank
                 raises; nothing has changed. Or this rank received a damaged payload.
         """
         self._ledger.require_intact()
         self._weights.require_same("flush")
         self._ledger.compare()
-        self._bucket.add_pending(owed := self._weights.moved_from(self._start(self._base)))
-        base = dense_mean(owed, torch.float32, self.process_group).add_(self._base)
-        if on_any(not self._weights.can_be(base).all(), self._device, *self._shard_groups):
-            checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
+        pending = self._weights.change_from(self._start(self._base))
+        self._bucket.add_pending(pending)
+        base = dense_mean(pending, torch.float32, self.process_group).add_(self._base)
+        if on_any(
+            not self._weights.is_representable(base).all(), self._device, *self._shard_groups
+        ):
+            raise RuntimeError("dct::flush: weights must be finite on every rank, got NaN or Inf")
         torch._foreach_zero_(self._bucket.residuals())
         self._base = base
         self._weights.write(base)
@@ -225,78 +232,77 @@ class DCTAverager(ModelAverager):
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals (an owner's as well) and step, and the base. Copies, on the CPU.
 
-        One file per rank, beside the rank's weights and optimizer, which differ between averagings:
-        the entry's "unaveraged" says how many steps only this rank's weights have. With
-        `step_ahead` weights differ at 0 as well, but after a flush.
+        Save one file per rank, together with the rank's weights and optimizer, because these differ
+        between averagings. The entry's "unaveraged" counts the steps since the last averaging. With
+        `step_ahead` weights differ right after an averaging as well, until a flush.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
-        parameters = {name: state.as_dict() for name, state in self._bucket.states().items()}
-        parts = zip(parameters.values(), self._base.split(self._plan.sizes), strict=True)
-        for parameter, part in parts:
-            parameter[checkpoint.BASE] = part.to("cpu", copy=True)
-        entry = {
-            "run_id": self._ledger.run_id,
-            "step": self.step,
-            "world_size": self.process_group.size(),
-            "local_size": 1,
-            "density": self._settings.density,
-            "unaveraged": self._unaveraged,
-            **self._own,
-            "parameters": parameters,
+        parts = zip(self._bucket.states().items(), self._base.split(self._plan.sizes), strict=True)
+        states = {
+            name: SegmentState(state.residual, state.owner, base.to("cpu", copy=True))
+            for (name, state), base in parts
         }
-        return checkpoint.make(dist.get_rank(), entry)
+        numbers = {"run_id": self._ledger.run_id, "step": self.step}
+        return self._run().save(states, **numbers, unaveraged=self._unaveraged)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from this rank's `state_dict`, bit for bit, with the weights saved beside it.
+        """Resume from this rank's `state_dict`, bit for bit, with the weights saved with it.
 
-        Load these after making the averager, which broadcasts weights, and before this. (With
-        policy "fixed" a new threshold is sampled, so that bits may differ.) With `step_ahead`, a
-        state saved right after an averaging brings the weights. A refused dict changes nothing.
+        First make the averager, which broadcasts weights, then load the weights, then call this.
+        (With policy "fixed" a new threshold is sampled, so bits may differ.) With `step_ahead`, a
+        state that was saved right after an averaging restores the weights. A refused dict changes
+        nothing.
 
         Raises:
             ValueError: made with a different version, density, period, step_ahead or number of
                 ranks, by a different rank, or for a different model; or something in it is missing,
-                of a wrong type or shape or not finite. With `step_ahead`, merged, or by a transport
-                that this one cannot go on from.
+                of a wrong type or shape or not finite. With `step_ahead`: a merged state, or one of
+                a transport that this averager cannot resume from.
             TypeError: not a state dict.
             RuntimeError: this averager received a damaged payload: load into a new one.
         """
         self._ledger.require_intact()
-        sizes = dict(zip(self._plan.names, self._plan.sizes, strict=True))
-        ranks = self.process_group.size()
-        entry = checkpoint.find(
-            state, dist.get_rank(), self._settings, sizes, ranks, averager=self._own
-        )
-        saved = entry["parameters"]
-        owned = any(owner.any() for part in saved.values() for owner in part[OWNER_RESIDUAL])
+        entry, states = self._run().find(state)
+        owned = any(own.owner is not None and own.owner.any() for own in states.values())
         if self._step_ahead and owned and self._plan.transport == "all_gather":
             # The owner's residual would become this rank's, and its weights not be as far ahead.
-            rule = "reduce_scatter, as in the saved run, with step_ahead (or flush, and start anew)"
-            checks.fail("load_state_dict", "transport", rule, "all_gather")
+            raise ValueError(
+                "dct::load_state_dict: transport must be reduce_scatter, as in the saved run, "
+                "with step_ahead (or flush, and start anew), got all_gather"
+            )
         self.step = entry["step"]
         self._ledger.load(entry, self.step // self.period)
-        self._bucket = self._new_bucket(saved)
-        self._base = torch.cat([saved[name][checkpoint.BASE] for name in sizes]).to(self._device)
-        self._unaveraged = entry.get("unaveraged", self.step % self.period)
+        self._bucket = self._new_bucket(states)
+        bases = [base for name in self._plan.names if (base := states[name].base) is not None]
+        self._base = torch.cat(bases).to(self._device)
+        self._unaveraged = entry["unaveraged"]
         if self._step_ahead and not self._unaveraged:
             # Those saved, to the bit, where this rank was given others since (as it was made, say).
             self._weights.write(self._start(self._base))
 
-    def __getstate__(self) -> NoReturn:
-        rule = "be copied or pickled (save its state_dict())"
-        checks.fail(_OP, "an averager", rule, "a copy", TypeError, verb="not")
+    def _run(self) -> Run:
+        """This rank, for checkpoints."""
+        sizes = zip(self._plan.names, self._plan.sizes, strict=True)
+        ranks = {"world_size": self.process_group.size(), "local_size": 1}
+        same = {**self._run_settings, "density": self._settings.density, **ranks}
+        return Run("rank", dist.get_rank(), same, {name: Flat(numel) for name, numel in sizes})
 
-    def _new_bucket(self, saved: dict[str, dict[str, Tensor]]) -> Bucket:
-        states = {name: SegmentState.from_dict(state) for name, state in saved.items()}
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"dct::{_OP}: an averager must not be copied or pickled (save its state_dict()), got "
+            "a copy"
+        )
+
+    def _new_bucket(self, states: States) -> Bucket:
         group, averagings = self.process_group, self._ledger.step
         return Bucket(self._plan, group, self._device, averagings, states)
 
     def _average(self) -> None:
-        """Exchange what weights have moved by; if that fails, as if it had not begun."""
-        moved = self._weights.moved_from(self._start(self._base))
+        """Exchange the changes of the weights. If that fails, undo it."""
+        moved = self._weights.change_from(self._start(self._base))
         self._ledger.begin(self.step // self.period)
         base = None
         try:
@@ -307,13 +313,14 @@ class DCTAverager(ModelAverager):
             start = self._start(base)  # needs memory, so before ranks agree
             self._agree()
             if self._ledger.non_finite:
-                op, arg = "average_parameters", f"weights at averaging {self.step // self.period}"
-                got = self._weights.cause(base)
-                checks.fail(op, arg, "finite on every rank", got, RuntimeError)
+                raise RuntimeError(
+                    f"dct::average_parameters: weights at averaging {self.step // self.period} "
+                    f"must be finite on every rank, got {self._weights.cause(base)}"
+                )
         except BaseException:
             self._ledger.take_back()
             if base is not None and self._ledger.non_finite:
-                self._drop_what_overflows(base)
+                self._drop_overflow(base)
             self._weights.write(self._start(self._base))
             raise
         self._base = base
@@ -321,11 +328,11 @@ class DCTAverager(ModelAverager):
         self._unaveraged = 0
 
     def _start(self, base: Tensor) -> Tensor:
-        """The weights of this rank after an averaging: the base, or ahead of it where they can."""
+        """The weights of this rank after an averaging: the base, plus the residual if ahead."""
         if not self._step_ahead:
             return base
         ahead = base + self._bucket.codec.residual
-        return torch.where(self._weights.can_be(ahead), ahead, base, out=ahead)
+        return torch.where(self._weights.is_representable(ahead), ahead, base, out=ahead)
 
     def _receive(self) -> Tensor:
         """The base after the exchange. Waits for the payloads; changes no weights."""
@@ -333,20 +340,23 @@ class DCTAverager(ModelAverager):
         self._bucket.finish(mean)
         self._ledger.look()
         base = mean.add_(self._base)
-        self._ledger.non_finite |= not self._weights.can_be(base).all()
+        self._ledger.non_finite |= not self._weights.is_representable(base).all()
         return base
 
     def _agree(self) -> None:
-        """Wait until all ranks have received all payloads; learn whether one had NaN or Inf.
+        """Wait until all ranks have received all payloads; then every rank knows of a NaN or Inf.
 
-        A rank that received damage does not come: then no rank applies this averaging.
+        A rank that received a damaged payload raises before, so no rank applies this averaging.
         """
         self._ledger.require_intact()
         among = self.process_group, *self._shard_groups
         self._ledger.non_finite = on_any(self._ledger.non_finite, self._device, *among)
 
-    def _drop_what_overflows(self, base: Tensor) -> None:
-        """From the residuals what would not fit into the weights the next time, either."""
-        self._bucket.add_pending(most := torch.zeros_like(self._base))
+    def _drop_overflow(self, base: Tensor) -> None:
+        """Drop the entries of residuals that would overflow the weights again."""
+        most = torch.zeros_like(self._base)
+        self._bucket.add_pending(most)
         most.mul_(2 * self._plan.ranks).add_(self._base)  # rounding doubles it, at most
-        self._bucket.drop(~(self._weights.can_be(base) | self._weights.can_be(most)))
+        self._bucket.drop(
+            ~(self._weights.is_representable(base) | self._weights.is_representable(most))
+        )

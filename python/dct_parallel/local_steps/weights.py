@@ -42,7 +42,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def shard_groups(module: object) -> list[dist.ProcessGroup]:
-    """This rank's shard group, if the module may have one: for ranks to be told of errors."""
+    """This rank's shard group, if the module may have one; its ranks are notified of errors."""
     found = _sharded(module) if isinstance(module, nn.Module) else {}
     meshes = [parameter.device_mesh for parameter in found.values()]
     return [meshes[0].get_group()] if meshes and meshes[0].ndim == 1 else []
@@ -60,10 +60,15 @@ def require_mesh(op: str, module: nn.Module) -> DeviceMesh | None:
             (placement, *more), own = parameter.placements, parameter.device_mesh  # type: ignore
             shard = _imported("torch.distributed.tensor", "Shard")
             if more or own != mesh or type(placement) is not shard:
-                got = f"{tuple(parameter.placements)} on {own}"  # type: ignore[attr-defined]
-                checks.fail(op, f"parameter {unwrapped(name)}", rule, got)
+                got = f"{parameter.placements} on {own}"  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"dct::{op}: parameter {unwrapped(name)} must be {rule}, got {got}"
+                )
         elif parameter.requires_grad:
-            checks.fail(op, f"parameter {unwrapped(name)}", rule, "one that is not sharded")
+            raise ValueError(
+                f"dct::{op}: parameter {unwrapped(name)} must be {rule}, got one that is not "
+                "sharded"
+            )
     return mesh
 
 
@@ -72,9 +77,11 @@ def require_replicas(op: str, group: dist.ProcessGroup, mesh: DeviceMesh) -> Non
     others = set(dist.get_process_group_ranks(mesh.get_group())) - {dist.get_rank()}
     shared = sorted(others & set(dist.get_process_group_ranks(group)))
     if shared:
-        rule = 'the ranks with the same shard, such as mesh["replicate"].get_group()'
-        got = f"a group with {', '.join(map(str, shared))}, of other shards of the same replica"
-        checks.fail(op, "process_group", rule, got)
+        raise ValueError(
+            f"dct::{op}: process_group must be the ranks with the same shard, such as "
+            f'mesh["replicate"].get_group(), got a group with {", ".join(map(str, shared))}, of '
+            "other shards of the same replica"
+        )
 
 
 def _sharded(module: nn.Module) -> dict[str, Any]:
@@ -112,10 +119,12 @@ class FlatWeights:
 
     def __init__(self, op: str, module: nn.Module, group: dist.ProcessGroup) -> None:
         if not isinstance(module, nn.Module):
-            checks.fail(op, "module", "an nn.Module", type(module).__name__, TypeError)
+            raise TypeError(f"dct::{op}: module must be an nn.Module, got {type(module).__name__}")
         if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
-            rule = "without DistributedDataParallel, which averages all gradients (pass ddp.module)"
-            checks.fail(op, "module", rule, type(module).__name__, TypeError)
+            raise TypeError(
+                f"dct::{op}: module must be without DistributedDataParallel, which averages all "
+                f"gradients (pass ddp.module), got {type(module).__name__}"
+            )
         self._module = module
         self.shard, self.shard_group = WHOLE, None
         mesh = require_mesh(op, module)
@@ -128,14 +137,16 @@ class FlatWeights:
                 self.shard += f", cut along {', '.join(map(str, cuts))}"
         self.names, self.frozen = self._named(trained=True), self._named(trained=False)
         if not self.names:
-            checks.fail(op, "module", "parameters that require grad", "none", verb="have")
+            raise ValueError(f"dct::{op}: module must have parameters that require grad, got none")
         for parameter, name in self.names.items():
             checks.require_dtype(op, f"parameter {name}", parameter.dtype, checks.FLOATS)
         devices = {local(parameter).device for parameter in self.names | self.frozen}
         self.device = next(iter(devices))
         if len(devices) > 1 or self.device.type not in ("cpu", "cuda"):
-            got = ", ".join(sorted(map(str, devices)))
-            checks.fail(op, "module", "on one device, the CPU or CUDA", got)
+            raise ValueError(
+                f"dct::{op}: module must be on one device, the CPU or CUDA, got "
+                f"{', '.join(sorted(map(str, devices)))}"
+            )
         self.sizes = tuple(local(parameter).numel() for parameter in self.names)
 
     @property
@@ -144,8 +155,8 @@ class FlatWeights:
         ranks = 1 if self.shard_group is None else self.shard_group.size()
         return -(-sum(parameter.numel() for parameter in self.names) // ranks)
 
-    def told(self) -> dict[str, str]:
-        """What must be the same on every rank, in words."""
+    def to_compare(self) -> dict[str, str]:
+        """Texts that must be the same on every rank."""
         cut = {p: f"{n} {getattr(p, 'placements', '')}" for p, n in self.names.items()}
         return {"model": describe(cut), "frozen": describe(self.frozen)}
 
@@ -156,12 +167,14 @@ class FlatWeights:
         names = now | self.names
         different = [names[parameter] for parameter in now.keys() ^ self.names.keys()]
         if different:
-            rule = "the same parameters that require grad as when this averager was made"
-            got = f"a difference in {', '.join(sorted(set(different)))}: make a new averager"
-            checks.fail(op, "module", rule, got, verb="have")
+            raise ValueError(
+                f"dct::{op}: module must have the same parameters that require grad as when this "
+                f"averager was made, got a difference in {', '.join(sorted(set(different)))}: "
+                "make a new averager"
+            )
 
     @torch.no_grad()
-    def take_those_of_first_rank(self, group: dist.ProcessGroup) -> None:
+    def broadcast_from_first_rank(self, group: dist.ProcessGroup) -> None:
         """Broadcast all parameters of the first rank, frozen ones as well, to the others."""
         first = dist.get_global_rank(group, 0)
         for own in map(local, self._module.parameters()):
@@ -180,10 +193,10 @@ class FlatWeights:
         for own, part in zip(self._own(), flat.split(self.sizes), strict=True):
             own.copy_(part.view_as(own))
 
-    def moved_from(self, base: Tensor) -> Tensor:
-        """The difference between them and `base` rounded to their dtype.
+    def change_from(self, base: Tensor) -> Tensor:
+        """The difference between the weights and `base` rounded to their dtype.
 
-        So the base's rounding error is in no difference: the base keeps it.
+        The rounding error of the base stays in the base.
         """
         moved = torch.empty_like(base)
         parts = zip(self._own(), moved.split(self.sizes), base.split(self.sizes), strict=True)
@@ -192,8 +205,8 @@ class FlatWeights:
             torch.sub(whole, of_base.to(own.dtype).view_as(whole), out=part.view_as(whole))
         return moved
 
-    def can_be(self, flat: Tensor) -> Tensor:
-        """Of each element of `flat`, on this rank, whether its parameter's dtype can hold it."""
+    def is_representable(self, flat: Tensor) -> Tensor:
+        """For each element of `flat`, whether it is finite in the dtype of its parameter."""
         parts = zip(self._own(), flat.split(self.sizes), strict=True)
         return torch.cat([part.to(own.dtype).isfinite() for own, part in parts])
 
@@ -202,7 +215,7 @@ class FlatWeights:
         here = self._names_of(~self.read().isfinite())
         if here:
             return f"NaN or Inf in {here}"
-        there = self._names_of(~self.can_be(base)) or "another shard"
+        there = self._names_of(~self.is_representable(base)) or "another shard"
         return f"NaN or Inf on another rank, or changes that overflow, in {there}"
 
     def _names_of(self, where: Tensor) -> str:

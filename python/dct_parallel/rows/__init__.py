@@ -1,6 +1,5 @@
-"""Rows at a cut of a model, compressed: activations forward, their gradients back.
+"""Rows at a cut of a model, compressed: activations forward, their gradients backward.
 
-Reading order: packing (a row's largest entries), codecs (rows as bytes, by those or in few bits),
-autograd and quantizing (in few bits, between two modules), counts and transfer (parts of every
-collective), all_to_all, all_gather.
+Reading order: packing (the largest entries of a row), codecs (rows as bytes), transfer (the common
+parts of all exchanges), row_format, quantizing (two modules), all_to_all, all_gather.
 """

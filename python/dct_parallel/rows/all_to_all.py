@@ -1,10 +1,4 @@
-"""Rows to the ranks they belong to: the pooled-embedding exchange of a recommender.
-
-DCT, model-parallel side (arXiv 2010.08899): the k largest entries of every row are sent, and in the
-backward pass their gradients, at positions that both sides know by then. Exactly k per row, so that
-every message's size is known beforehand, and the wire format are our reconstruction. If that loses
-quality, every entry can be sent, in few bits.
-"""
+"""Rows to the ranks they belong to: the pooled-embedding exchange of a recommender."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,13 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_kernels import checks
-
-from ..groups import require_group
+from ..groups import GroupForBackward, require_group
 from .codecs import RowCodec
 from .packing import require_rows
 from .row_format import RowFormat
-from .transfer import Transfer, exchange_counts, require_counts
+from .transfer import Receive, Transfer, exchange_numbers, require_counts, start_all_to_all
 
 
 def all_to_all_rows(
@@ -31,36 +23,39 @@ def all_to_all_rows(
 ) -> Tensor:
     """Send rows to the ranks they belong to, compressed. Differentiable in x.
 
-    Like torch.distributed.all_to_all_single with uneven splits, but each row is sent as `format`
-    says. The gradient of a sent row is that of the received one: with a density at the entries that
-    were sent, otherwise straight-through, quantized on its way. Deterministic; x's own dtype both
-    ways equals the uncompressed exchange bit for bit, and so does density 1 in it.
+    Like torch.distributed.all_to_all_single with uneven splits, but compresses rows and gradients.
+    With a density, the gradient of a row is that of its sent entries. Otherwise it is
+    straight-through, quantized on its way. With density 1 or every entry, in x's own dtype, the
+    result has the same bits as the uncompressed exchange. Deterministic.
 
-    One collective forward, one backward. Both need every rank of the group, also ranks without
-    rows: all call this, and if x needs a gradient all run the backward pass through the result.
-    Without `output_splits`, an all-to-all of 40 bytes to every rank comes first, and the host waits
-    for its result (on CUDA it synchronizes, so it cannot be captured in a graph). It also checks
-    that ranks agree. With `output_splits` neither happens: ranks that disagree may then hang or
-    read rubbish, but never out of bounds.
+    Forward and backward are one collective each. Every rank of the group must call this function,
+    even if it has no rows. If x needs a gradient, every rank must run the backward pass. Without
+    `output_splits`, an all-to-all of 40 bytes to every rank comes first, which checks that the
+    ranks agree. The host waits for its result, so the call cannot be captured in a CUDA graph. With
+    `output_splits`, ranks that disagree may hang or receive wrong values, but never read out of
+    bounds.
 
     Args:
         x: float32, bfloat16 or float16 [sum(splits), d], ordered by destination; not mutated.
         splits: rows to send to each rank of the group, from 0 up.
         output_splits: rows to receive from each; given on every rank or on none.
-        format: what is sent, a name ("int8", "int4", "bfloat16"), a torch dtype or a `RowFormat`:
+        format: a name ("int8", "int4", "bfloat16"), a torch dtype or a `RowFormat`:
             `RowFormat("int4", backward="sign")`, `RowFormat(density=0.05)`. The same on every rank.
         group: the ranks that take part, default all; gloo or NCCL. Its timeout bounds the wait for
-            a rank that is gone.
+            a missing rank.
 
     Returns:
         [rows received, d] of x's dtype, ordered by source.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range here. The other ranks get an error
-            when the group's timeout ends.
-        ValueError: d, a setting or requires_grad differ between ranks; on every rank, naming every
-            rank's. Not with `output_splits`.
-        RuntimeError: from the collective, if a rank is gone.
+        ValueError, TypeError: an argument is out of its range on this rank. The other ranks raise
+            an error when the group's timeout ends.
+        ValueError: d, a setting or requires_grad differ between ranks. Raised on every rank, with
+            the values of all ranks; not with `output_splits`.
+        RuntimeError: from the collective, if a rank is missing.
+
+    Source: DCT, model-parallel side (arXiv 2010.08899). Exactly k entries per row, few bits, and
+    the wire format are our reconstruction.
     """
     return all_to_all_rows_async(x, splits, output_splits, format=format, group=group).wait()
 
@@ -73,67 +68,61 @@ def all_to_all_rows_async(
     format: str | torch.dtype | RowFormat,
     group: dist.ProcessGroup | None = None,
 ) -> Transfer:
-    """Like `all_to_all_rows`, but returns a handle at once; its `wait()` gives the rows, once.
+    """Like `all_to_all_rows`, but returns a handle immediately; its `wait()` returns the rows.
 
-    Computation in between overlaps with the exchange, and its backward pass with that of the
-    gradients. The host waits here only without `output_splits`, for the counts. Every rank calls
-    `wait`, in the same order if it has several handles. A rank may call `all_to_all_rows` where
-    others call this. Arguments and errors are the same; a second `wait` is a RuntimeError.
+    Computation before `wait()` overlaps with the exchange, and its backward pass with the exchange
+    of gradients. The host waits here only without `output_splits`, for the counts. Every rank calls
+    `wait()` once per handle, in the same order. A rank may call `all_to_all_rows` while others call
+    this function. Arguments and errors are the same.
     """
     op = "all_to_all_rows"
     group = require_group(op, group)
     x = require_rows(op, x)
-    form = RowFormat.of(op, format)
+    row_format = RowFormat.parse(op, format)
     require_counts(op, "splits", splits, group.size())
-    if x.shape[0] != sum(splits):
-        checks.fail(op, "x", f"{sum(splits)} rows like splits", x.shape[0], verb="have")
+    rows, width = x.shape
+    if rows != sum(splits):
+        raise ValueError(f"dct::{op}: x must have {sum(splits)} rows like splits, got {rows}")
     if output_splits is None:
-        needs_grad = x.requires_grad and torch.is_grad_enabled()
-        must_match = {"d": x.shape[1], **form.told(x.dtype), "requires_grad": needs_grad}
-        output_splits = exchange_counts(op, splits, must_match, x.device, group)
+        counts, settings = [[n] for n in splits], {"d": width, **row_format.settings_to_compare(x)}
+        output_splits = [n for [n] in exchange_numbers(op, counts, settings, x.device, group)]
     require_counts(op, "output_splits", output_splits, group.size())
-    if x.shape[1] == 0:  # on every rank, because they agree by now: none waits for the others
-        checks.fail(op, "x", "at least 1 column", 0, verb="have")
-    codec = form.codec(x.shape[1], x.dtype)
-    return _AllToAll(codec, splits, output_splits, group).start(x)
+    if width == 0:  # raised on every rank, because by now they agree on the width
+        raise ValueError(f"dct::{op}: x must have at least 1 column, got 0")
+    return _start(op, x, row_format.codec(width, x.dtype), splits, output_splits, group)
 
 
 # Collective, and differentiable in x: (x [sum(splits), d] ordered by destination, splits,
-# output_splits, group=...) to [sum(output_splits), d] by source. `all_to_all_rows` is one, once its
-# format is bound: functools.partial(all_to_all_rows, format="int8").
+# output_splits, group=...) to [sum(output_splits), d] by source. For example
+# functools.partial(all_to_all_rows, format="int8").
 RowExchange = Callable[..., Tensor]
 
 
 def whole_rows(
     x: Tensor, splits: Sequence[int], output_splits: Sequence[int], *, group: dist.ProcessGroup
 ) -> Tensor:
-    """A `RowExchange` of rows of any dtype as they are, and of their gradients."""
-    return _AllToAll(RowCodec(), splits, output_splits, group).start(x).wait()
+    """A `RowExchange` of uncompressed rows of any dtype."""
+    return _start("whole_rows", x, RowCodec(), splits, output_splits, group).wait()
 
 
-class _AllToAll(Transfer):
-    """Encoded rows there, their encoded gradients back."""
+def _start(
+    op: str,
+    x: Tensor,
+    codec: RowCodec,
+    splits: Sequence[int],
+    output_splits: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Transfer:
+    dtype, held = x.dtype, GroupForBackward(group)
+    splits, output_splits = list(splits), list(output_splits)  # the caller may change its own
 
-    def __init__(
-        self,
-        codec: RowCodec,
-        splits: Sequence[int],
-        output_splits: Sequence[int],
-        group: dist.ProcessGroup,
-    ) -> None:
-        super().__init__(group)
-        self._codec = codec
-        self._splits, self._output_splits = list(splits), list(output_splits)
+    def send(x: Tensor) -> Receive:
+        receive = start_all_to_all(codec.encode(x), splits, output_splits, held)
+        return lambda: codec.decode(receive(), dtype)
 
-    def _send(self, x: Tensor) -> None:
-        self._all_to_all(self._codec.encode(x), self._splits, self._output_splits)
+    def send_gradient(grad: Tensor) -> Receive:
+        message = codec.encode_gradient(grad.contiguous())
+        receive = start_all_to_all(message, output_splits, splits, held)
+        return lambda: codec.decode_gradient(receive(), dtype)
 
-    def _receive(self) -> Tensor:
-        return self._codec.decode(self._arrived(), self._dtype)
-
-    def _send_gradient(self, grad: Tensor) -> None:
-        message = self._codec.encode_gradient(grad.contiguous())
-        self._all_to_all(message, self._output_splits, self._splits)
-
-    def _receive_gradient(self) -> Tensor:
-        return self._codec.decode_gradient(self._arrived(), self._dtype)
+    return Transfer(op, x, send, send_gradient)

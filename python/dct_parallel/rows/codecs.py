@@ -1,25 +1,26 @@
-"""Rows as messages, and back: their largest entries, or every entry in few bits.
+"""Codecs between rows and messages: the largest entries of a row, or every entry in few bits.
 
-A codec is made for one exchange. It encodes rows that are sent, decodes rows that are received, and
-later does the same for the gradients of the received rows. The sizes of its messages follow from
-its arguments, so no size is ever sent.
+A codec serves one exchange. It encodes the rows to send, decodes the received rows, and later does
+the same for their gradients. Message sizes follow from its arguments, so they are never sent.
 """
 
 import torch
 from torch import Tensor
 
-from dct_kernels import row_dequantize, row_gather, row_pack, row_quantize, row_unpack
+from dct_kernels import row_gather, row_pack, row_unpack
 from dct_kernels.row_layout import position_bytes, row_bytes
 
 from ..formats import DTYPES
 from .packing import row_k
 
+# Dynamo does not trace the checks of dct_kernels.row_quantize in a backward pass.
+_ops = torch.ops.dct
+
 
 class RowCodec:
-    """Rows [B, width] as messages, and their gradients: here of any dtype, as they are.
+    """Encodes rows [B, width] and their gradients. This one leaves rows of any dtype unchanged.
 
-    Attributes, of a codec that makes bytes:
-        message_bytes, gradient_bytes: per row, and per gradient; messages are uint8 [B, bytes].
+    Subclasses encode them as uint8 [B, message_bytes] and [B, gradient_bytes].
     """
 
     message_bytes: int
@@ -36,12 +37,12 @@ class RowCodec:
         return grad.contiguous()
 
     def decode_gradient(self, message: Tensor, dtype: torch.dtype) -> Tensor:
-        """Decode it into the gradient of the argument of `encode`."""
+        """Decode the gradient of the argument of `encode`."""
         return message
 
 
 class LargestEntries(RowCodec):
-    """The k largest of a row with their positions, and their gradients without (DCT-MP)."""
+    """The k largest entries of a row with their positions; gradients without positions (DCT-MP)."""
 
     def __init__(self, width: int, density: float, value_dtype: torch.dtype) -> None:
         self._width, self._k, self._value_dtype = width, row_k(width, density), value_dtype
@@ -66,7 +67,7 @@ class LargestEntries(RowCodec):
 
 
 class EveryEntry(RowCodec):
-    """Every entry of a row, in a number format of its own for each way."""
+    """Every entry of a row, in one number format for rows and one for gradients."""
 
     def __init__(self, width: int, forward: str, backward: str) -> None:
         self._width, self._forward, self._backward = width, forward, backward
@@ -87,7 +88,7 @@ class EveryEntry(RowCodec):
 
 
 def format_bytes(width: int, format: str) -> int:
-    """Bytes of a row of `width` in a number format."""
+    """Bytes of a row of `width` entries in a number format."""
     return width * DTYPES[format].itemsize if format in DTYPES else row_bytes(width, format)
 
 
@@ -95,22 +96,24 @@ def quantize(x: Tensor, format: str) -> Tensor:
     """Rows [B, d] as uint8 [B, format_bytes(d, format)]."""
     if format in DTYPES:
         return _as_bytes(x.to(DTYPES[format]))
-    return row_quantize(x, format)
+    coded: Tensor = _ops.row_quantize.default(x, format)
+    return coded
 
 
 def dequantize(message: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
     """The rows [B, width] in `dtype`, from the bytes of `quantize`."""
     if format in DTYPES:
         return _as_floats(message, DTYPES[format]).to(dtype)
-    return row_dequantize(message.contiguous(), width, format, dtype)
+    rows: Tensor = _ops.row_dequantize.default(message.contiguous(), width, format, dtype)
+    return rows
 
 
 def _as_bytes(values: Tensor) -> Tensor:
-    # Flat first: without rows an op may leave strides that cannot be viewed as bytes.
+    # Flat first: without rows, an op may return strides that cannot be viewed as bytes.
     nbytes = values.shape[1] * values.itemsize
     return values.flatten().view(torch.uint8).view(len(values), nbytes)
 
 
 def _as_floats(message: Tensor, dtype: torch.dtype) -> Tensor:
-    # contiguous() would leave a single row as it is: not aligned for dtype.
+    # contiguous() would not copy a single row, which may be misaligned for dtype.
     return message.clone(memory_format=torch.contiguous_format).view(dtype)

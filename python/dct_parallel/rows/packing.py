@@ -1,10 +1,4 @@
-"""Rows of a model-parallel cut, compressed: the k largest entries forward, their gradients back.
-
-Dynamic Communication Thresholding, model-parallel side (arXiv 2010.08899): the selection is per row
-(per sample), and the backward pass uses the mask of the forward pass. No error feedback, because
-rows of different samples are unrelated. Exactly k per row, where the paper thresholds, is our
-reconstruction; it makes every message's size known beforehand. Knows no network.
-"""
+"""The k largest entries of every row of activations, and the gradients of these entries."""
 
 import math
 
@@ -37,18 +31,17 @@ def row_k(width: int, density: float) -> int:
 def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """The k entries of largest magnitude of every row, and their positions. Differentiable in x.
 
-    DCT, model-parallel side (arXiv 2010.08899). Rows lie along the last dimension; the others are
-    kept. The gradient of the values goes back to the same positions, zeros elsewhere; positions
-    have none. So a transport sends these two tensors forward and one back, of the values' shape and
-    dtype. Deterministic, bitwise the same on every backend; ties go to the lower column. Safe in
-    CUDA graphs and torch.compile like `dct_kernels.row_pack`.
+    Rows lie along the last dimension; the others are kept. The gradient of the values goes back to
+    the same positions, with zeros elsewhere. So a transport sends both tensors forward, and one of
+    the values' shape and dtype back. There is no error feedback, because rows of different samples
+    are unrelated. Deterministic, bitwise the same on every backend; ties go to the lower column.
+    Safe in CUDA graphs and torch.compile like `dct_kernels.row_pack`.
 
     Args:
         x: float32, bfloat16 or float16 [..., d], not mutated.
-        k: entries kept per row, 1 to d. All of them (k = d) reproduce x bit for bit, but every NaN
-            as the canonical one.
-        format: of the values, "float32", "bfloat16" or "float16" or the torch dtype; default x's
-            own.
+        k: entries kept per row, 1 to d. k = d reproduces x bit for bit, except that every NaN
+            becomes the canonical NaN.
+        format: of the values: "float32", "bfloat16", "float16" or the torch dtype; default x's own.
 
     Returns:
         values [..., k] in that dtype, in column order, and positions uint8 [..., w], see
@@ -56,6 +49,9 @@ def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tup
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
+
+    Source: DCT, model-parallel side (arXiv 2010.08899). Exactly k entries per row instead of a
+    threshold are our reconstruction, so that the size of every message is known in advance.
 
     >>> pack_rows(torch.tensor([0.0, -2.0, 1.0, 3.0]), 2)
     (tensor([-2.,  3.]), tensor([10], dtype=torch.uint8))
@@ -72,13 +68,13 @@ def unpack_rows(
 ) -> Tensor:
     """Rows from the result of `pack_rows`: the values in place, zeros elsewhere.
 
-    Differentiable in values: the gradient is that of the rows at the same positions. Positions are
-    not trusted: those that cannot be accepted scatter nothing (see `dct_kernels.row_gather`).
-    Deterministic. Safe in CUDA graphs and torch.compile like `dct_kernels.row_unpack`.
+    Differentiable in values: their gradient is that of the rows at the same positions. Positions
+    are not trusted: invalid ones scatter nothing (see `dct_kernels.row_gather`). Deterministic.
+    Safe in CUDA graphs and torch.compile like `dct_kernels.row_unpack`.
 
     Args:
         values: float32, bfloat16 or float16 [..., k].
-        positions: uint8 [..., w], as `pack_rows` made them of rows of `width`; "..." as in values.
+        positions: uint8 [..., w], from `pack_rows` of rows of `width`; "..." as in values.
         width: d.
         dtype: of the result; default the values' own.
 
@@ -92,19 +88,21 @@ def unpack_rows(
     tensor([ 0., -2.,  0.,  3.])
     """
     rows = _rows("unpack_rows", "values", values), _rows("unpack_rows", "positions", positions)
-    leading = values.shape[:-1]
-    if positions.shape[:-1] != leading:
-        form = f"[{', '.join([*map(str, leading), 'w'])}]"
-        rule = f"shape {form} for values of shape {list(values.shape)}"
-        checks.fail("unpack_rows", "positions", rule, list(positions.shape), verb="have")
+    leading, found = list(values.shape[:-1]), list(positions.shape)
+    if found[:-1] != leading:
+        rule = f"shape [{', '.join(map(str, [*leading, 'w']))}] for values of shape"
+        values_shape = list(values.shape)
+        raise ValueError(
+            f"dct::unpack_rows: positions must have {rule} {values_shape}, got {found}"
+        )
     return dct_kernels.row_unpack(*rows, width, dtype or values.dtype).view(*leading, width)
 
 
 class RowPack(nn.Module):
     """`pack_rows` as the last module of a stage: [..., d] in, (values, positions) out.
 
-    Has no parameters and no state. A model trained with it expects it at inference as well; with
-    `inference=False` all entries pass in eval mode, in x's own dtype, and the messages are larger.
+    Has no parameters and no state. Compresses in eval mode as well, because a model that is trained
+    with it expects that. With `inference=False`, eval mode sends all entries in x's own dtype.
 
     Args:
         density: fraction of each row to keep, in (0, 1]; k = ceil(density * d).
@@ -126,8 +124,8 @@ class RowPack(nn.Module):
     ) -> None:
         super().__init__()
         if (density is None) == (k is None):
-            got = f"density {density} and k {k}"
-            checks.fail("RowPack", "exactly one of density and k", "given", got)
+            rule = "exactly one of density and k must be given"
+            raise ValueError(f"dct::RowPack: {rule}, got density {density} and k {k}")
         if density is not None:
             checks.require_density("RowPack", density)
         else:
@@ -139,10 +137,9 @@ class RowPack(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if not (self.training or self.inference):
             return pack_rows(x, x.shape[-1])
-        if self.k is not None:
-            return pack_rows(x, self.k, self.format)
-        assert self.density is not None  # then it was given
-        return pack_rows(x, row_k(x.shape[-1], self.density), self.format)
+        k = self.k if self.density is None else row_k(x.shape[-1], self.density)
+        assert k is not None  # because density is
+        return pack_rows(x, k, self.format)
 
     def extra_repr(self) -> str:
         kept = f"k={self.k}" if self.k else f"density={self.density}"
@@ -183,5 +180,5 @@ def _require_dtype(op: str, format: str | torch.dtype) -> str:
 def _rows(op: str, arg: str, tensor: Tensor) -> Tensor:
     checks.require_type(op, arg, tensor, Tensor, "a tensor")
     if tensor.dim() == 0:
-        checks.fail(op, arg, "at least 1-D", "0-D")
+        raise ValueError(f"dct::{op}: {arg} must be at least 1-D, got 0-D")
     return as_rows(tensor)

@@ -1,12 +1,8 @@
-"""Rows in few bits at a cut between two modules, for any transport that sends a tensor.
-
-Every entry is sent, with a scale per row, for as few bytes as the largest entries alone, which may
-lose more quality. Straight-through: the gradient of the received row, quantized in turn, is that of
-the row that was sent. Our reconstruction of row-wise quantized exchange (FBGEMM). Knows no network.
-"""
+"""Rows in few bits at a cut between two modules, for any transport that sends a tensor."""
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from dct_kernels import checks
 
@@ -15,18 +11,20 @@ from .packing import as_rows
 from .row_format import RowFormat
 from .transfer import with_gradient
 
-# Messages must be floating point, so that autograd and torch.distributed.pipelining send a gradient
-# back, and the gradient has their shape: bytes, viewed as these, padded to the longer.
+# A message must be floating point, so that autograd and torch.distributed.pipelining send a
+# gradient back. The gradient has the same shape, so both are padded to the longer one.
 _CARRIER = torch.bfloat16
 
 
 class RowQuantize(nn.Module):
     """The last module of a stage: [..., d] in, a message [..., m] out, m in units of 2 bytes.
 
-    The message is bytes viewed as bfloat16: send, receive or copy it, but do not compute with it,
-    and give it to one module only, a `RowDequantize` of the same formats. Its gradient is also a
-    message. Quantizes in eval mode as well. Has no parameters and no state; x, float32, bfloat16 or
-    float16, is not mutated. Deterministic, bitwise the same on every backend.
+    Takes float32, bfloat16 or float16, which it does not mutate, and sends every entry, with one
+    scale per row. The gradient is straight-through, and quantized. The message is bytes viewed as
+    bfloat16: send, receive or copy it, but do not compute with it. Give it to only one module, a
+    `RowDequantize` of the same formats. Its gradient is also a message. Quantizes in eval mode as
+    well. Has no parameters and no state. Deterministic, bitwise the same on every backend. Works
+    with torch.compile, torch.vmap and torch.func.grad; there is no second derivative.
 
     Args:
         format: a name, a torch dtype, or a `RowFormat` without a density: "int4", or
@@ -34,6 +32,8 @@ class RowQuantize(nn.Module):
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
+
+    Source: our reconstruction of row-wise quantized exchange (FBGEMM).
     """
 
     def __init__(self, format: str | torch.dtype | RowFormat) -> None:
@@ -43,14 +43,19 @@ class RowQuantize(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         checks.require_type("RowQuantize", "x", x, Tensor, "a tensor")
         if x.dim() == 0 or x.dtype not in checks.FLOATS:
+            rule = "float32, bfloat16 or float16, at least 1-D"
             got = f"{x.dim()}-D {str(x.dtype).removeprefix('torch.')}"
-            checks.fail("RowQuantize", "x", "float32, bfloat16 or float16, at least 1-D", got)
-        there, back = self.format.both(x.dtype)
-        width, size, dtype = x.shape[-1], message_size(x.shape[-1], there, back), x.dtype
+            raise ValueError(f"dct::RowQuantize: x must be {rule}, got {got}")
+        width, dtype = x.shape[-1], x.dtype
+        checks.require_int("RowQuantize", "x.shape[-1]", width, 1, 2**31 - 1)
+        forward_format, backward_format = self.format.formats(dtype)
+        size = _message_size(width, forward_format, backward_format)
         return with_gradient(
+            "RowQuantize",
             x,
-            lambda rows: _to_message(rows, there, size),
-            lambda grad: _from_message(grad, width, back, dtype),
+            lambda rows: _to_message(rows, forward_format, size),
+            lambda grad: _from_message(grad, width, backward_format, dtype),
+            row_wise=True,
         )
 
     def extra_repr(self) -> str:
@@ -60,7 +65,8 @@ class RowQuantize(nn.Module):
 class RowDequantize(nn.Module):
     """The first module of the next stage: the message of a `RowQuantize` in, [..., width] out.
 
-    Messages are not trusted: any bytes of the right length give some numbers. Deterministic.
+    Messages are not trusted: any bytes of the right length give some numbers. Otherwise like
+    `RowQuantize`.
 
     Args:
         width: d of the rows.
@@ -82,35 +88,36 @@ class RowDequantize(nn.Module):
         self.width, self.dtype = width, dtype
 
     def forward(self, message: Tensor) -> Tensor:
-        there, back = self.format.both(self.dtype)
-        m = message_size(self.width, there, back)
-        checks.require_dtype("RowDequantize", "dtype of message", message.dtype, (_CARRIER,))
-        if message.dim() == 0 or message.shape[-1] != m:
-            got = list(message.shape)
-            rule = f"shape [..., {m}] for width {self.width}"
-            checks.fail("RowDequantize", "message", rule, got, verb="have")
         width, dtype = self.width, self.dtype
+        forward_format, backward_format = self.format.formats(dtype)
+        size = _message_size(width, forward_format, backward_format)
+        checks.require_dtype("RowDequantize", "dtype of message", message.dtype, (_CARRIER,))
+        if message.dim() == 0 or message.shape[-1] != size:
+            rule = f"shape [..., {size}] for width {width}"
+            got = list(message.shape)
+            raise ValueError(f"dct::RowDequantize: message must have {rule}, got {got}")
         return with_gradient(
+            "RowDequantize",
             message,
-            lambda sent: _from_message(sent, width, there, dtype),
-            lambda grad: _to_message(grad, back, m),
+            lambda sent: _from_message(sent, width, forward_format, dtype),
+            lambda grad: _to_message(grad, backward_format, size),
+            row_wise=True,
         )
 
     def extra_repr(self) -> str:
         return f"width={self.width}, {self.format}, dtype={self.dtype}"
 
 
-def message_size(width: int, forward: str, backward: str) -> int:
-    """Elements of 2 bytes in the message of one row, either way."""
+def _message_size(width: int, forward: str, backward: str) -> int:
+    """Elements of 2 bytes in the message of a row, and in that of its gradient."""
     longer = max(format_bytes(width, forward), format_bytes(width, backward))
     return (longer - 1) // _CARRIER.itemsize + 1
 
 
 def _to_message(x: Tensor, format: str, size: int) -> Tensor:
     coded = quantize(as_rows(x), format)
-    message = coded.new_zeros(coded.shape[0], size * _CARRIER.itemsize)
-    message[:, : coded.shape[1]] = coded
-    return message.view(_CARRIER).view(*x.shape[:-1], size)
+    padding = size * _CARRIER.itemsize - coded.shape[1]
+    return pad(coded, (0, padding)).view(_CARRIER).view(*x.shape[:-1], size)
 
 
 def _from_message(message: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
@@ -118,8 +125,9 @@ def _from_message(message: Tensor, width: int, format: str, dtype: torch.dtype) 
     return dequantize(coded, width, format, dtype).view(*message.shape[:-1], width)
 
 
-def _require_every_entry(owner: str, format: str | torch.dtype | RowFormat) -> RowFormat:
-    form = RowFormat.of(owner, format)
-    if form.density is not None or form.forward is None:
-        checks.fail(owner, "format", "one of every entry (for the largest ones use RowPack)", form)
-    return form
+def _require_every_entry(op: str, format: str | torch.dtype | RowFormat) -> RowFormat:
+    row_format = RowFormat.parse(op, format)
+    if row_format.density is not None or row_format.forward is None:
+        rule = "one of every entry (for the largest ones use RowPack)"
+        raise ValueError(f"dct::{op}: format must be {rule}, got {row_format}")
+    return row_format

@@ -1,14 +1,15 @@
-"""What is sent of a row and of its gradient: the one argument `format` of all exchanges of rows."""
+"""The one argument `format` of every exchange of rows."""
 
 import dataclasses
 
 import torch
+from torch import Tensor
 
 from dct_kernels import checks
 
-from ..formats import DTYPES, require_format
+from ..formats import DTYPES, ROW_FORMATS, require_format
 from .codecs import EveryEntry, LargestEntries, RowCodec
-from .transfer import ROW_FORMATS, Setting
+from .transfer import Setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +22,10 @@ class RowFormat:
         forward: number format of rows: "float32", "bfloat16", "float16" or the torch dtype; or few
             bits, "int8", "int4", "ternary" or "sign" (see `dct_kernels.row_quantize`). None: the
             rows' own dtype.
-        backward: of their gradients; default `forward`.
-        density: only the k = ceil(density * d) largest entries of each row are sent, in (0, 1], and
-            their gradients back: DCT, model-parallel side (arXiv 2010.08899). `forward` is then one
-            of the dtypes, for both ways.
+        backward: number format of gradients; default `forward`.
+        density: send only the k = ceil(density * d) largest entries of each row, in (0, 1], and
+            their gradients back: DCT, model-parallel side (arXiv 2010.08899). `forward` must then
+            be one of the dtypes; it holds in both directions.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
@@ -44,32 +45,33 @@ class RowFormat:
             if self.backward is not None:
                 checks.fail(op, "backward", "None with a density", repr(self.backward))
             formats, why = tuple(DTYPES), " with a density"
-            object.__setattr__(self, "density", float(self.density))  # ranks tell it as one
+            object.__setattr__(self, "density", float(self.density))  # the same text on each rank
         for arg in ("forward", "backward"):
             given = getattr(self, arg)
             if given is not None:
-                name = require_format(op, arg, given, formats, why)
-                object.__setattr__(self, arg, name)  # frozen from here on
+                object.__setattr__(self, arg, require_format(op, arg, given, formats, why))
 
     @staticmethod
-    def of(op: str, format: "str | torch.dtype | RowFormat") -> "RowFormat":
-        """From the argument `format` of `op`, which errors name."""
+    def parse(op: str, format: "str | torch.dtype | RowFormat") -> "RowFormat":
+        """The argument `format` of `op` as a RowFormat. Errors name `op`."""
         if isinstance(format, RowFormat):
             return format
         return RowFormat(require_format(op, "format", format, ROW_FORMATS))
 
-    def told(self, dtype: torch.dtype) -> dict[str, Setting]:
-        """What ranks compare, for rows of `dtype`."""
-        return {"density": self.density, "format": ", ".join(dict.fromkeys(self.both(dtype)))}
-
-    def both(self, dtype: torch.dtype) -> tuple[str, str]:
-        """The names of both formats, of rows of `dtype`."""
+    def formats(self, dtype: torch.dtype) -> tuple[str, str]:
+        """The names of the forward and the backward format, for rows of `dtype`."""
         forward = str(self.forward or dtype).removeprefix("torch.")
         return forward, str(self.backward or forward)
 
+    def settings_to_compare(self, x: Tensor) -> dict[str, Setting]:
+        """The settings that must be the same on every rank, for rows `x`."""
+        formats = ", ".join(dict.fromkeys(self.formats(x.dtype)))
+        needs_grad = x.requires_grad and torch.is_grad_enabled()
+        return {"density": self.density, "format": formats, "requires_grad": needs_grad}
+
     def codec(self, width: int, dtype: torch.dtype) -> RowCodec:
-        """The codec of one exchange, for rows of `width` and `dtype`."""
-        forward, backward = self.both(dtype)
+        """A codec for one exchange of rows of `width` and `dtype`."""
+        forward, backward = self.formats(dtype)
         if self.density is None:
             return EveryEntry(width, forward, backward)
         return LargestEntries(width, self.density, DTYPES[forward])

@@ -1,30 +1,28 @@
-"""An exchange of rows in flight, forward and backward."""
+"""The parts that all exchanges of rows share: counts, gradients, and a collective in flight."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dct_kernels import checks
-from dct_kernels.row_layout import FORMATS
 
-from ..formats import DTYPES
+from ..collectives import all_gather
+from ..formats import ROW_FORMATS
 from ..groups import GroupForBackward
 
-ROW_FORMATS = (*DTYPES, *FORMATS)
-# As `RowFormat.told` names them: of rows, and of their gradients if that is a different one.
-_BOTH = [", ".join(dict.fromkeys(pair)) for pair in product(ROW_FORMATS, repeat=2)]
+# How `RowFormat.settings_to_compare` writes a format: of rows, and of gradients if it differs.
+_FORMAT_PAIRS = [", ".join(dict.fromkeys(pair)) for pair in product(ROW_FORMATS, repeat=2)]
 
-Setting = bool | int | float | str | None  # a string is one of _BOTH
+Setting = bool | int | float | str | None  # a string is one of _FORMAT_PAIRS
 
 
 def require_counts(op: str, arg: str, counts: Sequence[int], ranks: int, low: int = 0) -> None:
-    """Raise unless `counts` is an int per rank, at least `low`."""
+    """Raise unless `counts` holds an integer for each rank, at least `low`."""
     checks.require_type(op, arg, counts, Sequence, "a sequence of integers, one for each rank")
     if len(counts) != ranks:
         checks.fail(op, arg, f"{ranks} elements, one for each rank", len(counts), verb="have")
@@ -32,97 +30,128 @@ def require_counts(op: str, arg: str, counts: Sequence[int], ranks: int, low: in
         checks.require_int(op, f"{arg}[{rank}]", count, low, 2**63 - 1)
 
 
-def exchange_counts(
-    op: str,
-    counts: Sequence[int],
-    must_match: Mapping[str, Setting],
-    device: torch.device,
-    group: dist.ProcessGroup,
-) -> list[int]:
-    """Tell rank r counts[r], and return every rank's count for this one; as `exchange_numbers`."""
-    numbers = exchange_numbers(op, [[count] for count in counts], must_match, device, group)
-    return [count for (count,) in numbers]
-
-
 def exchange_numbers(
     op: str,
     numbers: Sequence[Sequence[int]],
-    must_match: Mapping[str, Setting],
+    settings: Mapping[str, Setting],
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> list[list[int]]:
-    """Tell rank r numbers[r], equally many each, and return every rank's numbers for this one.
+    """Send numbers[r] to rank r, and return the numbers received from each rank.
 
-    The settings in `must_match` are sent along, so that all ranks raise if two differ, before any
-    of them waits for a message of a different size. One all-to-all of 8 bytes per number; the host
-    waits for its result.
+    All ranks send equally many numbers. If `settings` differ between ranks, every rank raises
+    before any of them waits for a message of the wrong size. This takes one all-to-all, of 8 bytes
+    per number and setting; the host waits for its result.
     """
-    settings = [_number(value) for value in must_match.values()]
-    # float64 holds densities and every count that fits into memory, exactly.
-    told = torch.tensor([[*own, *settings] for own in numbers], dtype=torch.float64)
-    heard = torch.empty_like(told, device=device)
-    dist.all_to_all_single(heard, told.to(device), group=group)
-    received = heard[:, : len(numbers[0])].long().tolist()
-    columns = heard[:, len(numbers[0]) :].t().tolist()
-    for name, column in zip(must_match, columns, strict=True):
+    width, encoded = len(numbers[0]), [_encode(value) for value in settings.values()]
+    # float64 holds densities, and every count of rows that fit into memory, exactly.
+    sent = torch.tensor([[*row, *encoded] for row in numbers], dtype=torch.float64)
+    received = torch.empty_like(sent, device=device)
+    dist.all_to_all_single(received, sent.to(device), group=group)
+    columns = received[:, width:].t().tolist()
+    for (name, value), column in zip(settings.items(), columns, strict=True):
         if len(set(column)) > 1:
-            got = [
-                f"{_value(number, must_match[name])} on rank {rank}"
-                for rank, number in enumerate(column)
-            ]
-            checks.fail(op, name, "the same on every rank", ", ".join(got))
-    return received
+            ranks = enumerate(column)
+            got = ", ".join(f"{_decode(number, value)} on rank {rank}" for rank, number in ranks)
+            raise ValueError(f"dct::{op}: {name} must be the same on every rank, got {got}")
+    result: list[list[int]] = received[:, :width].long().tolist()
+    return result
 
 
-def _number(value: Setting) -> float:
-    return float(_BOTH.index(value) if isinstance(value, str) else value or 0)
+def _encode(value: Setting) -> float:
+    return float(_FORMAT_PAIRS.index(value) if isinstance(value, str) else value or 0)
 
 
-def _value(number: float, like: Setting) -> object:
+def _decode(number: float, like: Setting) -> object:
     if isinstance(like, str):
-        return _BOTH[int(number)]
-    if isinstance(like, (bool, int)):
-        return type(like)(number)
-    return number or None
+        return _FORMAT_PAIRS[int(number)]
+    return type(like)(number) if isinstance(like, int) else number or None
 
 
 TensorFunction = Callable[[Tensor], Tensor]
 
 
-def with_gradient(x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
-    """forward(x). If the gradient of that is g, the gradient of `x` is backward(g).
+def with_gradient(
+    op: str, x: Tensor, forward: TensorFunction, backward: TensorFunction, row_wise: bool = False
+) -> Tensor:
+    """forward(x). If g is the gradient of the result, backward(g) is the gradient of `x`.
 
-    Neither function is differentiated, so there is no second derivative; under no_grad `backward`
-    is not called. The graph keeps `backward` and all that it refers to alive, so it must refer to a
-    process group by a `GroupForBackward`.
+    torch.func.grad and torch.func.vjp work. A second derivative, forward mode and torch.vmap raise
+    an error. The graph keeps `backward` and all its references alive, so it must refer to a process
+    group by a `GroupForBackward`.
+
+    Args:
+        op: the public name, for errors.
+        row_wise: both functions work on each row alone, whatever the dimensions before. torch.vmap
+            then works as well.
     """
-    y: Tensor = _WithGradient.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    # Dynamo traces no autograd.Function that has a jvp.
+    function = _Gradient if torch.compiler.is_compiling() else _GradientRefusingForwardMode
+    y: Tensor = function.apply(op, x, forward, backward, row_wise)  # type: ignore[no-untyped-call]
     return y
 
 
-class _WithGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
-        ctx.back = backward
-        return forward(x)
+class _Gradient(torch.autograd.Function):
+    generate_vmap_rule = False
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
+    def forward(
+        op: str, x: Tensor, forward: TensorFunction, backward: Any, row_wise: Any
+    ) -> Tensor:
+        return forward(x)  # all arguments are named, because Dynamo counts them
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.op, _, _, ctx.function, ctx.row_wise = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # once_differentiable would give a second derivative of 0 under torch.func.
+        refuse = partial(_refuse_second_derivative, ctx.op)
+        return None, with_gradient(ctx.op, grad, ctx.function, refuse, ctx.row_wise), *[None] * 3
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[Any], op: str, x: Tensor, *rest: Any) -> Any:
+        *_, row_wise = rest
+        if not row_wise:
+            rule = "a single tensor, because torch.vmap cannot batch a collective"
+            raise ValueError(f"dct::{op}: the input must be {rule}, got a batch")
+        return with_gradient(op, x.movedim(in_dims[1], 0), *rest), 0
 
 
-class Transfer(ABC):
-    """The handle of `all_to_all_rows_async`, of which `wait` gives the received rows.
+class _GradientRefusingForwardMode(_Gradient):
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        rule = "have no tangent, because there is no forward-mode derivative"
+        raise ValueError(f"dct::{ctx.op}: the input must {rule}, got one")
 
-    Computation between the call that made it and `wait` overlaps with the exchange; its backward
-    pass overlaps with the exchange of gradients.
+
+def _refuse_second_derivative(op: str, grad: Tensor) -> NoReturn:
+    raise RuntimeError(f"dct::{op}: the gradient must not be differentiated, got a second backward")
+
+
+Receive = Callable[[], Tensor]  # waits for a collective in flight
+Send = Callable[[Tensor], Receive]  # starts it
+
+
+class Transfer:
+    """The handle of an exchange in flight; `wait` returns the received rows.
+
+    Computation between the start and `wait` overlaps with the exchange. Its backward pass overlaps
+    with the exchange of gradients.
+
+    Args:
+        op: the public name, for errors.
+        send: starts the exchange of `x`.
+        send_gradient: starts the exchange of the result's gradient, which becomes that of `x`.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = GroupForBackward(group)
-        self._token: Tensor | None = None  # in place of the rows until they are received
-        self._in_flight: tuple[dist.Work, Tensor]  # a collective, and where it writes
+    _receive: Receive
+
+    def __init__(self, op: str, x: Tensor, send: Send, send_gradient: Send) -> None:
+        self._op, self._send_gradient = op, send_gradient
+        # A token stands for the rows until they are received.
+        self._token: Tensor | None = with_gradient(op, x, partial(self._start, send), self._finish)
 
     def wait(self) -> Tensor:
         """The received rows. Call it once; a second call is a RuntimeError."""
@@ -131,52 +160,37 @@ class Transfer(ABC):
                 "wait() must be called once, got a second call: keep the rows that it returned"
             )
         token, self._token = self._token, None
-        return with_gradient(token, lambda _: self._receive(), self._send_back)
+        start_backward = partial(self._start, self._send_gradient)
+        return with_gradient(self._op, token, self._finish, start_backward)
 
-    def start(self, x: Tensor) -> "Transfer":
-        """Send the rows of `x`."""
-        self._dtype = x.dtype
-        self._token = with_gradient(x, self._leave, lambda _: self._receive_gradient())
-        return self
-
-    def _leave(self, x: Tensor) -> Tensor:
-        self._send(x)
+    def _start(self, send: Send, x: Tensor) -> Tensor:
+        self._receive = send(x)
         return x.new_zeros(())
 
-    def _send_back(self, grad: Tensor) -> Tensor:
-        self._send_gradient(grad)
-        return grad.new_zeros(())
+    def _finish(self, token: Tensor) -> Tensor:
+        receive = self._receive
+        del self._receive  # it holds the message
+        return receive()
 
-    # The parts of an exchange:
 
-    @abstractmethod
-    def _send(self, x: Tensor) -> None:
-        """Encode rows and start their collective."""
+def start_all_to_all(
+    sent: Tensor, splits: list[int], output_splits: list[int], group: GroupForBackward
+) -> Receive:
+    """Start an all-to-all of slices of the first dimension."""
+    received = sent.new_empty(sum(output_splits), *sent.shape[1:])
+    work = dist.all_to_all_single(
+        received, sent, output_splits, splits, group=group.get(), async_op=True
+    )
+    return partial(_wait, work, received)
 
-    @abstractmethod
-    def _receive(self) -> Tensor:
-        """Finish it and decode the message."""
 
-    @abstractmethod
-    def _send_gradient(self, grad: Tensor) -> None:
-        """Encode the gradient of the result of `_receive`, and start its collective."""
+def start_all_gather(tensor: Tensor, group: GroupForBackward) -> Receive:
+    """Start an all-gather of `tensor` [n] into [P, n], in rank order."""
+    received = tensor.new_empty(group.get().size(), len(tensor))
+    work = all_gather(received, tensor, group.get(), async_op=True)
+    return partial(_wait, work, received)
 
-    @abstractmethod
-    def _receive_gradient(self) -> Tensor:
-        """Finish it and decode the gradient of the argument of `_send`."""
 
-    def _all_to_all(self, sent: Tensor, splits: list[int], output_splits: list[int]) -> None:
-        """Start the collective on slices of the first dimension."""
-        received = sent.new_empty(sum(output_splits), *sent.shape[1:])
-        group = self._group.get()
-        work = dist.all_to_all_single(
-            received, sent, output_splits, splits, group=group, async_op=True
-        )
-        self._in_flight = work, received
-
-    def _arrived(self) -> Tensor:
-        """The tensor that the collective in flight receives, once it is done."""
-        work, received = self._in_flight
-        del self._in_flight  # it holds the message
-        work.wait()
-        return received
+def _wait(work: dist.Work, received: Tensor) -> Tensor:
+    work.wait()
+    return received

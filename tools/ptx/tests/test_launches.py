@@ -5,7 +5,7 @@ import torch
 from launches import stated
 
 from dct_kernels import payload_layout, quantized_payload_bytes
-from dct_kernels._schemas import OPS
+from dct_kernels._ops import OPS
 
 from .. import build
 from ..backend import BACKEND, executor

@@ -1,11 +1,50 @@
-#include "contract.h"
+// The ops: check what makes them safe to call, allocate what they return, run the kernel. Compiled
+// twice: for CPU tensors, and with USE_CUDA for CUDA tensors. Errors name the argument and its
+// value; dct_kernels/_ops.py has the full sentences.
 
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <string>
+#include <tuple>
+
+#ifdef USE_CUDA
+#include "backend_cuda.h"
+#else
+#include "backend_cpu.h"
+#endif
 #include "checks.h"
 
 namespace dct {
 namespace {
 
-// What row_pack and row_gather have in common: k entries of each row.
+using torch::stable::new_empty;
+
+// The arguments that scatter_unpack and dequantize_sum have in common.
+template <typename Args>
+Args sum_args(const Checks& checks, const Tensor& payloads, const Tensor& out, double scale,
+              const OptionalTensor& out_scale) {
+  Args args{};
+  args.out_dtype = checks.require_tensor("out", out, kFloats, 1);
+  checks.require_tensor("payloads", payloads, {ScalarType::Byte}, {2, 3});
+  args.out_scale = checks.require_scale("out_scale", out_scale);
+  checks.require_apart({{"out", out}, {"payloads", payloads}, {"out_scale", out_scale}}, 1);
+  args.payloads = payloads.const_data_ptr<uint8_t>();
+  args.ranks = payloads.size(0);
+  args.out = out.mutable_data_ptr();
+  args.numel = out.numel();
+  args.scale = static_cast<float>(scale);
+  return args;
+}
+
+template <typename Args>
+Tensor new_status(Args& args, const Tensor& payloads) {
+  Tensor status = new_empty(payloads, {args.ranks}, ScalarType::Int);
+  args.status = status.mutable_data_ptr<int32_t>();
+  return status;
+}
+
+// The arguments that row_pack and row_gather have in common: k entries of each row.
 template <typename Args>
 Args top_k_args(const Checks& checks, const Tensor& x, int64_t k, ScalarType value_dtype) {
   Args args{};
@@ -19,11 +58,8 @@ Args top_k_args(const Checks& checks, const Tensor& x, int64_t k, ScalarType val
   return args;
 }
 
-}  // namespace
-
-SampleThresholdArgs sample_threshold_args(const Tensor& grad, const Tensor& residual,
-                                          double density, int64_t ranges, int64_t max_samples,
-                                          int64_t seed, const OptionalTensor& inv_scale) {
+Tensor sample_threshold(const Tensor& grad, const Tensor& residual, double density, int64_t ranges,
+                        int64_t max_samples, int64_t seed, const OptionalTensor& inv_scale) {
   const Checks checks("sample_threshold", grad);
   SampleThresholdArgs args{};
   args.grad_dtype = checks.require_tensor("grad", grad, kFloats, 1);
@@ -33,8 +69,7 @@ SampleThresholdArgs sample_threshold_args(const Tensor& grad, const Tensor& resi
   }
   checks.require_in("ranges", "", ranges, {1, kInt32Max});
   checks.require_in("max_samples", "", max_samples, {1, kInt32Max});
-  args.inv_scale =
-      checks.require_optional<float>("inv_scale", inv_scale, ScalarType::Float, {0, 1}, 1);
+  args.inv_scale = checks.require_scale("inv_scale", inv_scale);
   args.grad = grad.const_data_ptr();
   args.residual = residual.const_data_ptr<float>();
   args.numel = grad.numel();
@@ -42,12 +77,15 @@ SampleThresholdArgs sample_threshold_args(const Tensor& grad, const Tensor& resi
   args.density = density;
   args.max_samples = max_samples;
   args.seed = static_cast<uint32_t>(seed);
-  return args;
+  Tensor threshold = new_empty(grad, {ranges}, ScalarType::Float);
+  args.threshold = threshold.mutable_data_ptr<float>();
+  backend::run(checks, backend::sample_threshold, args);
+  return threshold;
 }
 
-MaskPackArgs mask_pack_args(const Tensor& residual, const Tensor& grad, const Tensor& threshold,
-                            const Tensor& payload, const Tensor& seen, int64_t capacity,
-                            ScalarType value_dtype, const OptionalTensor& inv_scale) {
+void mask_pack(const Tensor& residual, const Tensor& grad, const Tensor& threshold,
+               const Tensor& payload, const Tensor& seen, int64_t capacity, ScalarType value_dtype,
+               const OptionalTensor& inv_scale) {
   const Checks checks("mask_pack", residual);
   MaskPackArgs args{};
   checks.require_tensor("residual", residual, {ScalarType::Float}, 1);
@@ -60,8 +98,7 @@ MaskPackArgs mask_pack_args(const Tensor& residual, const Tensor& grad, const Te
       checks.require_payload("payload", payload, 2, args.numel, capacity, args.value_dtype);
   checks.require_tensor("threshold", threshold, {ScalarType::Float}, 1, args.ranges);
   checks.require_tensor("seen", seen, {ScalarType::Int}, 1, args.ranges);
-  args.inv_scale =
-      checks.require_optional<float>("inv_scale", inv_scale, ScalarType::Float, {0, 1}, 1);
+  args.inv_scale = checks.require_scale("inv_scale", inv_scale);
   checks.require_apart({{"residual", residual},
                         {"payload", payload},
                         {"seen", seen},
@@ -75,35 +112,25 @@ MaskPackArgs mask_pack_args(const Tensor& residual, const Tensor& grad, const Te
   args.seen = seen.mutable_data_ptr<int32_t>();
   args.payload = payload.mutable_data_ptr<uint8_t>();
   args.capacity = capacity;
-  return args;
+  backend::run(checks, backend::mask_pack, args);
 }
 
-ScatterUnpackArgs scatter_unpack_args(const Tensor& payloads, const Tensor& out, int64_t capacity,
-                                      ScalarType value_dtype, double scale,
-                                      const OptionalTensor& out_scale) {
+Tensor scatter_unpack(const Tensor& payloads, const Tensor& out, int64_t capacity,
+                      ScalarType value_dtype, double scale, const OptionalTensor& out_scale) {
   const Checks checks("scatter_unpack", out);
-  ScatterUnpackArgs args{};
-  args.out_dtype = checks.require_tensor("out", out, kFloats, 1);
-  checks.require_tensor("payloads", payloads, {ScalarType::Byte}, {2, 3});
+  auto args = sum_args<ScatterUnpackArgs>(checks, payloads, out, scale, out_scale);
   checks.require_in("capacity", "", capacity, {1, kUint32Max});
   args.value_dtype = checks.require_dtype("value_dtype", value_dtype, kPayloadValues);
-  args.out_scale =
-      checks.require_optional<float>("out_scale", out_scale, ScalarType::Float, {0, 1}, 1);
-  args.numel = out.numel();
   args.ranges =
       checks.require_payload("payloads", payloads, 3, args.numel, capacity, args.value_dtype);
-  checks.require_apart({{"out", out}, {"payloads", payloads}, {"out_scale", out_scale}}, 1);
-  args.payloads = payloads.const_data_ptr<uint8_t>();
-  args.ranks = payloads.size(0);
   args.capacity = capacity;
-  args.out = out.mutable_data_ptr();
-  args.scale = static_cast<float>(scale);
-  return args;
+  const Tensor status = new_status(args, payloads);
+  backend::run(checks, backend::scatter_unpack, args);
+  return status;
 }
 
-QuantizePackArgs quantize_pack_args(const OptionalTensor& residual, const Tensor& grad,
-                                    const Tensor& payload, const std::string& format,
-                                    const OptionalTensor& inv_scale) {
+void quantize_pack(const OptionalTensor& residual, const Tensor& grad, const Tensor& payload,
+                   const std::string& format, const OptionalTensor& inv_scale) {
   const Checks checks("quantize_pack", payload);
   QuantizePackArgs args{};
   checks.require_tensor("payload", payload, {ScalarType::Byte}, {1, 2});
@@ -116,40 +143,29 @@ QuantizePackArgs quantize_pack_args(const OptionalTensor& residual, const Tensor
   args.grad_dtype = checks.require_tensor("grad", grad, kFloats, 1, args.numel);
   args.grad = grad.const_data_ptr();
   args.format = checks.require_payload_format(format);
-  args.inv_scale =
-      checks.require_optional<float>("inv_scale", inv_scale, ScalarType::Float, {0, 1}, 1);
+  args.inv_scale = checks.require_scale("inv_scale", inv_scale);
   args.ranges = checks.require_quantized("payload", payload, 2, args.numel, args.format);
   checks.require_apart(
       {{"residual", residual}, {"payload", payload}, {"grad", grad}, {"inv_scale", inv_scale}}, 2);
   args.payload = payload.mutable_data_ptr<uint8_t>();
   args.nbytes = payload.size(payload.dim() - 1);
-  return args;
+  backend::run(checks, backend::quantize_pack, args);
 }
 
-DequantizeSumArgs dequantize_sum_args(const Tensor& payloads, const Tensor& out,
-                                      const std::string& format, double scale,
-                                      const OptionalTensor& out_scale) {
+Tensor dequantize_sum(const Tensor& payloads, const Tensor& out, const std::string& format,
+                      double scale, const OptionalTensor& out_scale) {
   const Checks checks("dequantize_sum", out);
-  DequantizeSumArgs args{};
-  args.out_dtype = checks.require_tensor("out", out, kFloats, 1);
-  checks.require_tensor("payloads", payloads, {ScalarType::Byte}, {2, 3});
+  auto args = sum_args<DequantizeSumArgs>(checks, payloads, out, scale, out_scale);
   args.format = checks.require_payload_format(format);
-  args.out_scale =
-      checks.require_optional<float>("out_scale", out_scale, ScalarType::Float, {0, 1}, 1);
-  args.numel = out.numel();
   args.ranges = checks.require_quantized("payloads", payloads, 3, args.numel, args.format);
-  checks.require_apart({{"out", out}, {"payloads", payloads}, {"out_scale", out_scale}}, 1);
-  args.payloads = payloads.const_data_ptr<uint8_t>();
-  args.ranks = payloads.size(0);
   args.nbytes = payloads.size(payloads.dim() - 1);
-  args.out = out.mutable_data_ptr();
-  args.scale = static_cast<float>(scale);
-  return args;
+  const Tensor status = new_status(args, payloads);
+  backend::run(checks, backend::dequantize_sum, args);
+  return status;
 }
 
-DequantizeSumPackArgs dequantize_sum_pack_args(const Tensor& payloads, const Tensor& residual,
-                                               const Tensor& payload, const std::string& format,
-                                               double scale) {
+Tensor dequantize_sum_pack(const Tensor& payloads, const Tensor& residual, const Tensor& payload,
+                           const std::string& format, double scale) {
   const Checks checks("dequantize_sum_pack", residual);
   DequantizeSumPackArgs args{};
   checks.require_tensor("residual", residual, {ScalarType::Float}, 1);
@@ -167,23 +183,33 @@ DequantizeSumPackArgs dequantize_sum_pack_args(const Tensor& payloads, const Ten
   args.payload = payload.mutable_data_ptr<uint8_t>();
   args.nbytes = payload.size(0);
   args.scale = static_cast<float>(scale);
-  return args;
+  const Tensor status = new_status(args, payloads);
+  backend::run(checks, backend::dequantize_sum_pack, args);
+  return status;
 }
 
-RowPackArgs row_pack_args(const Tensor& x, int64_t k, ScalarType value_dtype) {
-  return top_k_args<RowPackArgs>(Checks("row_pack", x), x, k, value_dtype);
+std::tuple<Tensor, Tensor> row_pack(const Tensor& x, int64_t k, ScalarType value_dtype) {
+  const Checks checks("row_pack", x);
+  auto args = top_k_args<RowPackArgs>(checks, x, k, value_dtype);
+  Tensor values = new_empty(x, {args.rows, k}, value_dtype);
+  Tensor positions = new_empty(x, {args.rows, position_bytes(args.width, k)}, ScalarType::Byte);
+  args.values = values.mutable_data_ptr();
+  args.positions = positions.mutable_data_ptr<uint8_t>();
+  backend::run(checks, backend::row_pack, args);
+  return {values, positions};
 }
 
-RowGatherArgs row_gather_args(const Tensor& x, const Tensor& positions, int64_t k,
-                              ScalarType value_dtype) {
+Tensor row_gather(const Tensor& x, const Tensor& positions, int64_t k, ScalarType value_dtype) {
   const Checks checks("row_gather", x);
   auto args = top_k_args<RowGatherArgs>(checks, x, k, value_dtype);
   args.positions = checks.require_positions(positions, args.rows, args.width, k);
-  return args;
+  Tensor values = new_empty(x, {args.rows, k}, value_dtype);
+  args.values = values.mutable_data_ptr();
+  backend::run(checks, backend::row_gather, args);
+  return values;
 }
 
-RowUnpackArgs row_unpack_args(const Tensor& values, const Tensor& positions, int64_t width,
-                              ScalarType dtype) {
+Tensor row_unpack(const Tensor& values, const Tensor& positions, int64_t width, ScalarType dtype) {
   const Checks checks("row_unpack", values);
   RowUnpackArgs args{};
   args.value_dtype = checks.require_tensor("values", values, kFloats, 2);
@@ -195,10 +221,13 @@ RowUnpackArgs row_unpack_args(const Tensor& values, const Tensor& positions, int
   checks.require_in("width", "", width, {1, kInt32Max});
   checks.require_in("values", ".size(1)", args.k, {1, width});
   args.positions = checks.require_positions(positions, args.rows, width, args.k);
-  return args;
+  Tensor out = new_empty(values, {args.rows, width}, dtype);
+  args.out = out.mutable_data_ptr();
+  backend::run(checks, backend::row_unpack, args);
+  return out;
 }
 
-RowQuantizeArgs row_quantize_args(const Tensor& x, const std::string& format) {
+Tensor row_quantize(const Tensor& x, const std::string& format) {
   const Checks checks("row_quantize", x);
   RowQuantizeArgs args{};
   args.x_dtype = checks.require_tensor("x", x, kFloats, 2);
@@ -207,11 +236,14 @@ RowQuantizeArgs row_quantize_args(const Tensor& x, const std::string& format) {
   args.width = x.size(1);
   args.format = checks.require_format(format);
   checks.require_in("x", ".size(1)", args.width, {1, kInt32Max});
-  return args;
+  Tensor rows = new_empty(x, {args.rows, row_bytes(args.width, args.format)}, ScalarType::Byte);
+  args.out = rows.mutable_data_ptr<uint8_t>();
+  backend::run(checks, backend::row_quantize, args);
+  return rows;
 }
 
-RowDequantizeArgs row_dequantize_args(const Tensor& rows, int64_t width, const std::string& format,
-                                      ScalarType dtype) {
+Tensor row_dequantize(const Tensor& rows, int64_t width, const std::string& format,
+                      ScalarType dtype) {
   const Checks checks("row_dequantize", rows);
   RowDequantizeArgs args{};
   checks.require_tensor("rows", rows, {ScalarType::Byte}, 2);
@@ -222,7 +254,25 @@ RowDequantizeArgs row_dequantize_args(const Tensor& rows, int64_t width, const s
   args.quantized = rows.const_data_ptr<uint8_t>();
   args.rows = rows.size(0);
   args.width = width;
-  return args;
+  Tensor out = new_empty(rows, {args.rows, width}, dtype);
+  args.out = out.mutable_data_ptr();
+  backend::run(checks, backend::row_dequantize, args);
+  return out;
 }
 
+}  // namespace
 }  // namespace dct
+
+STABLE_TORCH_LIBRARY_IMPL(dct, DCT_DISPATCH_KEY, m) {
+  m.impl("sample_threshold", TORCH_BOX(&dct::sample_threshold));
+  m.impl("mask_pack", TORCH_BOX(&dct::mask_pack));
+  m.impl("scatter_unpack", TORCH_BOX(&dct::scatter_unpack));
+  m.impl("quantize_pack", TORCH_BOX(&dct::quantize_pack));
+  m.impl("dequantize_sum", TORCH_BOX(&dct::dequantize_sum));
+  m.impl("dequantize_sum_pack", TORCH_BOX(&dct::dequantize_sum_pack));
+  m.impl("row_pack", TORCH_BOX(&dct::row_pack));
+  m.impl("row_gather", TORCH_BOX(&dct::row_gather));
+  m.impl("row_unpack", TORCH_BOX(&dct::row_unpack));
+  m.impl("row_quantize", TORCH_BOX(&dct::row_quantize));
+  m.impl("row_dequantize", TORCH_BOX(&dct::row_dequantize));
+}

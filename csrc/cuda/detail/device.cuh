@@ -1,0 +1,105 @@
+#pragma once
+
+// What kernels are built of: threads of a warp, atomics, vectorized loads and stores.
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace dct::cuda {
+
+using Word = unsigned long long;  // the type of CUDA's 64-bit atomics
+
+// Atomic add with acquire-release semantics at device scope. Writes that preceded earlier calls on
+// this address are visible to the calling thread, and after a barrier to its block.
+__device__ inline unsigned add_acquire_release(unsigned* address, unsigned value) {
+  unsigned old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(address), "r"(value)
+               : "memory");
+  return old;
+}
+
+constexpr int kCacheLine = 128;  // bytes
+
+// Brings the line of an address to the L2 cache. Nothing waits for it.
+__device__ inline void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kFullWarp = 0xffffffff;
+
+__device__ inline int thread_index() { return static_cast<int>(threadIdx.x); }
+__device__ inline int warp_index() { return static_cast<int>(threadIdx.x / kWarpSize); }
+__device__ inline int lane_index() { return static_cast<int>(threadIdx.x % kWarpSize); }
+
+// Sum over the warp, returned in every lane.
+template <typename T>
+__device__ T warp_sum(T value) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kFullWarp, value, distance);
+  }
+  return value;
+}
+
+// Inclusive prefix sum over the warp.
+template <typename T>
+__device__ T warp_inclusive_sum(T value) {
+  const int lane = lane_index();
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const T below = __shfl_up_sync(kFullWarp, value, distance);
+    if (lane >= distance) value += below;
+  }
+  return value;
+}
+
+// Streamed data is used once and not again before it has left the caches, so it is marked
+// evict-first.
+
+template <int kBytes>
+struct VectorOfBytes;
+template <>
+struct VectorOfBytes<2> {
+  using Type = unsigned short;
+};
+template <>
+struct VectorOfBytes<4> {
+  using Type = unsigned;
+};
+template <>
+struct VectorOfBytes<8> {
+  using Type = uint2;
+};
+template <>
+struct VectorOfBytes<16> {
+  using Type = uint4;
+};
+
+// The vector type of N elements of T, up to 16 bytes.
+template <typename T, int N>
+using Vector = typename VectorOfBytes<sizeof(T) * N>::Type;
+
+template <typename T, int N>
+__device__ void stream_in(const T* address, T (&x)[N]) {
+  const Vector<T, N> vector = __ldcs(reinterpret_cast<const Vector<T, N>*>(address));
+  memcpy(x, &vector, sizeof(vector));
+}
+
+template <typename T, int N>
+__device__ void stream_out(T* address, const T (&x)[N]) {
+  Vector<T, N> vector;
+  memcpy(&vector, x, sizeof(vector));
+  __stcs(reinterpret_cast<Vector<T, N>*>(address), vector);
+}
+
+// Whether vectors of `bytes` bytes may start at this address.
+inline bool is_aligned(const void* address, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(address) % bytes == 0;
+}
+
+}  // namespace dct::cuda

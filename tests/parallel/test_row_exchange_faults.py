@@ -1,0 +1,134 @@
+"""Exchanges of rows where ranks disagree, fail, die or stall: errors, no hangs."""
+
+import gc
+import os
+import re
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dct_parallel import RowFormat, all_gather_rows, all_to_all_rows
+from ranks import on_ranks, run_ranks
+
+ALL = RowFormat(density=1.0)
+HALF = RowFormat(density=0.5)
+
+
+@on_ranks(3)
+def test_ranks_that_disagree_all_fail_and_name_all_values(rank):
+    """Every kind of disagreement, one after another: all ranks raise, and the next call works."""
+    last, x = rank == 2, torch.randn(3, 16)
+    dtype, density = (torch.bfloat16, 0.5) if last else (torch.float32, 0.25)
+    few_bits = "int4" if last else RowFormat("int4", backward="sign")
+    whole = "float32" if last else RowFormat(density=0.5)
+
+    def all_to_all(x, format):
+        return all_to_all_rows(x, [1, 1, 1], format=format)
+
+    def all_gather(x, format):
+        return all_gather_rows(x, format=format)
+
+    both = (
+        (x, few_bits, "format", "int4, sign", "int4"),
+        (x, whole, "density", 0.5, None),
+        (x, RowFormat(density=density), "density", 0.25, 0.5),
+        (x.to(dtype), HALF, "format", "float32", "bfloat16"),
+        (x.clone().requires_grad_(last), HALF, "requires_grad", False, True),
+    )
+    widths = (
+        (x[:, : 16 if last else 8], HALF, "d", 8, 16),
+        (x[:, : 8 * (rank < 2)], HALF, "d", 8, 0),
+    )
+    for exchange, cases in (
+        (all_to_all, both + widths),
+        (all_gather, (*both, (x[: 3 * (rank < 2)], HALF, "B", 3, 0))),
+    ):
+        for given, format, name, first, second in cases:
+            with pytest.raises(ValueError) as error:
+                exchange(given, format)
+            got = f"{first} on rank 0, {first} on rank 1, {second} on rank 2"
+            rule = f"{name} must be the same on every rank, got {got}"
+            assert str(error.value) == f"dct::{exchange.__name__}_rows: {rule}"
+        exchange(x, HALF)
+    with pytest.raises(ValueError, match=re.escape("widths[2] must be in [1, ")):
+        all_gather(x[:, : 8 * (rank < 2)], HALF)
+
+
+@on_ranks(1)
+def test_errors_name_the_argument(rank):
+    x = torch.randn(4, 8)
+    for function, given, error, text in [
+        (all_to_all_rows, (x, [2, 2]), ValueError, "splits must have 1 elements"),
+        (all_to_all_rows, (x, [3]), ValueError, "x must have 3 rows like"),
+        (all_to_all_rows, (None, [4]), TypeError, "x must be a tensor, got None"),
+        (all_to_all_rows, (x[0], [4]), ValueError, "x must be 2-D, got 1-D"),
+        (all_to_all_rows, (x, [-4]), ValueError, "splits[0] must be in [0, "),
+        (all_to_all_rows, (x, [4.0]), TypeError, "splits[0] must be an integer"),
+        (all_to_all_rows, (x, [4], [1, 3]), ValueError, "output_splits must have"),
+        (all_to_all_rows, (x.double(), [4]), TypeError, "x must be float32"),
+        (all_to_all_rows, (x, 4), TypeError, "splits must be a sequence of integ"),
+        (all_to_all_rows, (x, [4], 4), TypeError, "output_splits must be a sequ"),
+        (all_to_all_rows, (x[:, :0], [4]), ValueError, "x must have at least 1 column"),
+        (all_gather_rows, (x, [9]), ValueError, "x must have width 9 like widths, got 8"),
+        (all_gather_rows, (x, [8, 8]), ValueError, "widths must have 1 elements"),
+        (all_gather_rows, (x[0],), ValueError, "x must be 2-D, got 1-D"),
+        (all_gather_rows, (x.double(),), TypeError, "x must be float32"),
+        (all_gather_rows, (x[:, :0],), ValueError, "widths[0] must be in [1, "),
+    ]:
+        for format in (ALL, "int8"):
+            with pytest.raises(error, match=re.escape(text)):
+                function(*given, format=format)
+
+
+def _dies(rank, when):
+    x = torch.randn(2, 8, requires_grad=True)
+    dist.barrier()  # an earlier death would be noticed while ranks still connect to each other
+    if when == "forward" and rank == 1:
+        os._exit(7)
+    y = all_to_all_rows(x, [1, 1], format=HALF)
+    if rank == 1:
+        os._exit(7)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_dies_ends_the_others_with_an_error(when):
+    # Not -9: the survivor ended by itself.
+    with pytest.raises(
+        RuntimeError, match=r"(?s)exit codes \[1, 7\].*(all_to_all_single|work.wait)"
+    ):
+        run_ranks(_dies, 2, when)
+
+
+@on_ranks(1)
+def test_a_graph_does_not_keep_its_group(rank):
+    """Kept until the process exits, its threads would make that an abort."""
+    group = dist.new_group([0])
+    x = torch.randn(3, 8, requires_grad=True)
+    for exchange in (
+        lambda group: all_to_all_rows(x, [3], format=HALF, group=group),
+        lambda group: all_gather_rows(x, format=HALF, group=group),
+    ):
+        exchange(group).sum().backward()
+    kept, y = weakref.ref(group), exchange(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert kept() is None
+    with pytest.raises(RuntimeError, match="must exist until the backward pass"):
+        y.sum().backward()
+
+
+@on_ranks(2)
+def test_a_rank_that_stalls_ends_the_others_at_the_timeout_of_the_group(rank):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["given up"])  # alive, and never in the collective
+        return
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
+        all_to_all_rows(torch.randn(2, 8), [1, 1], format=HALF, group=group)
+    store.set("given up", "")

@@ -1,0 +1,283 @@
+"""all_to_all_rows and all_gather_rows: values, gradients, and the number of bytes sent."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import rows as oracle
+from torch import nn
+
+from dct_kernels import row_dequantize, row_quantize
+from dct_kernels.row_layout import row_bytes
+from dct_parallel import (
+    RowFormat,
+    all_gather_rows,
+    all_gather_rows_async,
+    all_to_all_rows,
+    all_to_all_rows_async,
+)
+from dct_parallel.rows.packing import row_k
+from ranks import on_ranks, run_ranks
+from wire_meter import WireMeter
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ALL, HALF, TENTH = (RowFormat(density=density) for density in (1.0, 0.5, 0.1))
+FORMATS = [
+    *(ALL, HALF, TENTH, RowFormat(density=0.01), RowFormat(torch.bfloat16, density=0.1)),
+    *(RowFormat(*pair) for pair in (["int4"], ["int8", "ternary"], ["ternary", "sign"])),
+    *(RowFormat(*pair) for pair in (["bfloat16", "float16"], ["float32"])),
+]
+WIDTH, ROWS = 37, 6
+TABLE_BYTES = 40  # to every other rank: a count, and four settings
+
+
+def _through(x, format):
+    """x after its conversion to a number format and back."""
+    if format in DTYPES:
+        return x.to(DTYPES[format]).to(x.dtype)
+    return row_dequantize(row_quantize(x.contiguous(), format), x.shape[1], format, x.dtype)
+
+
+def _mask(x, format):
+    """1 at the entries that are sent."""
+    if format.density is None:
+        return torch.ones_like(x)
+    mask, k = torch.zeros(x.shape), row_k(x.shape[1], format.density)
+    for row, values in zip(mask, x.numpy(), strict=True):
+        row[oracle.largest(np.asarray(values), k)] = 1
+    return mask
+
+
+def _received(x, format):
+    return _through(x, format.forward or "float32") * _mask(x, format)
+
+
+def _gradient(grad, format):
+    return _through(grad, format.backward or format.forward or "float32")
+
+
+def _bytes(width, format):
+    """Of a row, and of its gradient."""
+    forward = format.forward or "float32"
+    if format.density is not None:
+        k = row_k(width, format.density)
+        values = k * DTYPES[forward].itemsize
+        return values + oracle.encoding(width, k)[1], values
+    return tuple(
+        width * DTYPES[name].itemsize if name in DTYPES else row_bytes(width, name)
+        for name in (forward, format.backward or forward)
+    )
+
+
+def _random(seed, rows, width=WIDTH):
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def _splits(source, ranks):
+    """Rows that a rank sends to each: uneven; the third of four ranks sends and receives none."""
+    return [0 if 2 in (source, r) else 1 + (3 * source + 2 * r) % 5 for r in range(ranks)]
+
+
+def _output_splits(rank, ranks):
+    return [_splits(source, ranks)[rank] for source in range(ranks)]
+
+
+def _measured(exchange, x, grad):
+    """The result of an exchange, the gradient of x, and the bytes sent in either direction."""
+    x = x.clone().requires_grad_()
+    with WireMeter() as meter:
+        y = exchange(x)
+        forward = meter.take()
+        y = y if isinstance(y, torch.Tensor) else y.wait()
+        y.backward(grad)
+        return y.detach(), x.grad, (forward, meter.take())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks("world_size")
+def test_all_to_all(rank):
+    ranks = dist.get_world_size()
+    splits, into = _splits(rank, ranks), _output_splits(rank, ranks)
+    rows = [_random(r, sum(_splits(r, ranks))) for r in range(ranks)]
+    grads = [_random(100 + r, sum(_output_splits(r, ranks))) for r in range(ranks)]
+    returned = [grads[r].split(_output_splits(r, ranks))[rank] for r in range(ranks)]
+    for format in FORMATS:
+        parts = [_received(rows[r], format).split(_splits(r, ranks))[rank] for r in range(ranks)]
+        gradient = _gradient(torch.cat(returned), format) * _mask(rows[rank], format)
+        for known in (None, into):
+            table = 0 if known else TABLE_BYTES * (ranks - 1)
+            forward, backward = _bytes(WIDTH, format)
+            sent = table + (sum(splits) - splits[rank]) * forward
+            sent_back = (sum(into) - into[rank]) * backward
+            for function in (all_to_all_rows, all_to_all_rows_async):
+                y, grad, sizes = _measured(
+                    lambda x, f=function, k=known, fmt=format: f(x, splits, k, format=fmt),
+                    rows[rank],
+                    grads[rank],
+                )
+                assert torch.equal(y, torch.cat(parts)) and torch.equal(grad, gradient)
+                assert y.dtype == grad.dtype == torch.float32 and sizes == (sent, sent_back)
+
+
+def _gathers(rank, widths):
+    ranks = len(widths)
+    rows = [_random(r, ROWS, width) for r, width in enumerate(widths)]
+    grads = [_random(50 + r, ROWS, sum(widths)) for r in range(ranks)]
+    for format in FORMATS:
+        total = torch.zeros(ROWS, widths[rank])
+        for grad in grads:  # in rank order, in float32: the same bits
+            total += _gradient(grad.split(widths, 1)[rank], format)
+        sizes = [_bytes(width, format) for width in widths]
+        sent = (ranks - 1) * ROWS * max(forward for forward, _ in sizes)
+        sent_back = ROWS * sum(size for r, (_, size) in enumerate(sizes) if r != rank)
+        for known in (None, widths):
+            table = 0 if known else TABLE_BYTES * (ranks - 1)
+            for function in (all_gather_rows, all_gather_rows_async):
+                y, grad, found = _measured(
+                    lambda x, f=function, k=known, fmt=format: f(x, k, format=fmt),
+                    rows[rank],
+                    grads[rank],
+                )
+                assert torch.equal(y, torch.cat([_received(x, format) for x in rows], 1))
+                assert torch.equal(grad, total * _mask(rows[rank], format))
+                assert found == (table + sent, sent_back)
+
+
+@pytest.mark.parametrize("widths", [[40, 40], [1, 300], [16, 40, 1, 9]], ids=str)
+def test_all_gather(widths):
+    run_ranks(_gathers, len(widths), widths)
+
+
+class _Dense(torch.autograd.Function):
+    """The uncompressed all-to-all."""
+
+    @staticmethod
+    def forward(ctx, x, splits, output_splits):
+        ctx.splits, ctx.output_splits = splits, output_splits
+        y = x.new_empty(sum(output_splits), x.shape[1])
+        dist.all_to_all_single(y, x, output_splits, splits)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = grad.new_empty(sum(ctx.splits), grad.shape[1])
+        dist.all_to_all_single(x, grad.contiguous(), ctx.splits, ctx.output_splits)
+        return x, None, None
+
+
+def _trained(rank, exchange, rows, inputs, dtype):
+    torch.manual_seed(rank)
+    first, second = nn.Linear(10, 24, dtype=dtype), nn.Linear(inputs, 1, dtype=dtype)
+    parameters = [*first.parameters(), *second.parameters()]
+    optimizer = torch.optim.SGD(parameters, 0.005)
+    for step in range(8):
+        x = _random(step, rows, 10).to(dtype)
+        optimizer.zero_grad()
+        (second(exchange(first(x)).tanh()) - 1).square().sum().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in parameters])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks("world_size")
+def test_at_density_1_training_is_the_same_bit_for_bit(rank):
+    ranks = dist.get_world_size()
+    splits, into = _splits(rank, ranks), _output_splits(rank, ranks)
+
+    def all_to_all(format):
+        return lambda x: all_to_all_rows(x, splits, format=format)
+
+    def all_gather(format):
+        return lambda x: all_gather_rows(x, format=format)
+
+    def dense_gather(x):  # autograd adds up the gradients of the copies in rank order
+        everyone = _Dense.apply(torch.cat([x] * ranks), [len(x)] * ranks, [len(x)] * ranks)
+        return torch.cat(everyone.chunk(ranks), 1)
+
+    for dense, packed, rows, inputs, dtype in (
+        (lambda x: _Dense.apply(x, splits, into), all_to_all, sum(splits), 24, torch.float32),
+        (lambda x: _Dense.apply(x, splits, into), all_to_all, sum(splits), 24, torch.bfloat16),
+        (dense_gather, all_gather, 16, 24 * ranks, torch.float32),
+    ):
+        expected = _trained(rank, dense, rows, inputs, dtype)
+        assert torch.equal(_trained(rank, packed(ALL), rows, inputs, dtype), expected)
+        few = _trained(rank, packed(TENTH), rows, inputs, dtype)
+        assert few.isfinite().all() and torch.equal(few, expected) == (rows == 0)
+
+
+@on_ranks(2)
+def test_corners(rank):
+    one = all_to_all_rows(torch.tensor([[5.0 + rank], [7.0 + rank]]), [1, 1], format=HALF)
+    assert one.tolist() == [[5.0 + rank * 2], [6.0 + rank * 2]]  # d = 1
+    none = torch.zeros(0, 8, requires_grad=True)
+    scattered, whole = (
+        all_to_all_rows(none, [0, 0], format=HALF),
+        all_gather_rows(none, format=HALF),
+    )
+    (scattered.sum() + whole.sum()).backward()
+    assert scattered.shape == none.grad.shape == (0, 8) and whole.shape == (0, 16)
+    x = torch.randn(8, 4).t()  # not contiguous; and only rank 0 has rows
+    sent, splits = (x, [1, 3]) if rank == 0 else (x[:0], [0, 0])
+    expected = all_to_all_rows(sent.contiguous(), splits, format=ALL)
+    assert torch.equal(all_to_all_rows(sent, splits, format=ALL), expected)
+    assert torch.equal(all_gather_rows(x, format=ALL)[:, 8 * rank : 8 * rank + 8], x)
+    alone = dist.new_group([1])
+    if rank == 1:
+        assert torch.equal(all_to_all_rows(x, [4], format=ALL, group=alone), x)
+        assert torch.equal(all_gather_rows(x, format=ALL, group=alone), x)
+
+
+@on_ranks(2)
+def test_two_transfers_in_flight(rank):
+    first, second = torch.randn(2, 8, requires_grad=True), torch.randn(2, 5, requires_grad=True)
+    transfers = [all_to_all_rows_async(x, [1, 1], format="float32") for x in (first, second)]
+    received = [transfer.wait() for transfer in transfers]
+    (received[0].sum() + 2 * received[1].sum()).backward()
+    assert torch.equal(first.grad, torch.ones(2, 8))
+    assert torch.equal(second.grad, torch.full((2, 5), 2.0))
+    with pytest.raises(RuntimeError, match=r"wait\(\) must be called once"):
+        transfers[0].wait()
+
+
+@on_ranks(3)
+def test_values_and_gradients_in_a_group_of_some_ranks(rank):
+    """Ranks 1 and 2 are 0 and 1 in their group."""
+    group, splits, widths = dist.new_group([1, 2]), [1, 2], [3, 4]
+    rows = [_random(r, 3, 4) for r in range(2)]
+    if rank == 0:
+        for function in (all_to_all_rows, all_gather_rows):
+            with pytest.raises(ValueError, match="group must be a process group that this rank is"):
+                function(rows[0], splits, format=ALL, group=group)
+        return
+    g = dist.get_rank(group)
+    x = rows[g].clone().requires_grad_()
+    y = all_to_all_rows(x, splits, format=ALL, group=group)
+    assert torch.equal(y, torch.cat([part.split(splits)[g] for part in rows]))
+    grads = [_random(10 + r, 2 * count, 4) for r, count in enumerate(splits)]
+    y.backward(grads[g])
+    returned = [grad.chunk(2)[g] for grad in grads]
+    assert torch.equal(x.grad, torch.cat(returned))
+
+    parts = [part[:, :width] for part, width in zip(rows, widths, strict=True)]
+    x = parts[g].clone().requires_grad_()
+    y = all_gather_rows(x, format=ALL, group=group)
+    assert torch.equal(y, torch.cat(parts, 1))
+    grads = [_random(20 + r, 3, 7) for r in range(2)]
+    y.backward(grads[g])
+    assert torch.equal(x.grad, sum(grad.split(widths, 1)[g] for grad in grads))
+
+
+@on_ranks(2)
+def test_under_no_grad_ranks_may_differ_in_what_requires_a_gradient(rank):
+    rows = [_random(r, 3) for r in range(2)]
+    with torch.no_grad():
+        x = rows[rank].requires_grad_(rank == 0)
+        y, whole = all_to_all_rows(x, [1, 2], format=ALL), all_gather_rows(x, format=ALL)
+    assert not y.requires_grad and not whole.requires_grad
+    assert torch.equal(whole, torch.cat(rows, 1))
+
+
+@pytest.mark.parametrize("function", [all_to_all_rows, all_gather_rows])
+def test_without_a_process_group(function):
+    with pytest.raises(ValueError, match="group must be a process group where torch"):
+        function(_random(0, 3), [1, 2], format=ALL)
