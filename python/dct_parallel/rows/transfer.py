@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
 
 from dct_kernels import checks
 
+from .._torch import transforms_are_active, unwrap_dead_wrappers
 from ..collectives import all_gather
 from ..formats import ROW_FORMATS
 from ..groups import GroupForBackward
@@ -123,7 +123,7 @@ class _Gradient(torch.autograd.Function):
 class _EagerGradient(_Gradient):
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
+        if transforms_are_active():
             return super().apply(*args)  # type: ignore[no-untyped-call]
         # Function.apply would also bind default arguments, which takes several times as long.
         return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
