@@ -41,8 +41,7 @@ def test_gradcheck(width, k):
 @pytest.mark.parametrize(("dtype", "value_dtype"), [(F32, BF16), (BF16, F16), (F16, F32)])
 @shapes
 def test_the_backward_ops_are_the_row_ops(width, k, dtype, value_dtype):
-    """At the same positions, so the gradient passes where the activation passed. Rounded to the
-    dtype of the argument."""
+    """At the same positions: one mask both ways. Rounded to the dtype of the argument."""
     x = samples.normal(7 * width, dtype).view(7, width).requires_grad_()
     grad = samples.normal(7 * k, value_dtype, seed=1).view(7, k)
     values, positions = row_pack(x, k, value_dtype)
