@@ -104,7 +104,9 @@ def _in_place_of(key, good, more=""):
         rule = (
             f"a DTensor of {shape}, its local part {rule} (torch.distributed.checkpoint reshards)"
         )
-        values[f"float32 {[1, *shape]} DTensor"] = good.unsqueeze(0)
+        longer = {"shape": torch.Size([shape[0] + 1, *shape[1:]]), "stride": good.stride()}
+        parts = good.to_local(), good.device_mesh, good.placements
+        values[f"float32 {[*longer['shape']]} DTensor"] = DTensor.from_local(*parts, **longer)
     else:
         values[f"float32 {shape} Tensor, torch.strided on meta"] = good.to("meta")
         values[f"float32 {shape} Tensor, torch.sparse_coo on cpu"] = good.to_sparse()
