@@ -48,21 +48,12 @@ def test_ranges(backend, ranges, format):
         assert status == [0, 0]
 
 
-@formats
-@pytest.mark.parametrize("ranks", [0, 1, 3, 64])
-def test_ranks(backend, ranks, format):
-    geometry = Geometry(1500, format)
-    _, status = quantized_calls.dequantize_sum(
-        backend, payloads(geometry, ranks), geometry, scale=1 / max(ranks, 1)
-    )
-    assert status == [0] * ranks
-
-
 @pytest.mark.many_programs
 @pytest.mark.parametrize("format", ["bfloat16", "int8"])
-def test_a_million_elements(backend, format):
-    geometry = Geometry(samples.LARGE, format)
-    quantized_calls.dequantize_sum(backend, payloads(geometry, 2), geometry, scale=0.5)
+def test_more_than_a_cache_holds(backend, format):
+    """34 MB of output, which a kernel may write past the caches."""
+    geometry = Geometry(8_400_007, format)
+    quantized_calls.dequantize_sum(backend, payloads(geometry, 1), geometry, scale=0.5)
 
 
 @formats

@@ -6,7 +6,7 @@ import torch
 from oracle import floats, payload, thresholds
 
 from conformance import bits, samples
-from dct_kernels import payload_info, payload_layout
+from dct_kernels import payload_layout
 
 
 @pytest.mark.parametrize(("dtype", "past_the_last"), [("bfloat16", 2.0**128), ("float16", 2.0**16)])
@@ -59,15 +59,3 @@ def test_payload_layout_by_hand():
     # Two ranges of one block each.
     assert payload_layout(16385, 9, torch.float32, ranges=2) == (160, 64, 80, 112)
     assert payload_layout(0, 1, torch.float32) == (112, 64, 80, 96)
-
-
-def test_payload_info_reads_a_header():
-    geometry = payload.Geometry(20000, 5, "bfloat16")
-    row = bytearray(geometry.nbytes)
-    content = payload.content(geometry, 0, np.array([3, 17000]), [0x3F80, 0x4000], flags=3)
-    payload.write(row, geometry, content)
-    info = payload_info(torch.frombuffer(row, dtype=torch.uint8))
-    flags = {"overflow": True, "non_finite": True}
-    sizes = {"numel": 20000, "capacity": 5, "count": 2}
-    assert info._asdict() == {"value_dtype": torch.bfloat16} | sizes | flags
-    assert payload.indices(payload.read(row, geometry, 0)) == [3, 17000]

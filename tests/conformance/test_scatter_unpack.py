@@ -36,13 +36,6 @@ def test_sizes_and_dtypes(backend, numel, out_dtype, value_dtype):
 
 
 @pytest.mark.many_programs
-@value_dtypes
-def test_a_million_elements(backend, value_dtype):
-    geometry = Geometry(samples.LARGE, 5000, value_dtype)
-    calls.scatter_unpack(backend, payloads(geometry, 2), geometry, scale=0.5)
-
-
-@pytest.mark.many_programs
 @pytest.mark.parametrize("offset", [0, 1])
 def test_more_than_a_cache_holds(backend, offset):
     """34 MB of output, which a kernel may write past the caches."""
