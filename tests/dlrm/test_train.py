@@ -147,17 +147,6 @@ def test_refusals_name_option_rule_and_value(tmp_path, monkeypatch, capsys, give
     assert text in capsys.readouterr().err
 
 
-def test_help_has_examples_and_fewer_than_22_options(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert "python examples/train_dlrm.py --parallel hybrid --row-format int4 --dedup" in text
-    options = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
-    assert len(options) == len(set(options)) == 21
-    for name in ("density", "policy", "refresh-every", "optimizer", "row-format", "row-density"):
-        assert f"--{name}" in options
-
-
 @pytest.mark.large
 @pytest.mark.parametrize("launcher", [[], [*TORCHRUN[1:], "--nproc-per-node", "2"]])
 def test_as_written(tmp_path, launcher):
