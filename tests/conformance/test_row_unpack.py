@@ -48,7 +48,6 @@ def test_rounding_is_that_of_a_cast(backend, dtype, out_dtype):
 
 
 UINT8 = (100, 4)  # width, k
-UINT16 = (1000, 4)
 BITMAP = (20, 4)
 
 
@@ -76,14 +75,6 @@ def test_a_list_column_that_cannot_be_accepted(backend, columns, accepted):
     )
     expected = {c: j + 1.0 for j, c in enumerate(accepted) if c is not None}
     assert {c: out[0, c].item() for c in out[0].nonzero().flatten().tolist()} == expected
-
-
-def test_uint16_columns_that_cannot_be_accepted(backend):
-    width, k = UINT16
-    columns = [[5, 1000, 6, 999], [65535, 1, 0, 2], [999, 999, 998, 65535], [0, 256, 1, 257]]
-    raw = np.array(columns, "<u2").view(np.uint8)
-    gathered, _ = check(backend, width, k, torch.from_numpy(raw.copy()))
-    assert gathered[0, 1] == 0
 
 
 @pytest.mark.parametrize(

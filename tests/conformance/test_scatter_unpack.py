@@ -43,12 +43,6 @@ def test_more_than_a_cache_holds(backend, offset):
     calls.scatter_unpack(backend, payloads(geometry, 2, 0.0005), geometry, offset=offset)
 
 
-@pytest.mark.parametrize("density", [0.0, 1.0])
-def test_empty_and_full_payloads(backend, density):
-    geometry = Geometry(2 * 16384 + 33, 2 * 16384 + 33, "float32")
-    calls.scatter_unpack(backend, payloads(geometry, 2, density), geometry)
-
-
 @pytest.mark.parametrize("ranks", [0, 1, 5])
 @pytest.mark.parametrize("ranges", [1, 2, 3, 7])
 def test_ranks_and_ranges(backend, ranges, ranks):

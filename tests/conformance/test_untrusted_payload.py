@@ -255,10 +255,3 @@ def test_garbage_behind_a_sound_header(backend, value_dtype):
     for _ in range(10):
         found |= set(statuses(backend, geometry, [garbage() for _ in range(10)]))
     assert found == {0, 2, 4, 6}
-
-
-def test_nothing_but_garbage(backend):
-    geometry, rng = Geometry(30, 10, "float32"), np.random.default_rng(0)
-    garbage = [bytes(geometry.nbytes), b"\xff" * geometry.nbytes]
-    garbage += [rng.bytes(geometry.nbytes) for _ in range(50)]
-    assert statuses(backend, geometry, [[row] for row in garbage]) == [1] * 52

@@ -1,4 +1,4 @@
-"""The generator: rows depend on seed and number alone, follow a power law, and carry a known best
+"""The generator: rows are the published ones, depend on their number alone, and carry a known best
 score."""
 
 import numpy as np
@@ -14,8 +14,10 @@ BLOCK = GENERATOR.rows(np.arange(N))
 
 
 def test_rows_are_those_of_the_published_results():
+    """A click rate of about 0.25, and values by a power law."""
     block = synthetic.Generator(0).rows(np.arange(1000))
     assert (block.labels.sum(), block.ints.sum(), block.values.sum()) == (257, 4306512, 858050)
+    assert block.probability.sum() == pytest.approx(242.8818492)
 
 
 def test_rows_depend_on_their_number_alone():
