@@ -27,8 +27,8 @@ from dlrm.comparison import describe, make_console, run_program
 from dlrm.data.dataset import Dataset, batches, load
 from dlrm.errors import UsageError
 from dlrm.launch import under_torchrun
-from dlrm.loop import BOTTOM, TOP, Run, digest, replicated
-from dlrm.models.dlrm import DLRM
+from dlrm.loop import Run, digest, replicated
+from dlrm.models.dlrm import BOTTOM, DLRM, TOP
 from dlrm.models.row_exchange import rows_in
 from dlrm.models.sharded import ShardedDLRM
 from dlrm.options import count, fraction, positive

@@ -26,8 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_embeddings import plan_shards
 from examples.dlrm.data.features import Rows, table_rows
 from examples.dlrm.data.synthetic import Generator
-from examples.dlrm.loop import BOTTOM, TOP
-from examples.dlrm.models.dlrm import DLRM
+from examples.dlrm.models.dlrm import BOTTOM, DLRM, TOP
 from examples.dlrm.models.sharded import ShardedDLRM
 from examples.wire_meter import WireMeter
 
