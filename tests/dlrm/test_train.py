@@ -1,6 +1,5 @@
 """train_dlrm.py as a user starts it: modes, results, bytes by formula, refusals."""
 
-import contextlib
 import io
 import json
 import subprocess
@@ -8,7 +7,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from programs import ROOT, TORCHRUN, run_as_torchrun
+from programs import ROOT, TORCHRUN, called, run_as_torchrun
 from rich.console import Console
 
 from criteo_lines import write_rows
@@ -21,19 +20,9 @@ SMALL = ["--rows", 1500, "--batch-size", BATCH, "--hash-size", 50, "--embedding-
 TRAIN = [sys.executable, ROOT / "examples/train_dlrm.py"]
 
 
-def _call(*arguments):
-    """(status, stdout, stderr) of the command in this process."""
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as err,
-    ):
-        status = main([str(argument) for argument in arguments])
-    return status, out.getvalue(), err.getvalue()
-
-
 def _call_on_ranks(*arguments):
     """What the first of two ranks prints, as under torchrun; the other one prints nothing."""
-    (status, out, err), second = run_as_torchrun(_call, RANKS, *arguments)
+    (status, out, err), second = run_as_torchrun(called, RANKS, main, *arguments)
     assert (status, second) == (0, (0, "", "")), err
     return out
 
