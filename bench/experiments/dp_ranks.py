@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from bench.network.methods import START_STEP
 from dct_parallel.collectives import all_reduce_bytes
-from examples.dlrm.modes import START_STEP
 
 from .in_process import Buckets
 

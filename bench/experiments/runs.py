@@ -15,13 +15,14 @@ from bench.tables import difference, mean, number, table, times
 from examples.dlrm.scores import Scores
 
 RATE_SEED = 0  # of the runs that learning rates are chosen by
+BASELINES = ("dense", "float32")
 
 
 def path(folder: Path, run: dict) -> Path:
     """Where the run is stored."""
     name = f"{run['problem']}_{run['method']}_lr{run['rate']:g}_seed{run['seed']}"
     kept = {ord(" "): "_", ord("%"): "percent"} | dict.fromkeys(map(ord, ",:=+"), "-")
-    return folder / f"{name.translate(kept)}.json"
+    return folder / f"{name.lstrip('_').translate(kept)}.json"
 
 
 def settings_of(options: argparse.Namespace, *names: str) -> dict[str, object]:
@@ -76,17 +77,19 @@ def tables(records: Sequence[dict]) -> str:
     found = []
     for problem, methods in problems.items():
         first = next(iter(methods.values()))[0]
-        dense = methods.get("dense", [])
+        dense = next((methods[name] for name in BASELINES if name in methods), [])
         headings = ["method", *first["bytes"], "fewer by", *first["test"], "worst loss"]
         headings += ["loss over dense's", "at most", "rate", "seeds"]
         ordered = sorted(methods.items(), key=lambda item: -_sent(item[1]))
         rows = [[name, *_row(runs, dense)] for name, runs in ordered]
-        found += [f"**{problem}**", table(headings, rows)]
+        found += [f"**{problem}**"] * bool(problem) + [table(headings, rows)]
     return "\n\n".join(found) + "\n"
 
 
 def _sent(runs: Sequence[dict]) -> float:
-    return sum(sum(run["bytes"].values()) for run in runs) / len(runs)
+    """Bytes of gradients or rows, without ids."""
+    sent = [sum(n for name, n in run["bytes"].items() if name != "ids") for run in runs]
+    return sum(sent) / len(sent)
 
 
 def _row(runs: Sequence[dict], dense: Sequence[dict]) -> list[str]:

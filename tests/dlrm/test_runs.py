@@ -20,8 +20,10 @@ from dlrm.scores import score
 SMALL = ["--batch-size", "64", "--hash-size", "50", "--embedding-dim", "4"]
 
 
-def _load(options):
-    return dataset.load(options.data, options.rows, options.hash_size, options.batch_size)
+def _load(options, **settings):
+    return dataset.load(
+        options.data, options.rows, options.hash_size, options.batch_size, **settings
+    )
 
 
 def _run(*given, mode="dense", seed=0):
@@ -101,11 +103,13 @@ def test_the_split_is_the_same_for_any_number_of_ranks(one_rank):
     share = dataset.split(numbers[1::3], 0.2, 0.1)
     np.testing.assert_array_equal(share, (test[1::3], validation[1::3]))
     np.testing.assert_array_equal(dataset.split(numbers, 0.2, 0)[0], test)
-    data = dataset.load(None, 1500, None, 64)
-    parts = [{tuple(row.tolist()) for row in part.ids} for part in (data.train, data.test)]
+    data = dataset.load(None, 1500, None, 64, validation_fraction=0.1)
+    parts = [{tuple(row.tolist()) for row in part.ids} for part in (data.train, data.validation)]
     assert parts[0].isdisjoint(parts[1]) and data.train.ids.dtype == torch.int64
-    assert sum(data.description[f"{part}_rows"] for part in ("train", "test")) == 1500
-    assert len(list(dataset.batches(data, 64, seed=0))) == data.description["steps_per_epoch"]
+    assert sum(data.description[f"{part}_rows"] for part in ("train", "validation", "test")) == 1500
+    passes = [batch.ids for batch in dataset.batches(data, 64, seed=0, epochs=2)]
+    assert len(passes) == 2 * data.description["steps_per_epoch"]
+    assert not torch.equal(passes[0], passes[len(passes) // 2])  # a new order per epoch
 
 
 def test_one_malformed_line_in_a_hundred_is_skipped(one_rank, tmp_path):

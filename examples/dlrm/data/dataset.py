@@ -15,7 +15,6 @@ from .features import Rows, table_rows
 from .synthetic import Generator
 
 GENERATOR_SEED = 0  # one data set for all runs, so that they share one Bayes score
-TEST_FRACTION = 0.2  # of all rows
 MALFORMED_SHARE = 0.01  # of a file's lines, at most
 ROWS_PER_BLOCK = 65536
 _SPLIT_STREAM = 2**32  # not used by the generator
@@ -26,7 +25,7 @@ class Dataset:
     """One rank's share of the rows: rank r of P holds rows r, r + P, r + 2 P, ...
 
     Attributes:
-        train, test: encoded rows, disjoint.
+        train, validation, test: encoded rows, disjoint.
         probability: float64 [len(test)], the true probability of label 1; None for a file.
         description: counts over all ranks, for reports.
         tables: rows of each embedding table; None if ids are names of values.
@@ -34,6 +33,7 @@ class Dataset:
     """
 
     train: Rows
+    validation: Rows
     test: Rows
     probability: np.ndarray | None
     description: dict[str, object]
@@ -59,6 +59,8 @@ def load(
     rows: int,
     hash_size: int | None,
     batch_size: int,
+    test_fraction: float = 0.2,
+    validation_fraction: float = 0.0,
 ) -> Dataset:
     """Load this rank's rows. Collective.
 
@@ -67,6 +69,7 @@ def load(
         rows: number of rows to generate, training and test rows together.
         hash_size: rows of an embedding table at most. If None, ids are names of values.
         batch_size: rows per rank and step.
+        test_fraction, validation_fraction: of all rows.
 
     Raises:
         UsageError: on every rank, if the rows cannot be used.
@@ -83,29 +86,30 @@ def load(
         numbers = np.arange(rank, rows, world_size)
         encoded, probability = _generate(numbers, tables)
         source = {"generator_seed": GENERATOR_SEED}
-    test, _ = split(numbers, TEST_FRACTION, 0)
+    test, validation = split(numbers, test_fraction, validation_fraction)
+    masks = {"train": ~(test | validation), "validation": validation, "test": test}
     parts = {
-        name: encoded.take(torch.from_numpy(np.flatnonzero(mask)))
-        for name, mask in (("train", ~test), ("test", test))
+        name: encoded.take(torch.from_numpy(np.flatnonzero(mask))) for name, mask in masks.items()
     }
     return Dataset(
         **parts,
         probability=None if probability is None else probability[test],
-        description=source | _counts(parts, batch_size),
+        description=source | _counts(parts, batch_size, bool(validation_fraction)),
         tables=tables,
         warning=warning,
     )
 
 
-def batches(data: Dataset, batch_size: int, seed: int) -> Iterator[Rows]:
-    """This rank's training rows in a random order; a last incomplete batch is dropped.
+def batches(data: Dataset, batch_size: int, seed: int, epochs: int = 1) -> Iterator[Rows]:
+    """This rank's training rows in a new order per epoch; a last incomplete batch is dropped.
 
     Every rank yields equally many batches.
     """
     generator = torch.Generator().manual_seed(seed * dist.get_world_size() + dist.get_rank())
-    order = torch.randperm(len(data.train), generator=generator)
-    for index in order.split(batch_size)[: data.description["steps_per_epoch"]]:
-        yield data.train.take(index)
+    for _ in range(epochs):
+        order = torch.randperm(len(data.train), generator=generator)
+        for index in order.split(batch_size)[: data.description["steps_per_epoch"]]:
+            yield data.train.take(index)
 
 
 def _require_rows(path: Path, report: criteo.ReadReport) -> str | None:
@@ -130,7 +134,7 @@ def _generate(numbers: np.ndarray, tables: tuple[int, ...] | None) -> tuple[Rows
     return Rows.concatenate(parts), np.concatenate(probabilities)
 
 
-def _counts(parts: dict[str, Rows], batch_size: int) -> dict[str, object]:
+def _counts(parts: dict[str, Rows], batch_size: int, has_validation: bool) -> dict[str, object]:
     """Counts over all ranks; UsageError on every rank if they are too small."""
     train_counts = from_all_ranks(len(parts["train"]))
     if min(train_counts) < batch_size:
@@ -138,17 +142,15 @@ def _counts(parts: dict[str, Rows], batch_size: int) -> dict[str, object]:
             f"--batch-size must be at most the training rows of a rank, {min(train_counts)}, "
             f"got {batch_size}"
         )
-    labels = parts["test"].labels
-    shares = from_all_ranks((len(labels), int(labels.sum())))
-    count, clicks = (sum(share) for share in zip(*shares, strict=True))
-    if not 0 < clicks < count:  # AUC needs both labels
-        raise UsageError(
-            f"the test rows must have labels 0 and 1, got {clicks} ones in {count} rows: "
-            "use more rows"
-        )
-    return {
-        "train_rows": sum(train_counts),
-        "steps_per_epoch": min(train_counts) // batch_size,
-        "test_rows": count,
-        "test_click_rate": clicks / count,
-    }
+    counts = {"train_rows": sum(train_counts), "steps_per_epoch": min(train_counts) // batch_size}
+    for name in ("test", "validation") if has_validation else ("test",):
+        labels = parts[name].labels
+        shares = from_all_ranks((len(labels), int(labels.sum())))
+        count, clicks = (sum(share) for share in zip(*shares, strict=True))
+        if not 0 < clicks < count:  # AUC needs both labels
+            raise UsageError(
+                f"the {name} rows must have labels 0 and 1, got {clicks} ones in {count} rows: "
+                "use more rows"
+            )
+        counts |= {f"{name}_rows": count, f"{name}_click_rate": clicks / count}
+    return counts

@@ -1,0 +1,210 @@
+"""TorchRec's own DLRM by the codec of its exchange of embeddings: quality and bytes.
+
+    python -m bench.experiments.torchrec_dlrm --data ROWS.tsv --epochs 3 --batch-size 64
+
+Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md). torchrec.models.dlrm.DLRM runs in
+DistributedModelParallel. Each table is on one rank, under row-wise AdaGrad as TorchRec fuses it
+into the backward pass. The MLPs are on all ranks, under SGD. An exchange is one of
+
+    float32             TorchRec without codecs
+    fp16, int8, mx4     FBGEMM's codecs with their defaults; int8 and mx4 have a scale for every 32
+                        entries
+    FORWARD,BACKWARD    dct_embeddings.torchrec.qcomm_codecs, with a scale for each embedding
+    EXCHANGE+hook       also compress_dense on the MLPs, with --density; otherwise their gradients
+                        are averaged in float32
+
+Learning rates of the tables are chosen as in mp_formats.py, and finished runs are not repeated.
+"""
+
+import argparse
+import os
+import statistics
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlan
+from torchrec.models.dlrm import DLRM
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from bench.cli import density, exit_status
+from bench.network.methods import START_STEP
+from dct_embeddings import plan_shards
+from dct_embeddings.torchrec import compress_dense, qcomm_codecs
+from dct_parallel import DCTState, RowFormat
+from dct_parallel.rows.transfer import ROW_FORMATS
+from examples.dlrm.data import dataset
+from examples.dlrm.data.features import INTS
+
+from . import clicks
+
+CPU = torch.device("cpu")
+NAMES = ("float32", "fp16", "int8", "mx4", "int4,int4", "int4,ternary", "int4,sign")
+NAMES += ("int4,sign+hook",)
+FBGEMM = {"fp16": CommType.FP16, "int8": CommType.INT8, "mx4": CommType.MX4}
+BAGS = "sparse_arch.embedding_bag_collection"
+
+
+def codecs(name: str, width: int) -> dict[str, QuantizedCommCodecs] | None:
+    """The codecs of an exchange, whose name is given without +hook."""
+    if name == "float32":
+        return None
+    if name in FBGEMM:
+        config = QCommsConfig(forward_precision=FBGEMM[name], backward_precision=FBGEMM[name])
+        return get_qcomm_codecs_registry(config, device=CPU)
+    return qcomm_codecs(width, format=RowFormat(*name.split(",")))
+
+
+class Clicks(nn.Module):
+    """A DLRM under TorchRec's parallelism, with the interface of the example's DLRM.
+
+    Args:
+        rows: of each table.
+        name: the exchange without +hook.
+        rate: of the tables.
+        seed: of the weights.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], name: str, rate: float, seed: int, options: argparse.Namespace
+    ) -> None:
+        super().__init__()
+        width = options.embedding_dim
+        self._features = [f"f{t}" for t in range(len(rows))]
+        tables = [
+            EmbeddingBagConfig(
+                name=f"t{t}", embedding_dim=width, num_embeddings=count, feature_names=[f"f{t}"]
+            )
+            for t, count in enumerate(rows)
+        ]
+        torch.manual_seed(seed)
+        model = DLRM(
+            EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
+            dense_in_features=INTS,
+            dense_arch_layer_sizes=[*options.bottom, width],
+            over_arch_layer_sizes=[*options.top, 1],
+        )
+        bags = model.get_submodule(BAGS)
+        apply_optimizer_in_backward(RowWiseAdagrad, bags.parameters(), {"lr": rate, "eps": 1e-8})
+        sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs(name, width))
+        ranks = dist.get_world_size()
+        owners = enumerate(plan_shards(rows, ranks))
+        of_tables = {f"t{s.table}": table_wise(rank=r) for r, own in owners for s in own}
+        plan = construct_module_sharding_plan(
+            bags, of_tables, sharder=sharder, local_size=ranks, world_size=ranks, device_type="cpu"
+        )
+        torch.manual_seed(seed * ranks + dist.get_rank())  # of the tables, which are made now
+        self.dmp = DistributedModelParallel(
+            model, device=CPU, plan=ShardingPlan(plan={BAGS: plan}), sharders=[sharder]
+        )
+
+    def mlps(self) -> list[nn.Parameter]:
+        """The parameters that every rank has."""
+        return [p for name, p in self.dmp.named_parameters() if BAGS not in name]
+
+    def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
+        """Logits [batch] of integers float32 [batch, 13] and table rows int32 [batch, tables]."""
+        values = ids.t().flatten().long()
+        lengths = torch.ones(values.numel(), dtype=torch.int32)
+        features = KeyedJaggedTensor.from_lengths_sync(self._features, values, lengths)
+        return self.dmp(ints, features).squeeze(1)
+
+
+class Rows:
+    """A context that counts the bytes of rows which this rank sends.
+
+    TorchRec sends rows by an all-to-all; one of integers of 32 bits and more sends ids or counts.
+    """
+
+    def __enter__(self) -> "Rows":
+        self.sent, self._original = 0, dist.all_to_all_single
+        dist.all_to_all_single = self._all_to_all
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        dist.all_to_all_single = self._original
+
+    def take(self) -> int:
+        """The bytes since the last call."""
+        sent, self.sent = self.sent, 0
+        return sent
+
+    def _all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if input.dtype not in (torch.int32, torch.int64):
+            parts = input_split_sizes or [1] * dist.get_world_size()
+            others = sum(parts) - parts[dist.get_rank()]
+            self.sent += input.nbytes * others // max(1, sum(parts))
+        splits = output_split_sizes, input_split_sizes
+        return self._original(output, input, *splits, group, async_op)
+
+
+def job(
+    exchange: str, rate: float, seed: int, data: dataset.Dataset, options: argparse.Namespace
+) -> tuple[nn.Module, float, dict[str, float]]:
+    """See `clicks.Job`. Collective."""
+    warnings.simplefilter("ignore")  # TorchRec's own; it also reads torchrun's variables
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=ranks, WORLD_SIZE=ranks)
+    name, plus, _ = exchange.partition("+")
+    model = Clicks(data.tables, name, rate, seed, options)
+    state: DCTState | None = None
+    if plus:
+        state = compress_dense(model.dmp, density=options.density, start_step=START_STEP)
+    optimizer = torch.optim.SGD(model.mlps(), options.lr, fused=True)
+    sent: list[tuple[int, int]] = []
+    with Rows() as rows:
+        for batch in dataset.batches(data, options.batch_size, seed, options.epochs):
+            optimizer.zero_grad()
+            logits = model(batch.ints, batch.ids)
+            forward = rows.take()
+            loss = binary_cross_entropy_with_logits(logits, batch.labels.float())
+            loss.backward()
+            optimizer.step()
+            sent.append((forward, rows.take()))
+    if state is not None:
+        state.close()
+    means = map(statistics.mean, zip(*sent, strict=True))
+    return model, loss.item(), dict(zip(("rows forward", "rows backward"), means, strict=True))
+
+
+def exchange_name(text: str) -> str:
+    """An argparse type: the name of an exchange, checked."""
+    name, plus, word = text.partition("+")
+    forward, _, backward = name.partition(",")
+    known = name in ("float32", *FBGEMM) or {forward, backward} <= set(ROW_FORMATS)
+    if not known or (plus, word) not in (("", ""), ("+", "hook")):
+        rule = f"float32, {', '.join(FBGEMM)}, or two of {', '.join(ROW_FORMATS)} joined by ','"
+        raise argparse.ArgumentTypeError(f"must be {rule}, or one of these+hook, got {text!r}")
+    return text
+
+
+def main() -> None:
+    parser = clicks.parser("torchrec_dlrm", __doc__, NAMES, exchange_name)
+    parser.set_defaults(rates="0.001,0.003,0.01")
+    parser.add_argument("--density", type=density, default=0.01, help="of +hook")
+    clicks.train_by_rates(parser.parse_args(), job)
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_status("torchrec_dlrm", main))
