@@ -1,8 +1,6 @@
 """What the programs share: how they read arguments, where results go, and how they end."""
 
 import argparse
-import contextlib
-import math
 import signal
 import sys
 from collections.abc import Callable, Collection
@@ -11,17 +9,11 @@ from typing import NoReturn
 
 from dct_parallel.formats import ROW_FORMATS
 from examples.dlrm.errors import UsageError
+from examples.dlrm.options import Formatter, count, number, positive
+from examples.dlrm.options import fraction as density
 
-__all__ = ["UsageError"]  # raised by the click model's reader as well
+__all__ = ["UsageError", "count", "density", "number", "positive"]  # of the click model as well
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and keeps paragraphs."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        plain = action.default is None or action.default is False
-        return action.help if plain else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,23 +24,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
-
-
-def number(kind: type, allowed: Callable[[float], bool], rule: str) -> Callable:
-    """An argparse type: a number for which `allowed` holds. `rule` is for the error message."""
-
-    def parse(text: str):
-        with contextlib.suppress(ValueError):
-            if allowed(value := kind(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-
-    return parse
-
-
-count = number(int, lambda n: n >= 1, "an integer >= 1")
-positive = number(float, lambda x: 0 < x < math.inf, "a number > 0")
-density = number(float, lambda x: 0 < x <= 1, "a number in (0, 1]")
 
 
 def several(item: Callable, known: Collection[str] = ()) -> Callable:
@@ -72,15 +47,6 @@ def row_format(text: str) -> tuple[str, ...]:
         rule = f"one or two of {', '.join(ROW_FORMATS)}, joined by ','"
         raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
     return names
-
-
-def widths(text: str) -> list[int]:
-    """An argparse type: the hidden widths of an MLP."""
-    parts = text.split("-")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        rule = "integers >= 1 joined by '-', such as 512-256"
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-    return [int(part) for part in parts]
 
 
 def make_folder(folder: Path) -> None:

@@ -180,7 +180,7 @@ class Model:
         """The messages of a DCT method, by the formulas of dct_parallel."""
         known = METHODS[name].settings
         settings = dataclasses.replace(known, density=known.density or self.density)
-        transport = transport_for(None, settings, self.numel, ranks)
+        transport = transport_for(settings, self.numel, ranks)
         return BucketPlan(("model",), (self.numel,), settings, transport, ranks)
 
     def _kernels(self, plan: BucketPlan) -> tuple[float, float]:

@@ -23,7 +23,6 @@ from bench.cli import (
     positive,
     row_format,
     several,
-    widths,
 )
 from bench.network import report
 from bench.network.methods import METHODS, REPLICATED
@@ -116,9 +115,6 @@ def parser() -> Parser:
     model.add_argument("--batch-size", type=count, default=128, help="rows per rank and step")
     model.add_argument("--hash-size", type=count, default=4000, help="rows of a table at most")
     model.add_argument("--embedding-dim", type=count, default=16, help="width of an embedding")
-    mlp = {"type": widths, "metavar": "W-W-..."}
-    model.add_argument("--bottom", default="512-256-64", help="bottom MLP's hidden widths", **mlp)
-    model.add_argument("--top", default="512-256", help="top MLP's hidden widths", **mlp)
     model.add_argument(
         "--density",
         type=density,

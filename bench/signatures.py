@@ -1,7 +1,6 @@
 """Fills in the signatures of public names in docs/reference, as text for readers of a checkout.
 
-    python -m bench.signatures           # write them
-    python -m bench.signatures --check   # list the pages that differ
+    python -m bench.signatures
 
 A block stands between `<!-- signatures: PACKAGE -->` and `<!-- end signatures -->`.
 """
@@ -10,7 +9,6 @@ import dataclasses
 import importlib
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,14 +108,7 @@ def differing() -> dict[Path, str]:
     return {page: text for page, text in texts.items() if page.read_text() != text}
 
 
-def main() -> int:
-    found = differing()
-    for page, text in found.items():
-        print(page.name)
-        if "--check" not in sys.argv:
-            page.write_text(text)
-    return int("--check" in sys.argv and bool(found))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    for page, text in differing().items():
+        print(page.name)
+        page.write_text(text)

@@ -28,13 +28,14 @@ from dct_embeddings import (
 )
 from dct_parallel import DCTState, dct_hook
 from dlrm import progress, report
-from dlrm.arguments import count, fraction, make_parser, positive
+from dlrm.arguments import make_parser
 from dlrm.comparison import describe, make_console, run_program
 from dlrm.data.dataset import Dataset, batches, load
 from dlrm.data.features import INTS, TABLES, Rows
 from dlrm.errors import UsageError
 from dlrm.loop import Run, digest, replicated
 from dlrm.models.mlp import layers
+from dlrm.options import count, fraction, positive
 from dlrm.ranks import from_all_ranks
 from dlrm.scores import evaluate
 from dlrm.training import require_equal_weights, train

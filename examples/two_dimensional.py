@@ -22,15 +22,16 @@ from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange.settings import FORMATS
 from dct_parallel.formats import ROW_FORMATS
 from dlrm import progress, report
-from dlrm.arguments import count, fraction, make_parser, positive
+from dlrm.arguments import make_parser
 from dlrm.comparison import describe, make_console, run_program
 from dlrm.data.dataset import Dataset, batches, load
 from dlrm.errors import UsageError
 from dlrm.launch import under_torchrun
-from dlrm.loop import BOTTOM, TOP, Run, digest, replicated
-from dlrm.models.dlrm import DLRM
+from dlrm.loop import Run, digest, replicated
+from dlrm.models.dlrm import BOTTOM, DLRM, TOP
 from dlrm.models.row_exchange import rows_in
 from dlrm.models.sharded import ShardedDLRM
+from dlrm.options import count, fraction, positive
 from dlrm.scores import evaluate
 from dlrm.training import require_equal_weights, train
 

@@ -70,7 +70,7 @@ def pytest_addoption(parser):
         type=int,
         default=3,
         help="run a test on so many of its cases where Triton's kernels are interpreted, or their "
-        "PTX executed, and from 8 on those that search their cases; 0 for all",
+        "PTX executed, and from 8 on those of many launches; 0 for all",
     )
 
 

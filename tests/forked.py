@@ -26,14 +26,6 @@ def start():
     forkserver.ensure_running()
 
 
-def start_process(function, *args):
-    """A multiprocessing.Process that calls function(*args), started."""
-    start()
-    process = context.Process(target=function, args=args)
-    process.start()
-    return process
-
-
 def run_forked(function, calls, timeout):
     """[function(*call) for call in calls], at once.
 

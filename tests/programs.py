@@ -72,6 +72,16 @@ def _with(variables, function, args):
     return function(*args)
 
 
+def called(main, *arguments):
+    """(status, stdout, stderr) of a program's `main` in this process."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        status = main([str(argument) for argument in arguments])
+    return status, out.getvalue(), err.getvalue()
+
+
 @contextlib.contextmanager
 def started(command, **options):
     """A running process that answers Ctrl-C; ended afterwards with all that it started.

@@ -7,8 +7,7 @@ Problems: python-... trains a transformer on the Python sources of torch and sym
 character twice. clicks-... trains DLRM on rows of clicks, generated or from --data. clicks-adam
 uses row-wise AdaGrad for the tables (with --table-lr) and Adam for the MLPs.
 
-The learning rate rises over the first 50 steps of a transformer. Then it follows a cosine to 0, or
-stays constant.
+The learning rate follows a cosine to 0, after a rise over the first 50 steps of a transformer.
 
 Methods: dense (float32), bf16, dct:D% and reduce_scatter:D% (DCTState; D is the percentage of
 entries sent), int8, int4 and ternary (DCTState with every entry in that format). local:D%xH and
@@ -64,13 +63,6 @@ class Problem(NamedTuple):
     rates: tuple[float, ...]
 
 
-# {name: the part of the full rate, by the part of the steps that has been taken}
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
-    "constant": lambda part: 1,
-}
-
-
 def _one(make: Callable) -> Callable:
     return lambda model, rate, table_rate: [make(model.parameters(), lr=rate)]
 
@@ -102,9 +94,8 @@ def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) 
     batches = [task.batches(run["seed"], rank, options.ranks) for rank in range(options.ranks)]
     make = dp_methods.method(run["method"])
     warmup = max(1, problem.warmup)
-    schedule = SCHEDULES[options.schedule]
     parts = [
-        schedule(step / options.steps) * min(1, (step + 1) / warmup)
+        (1 + math.cos(math.pi * step / options.steps)) / 2 * min(1, (step + 1) / warmup)
         for step in range(options.steps)
     ]
 
@@ -176,7 +167,7 @@ def work(options: argparse.Namespace) -> None:
     for name, method in itertools.product(options.problems, options.methods):
         problem = PROBLEMS[name]
         rates = options.rates or problem.rates
-        run = {"problem": f"{name}, {options.schedule}, {options.steps} steps", "method": method}
+        run = {"problem": f"{name}, {options.steps} steps", "method": method}
         run["settings"] = settings_of(options)
         for rate in rates if len(rates) > 1 else ():
             finish(run | {"rate": rate, "seed": runs.RATE_SEED}, problem)
@@ -195,7 +186,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     methods = ["dense", "bf16", "dct:1%"]
     add("--methods", nargs="+", type=dp_methods.named, default=methods, metavar="M")
     add("--rates", type=several(positive), help="to try, joined by ','; each problem has its own")
-    add("--schedule", choices=SCHEDULES, default="cosine")
     add("--table-lr", type=positive, default=0.02, help="of clicks-adam's tables")
     add("--steps", type=count, default=600)
     add("--seeds", type=count, default=3)

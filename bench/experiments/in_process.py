@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dct_parallel.exchange.bucket import Bucket
+from dct_parallel.exchange.bucket import Bucket, StepResults, run_now
 from dct_parallel.exchange.plan import BucketPlan
 from dct_parallel.exchange.reduce_scatter import ReduceScatter
 from dct_parallel.exchange.settings import Settings
@@ -44,24 +44,23 @@ class _InProcess(Transport):
 
 
 class _AllGather(_InProcess, AllGather):
-    def _gather(self) -> None:
+    def _wait(self) -> None:
         torch.stack([peer._codec.payload for peer in self._peers], out=self._payloads)
 
 
 class _ReduceScatter(_InProcess, ReduceScatter):
-    def _to_owners(self) -> None:
-        for row, peer in zip(
-            self._arrived, self._peers, strict=False
-        ):  # without a row it owns nothing
+    def _wait(self) -> None:
+        # Without a row it owns nothing.
+        for row, peer in zip(self._arrived, self._peers, strict=False):
             row.copy_(peer._sent[self._group.rank()])
 
-    def _to_everybody(self, packed: Tensor) -> None:
+    def _gather_results(self, packed: Tensor) -> None:
         for row, peer in zip(self._results, self._peers, strict=True):
             row.copy_(packed if peer is self else peer._result())
 
     def _result(self) -> Tensor:
         """This owner's payload."""
-        self._to_owners()
+        self._wait()
         status, packed = self._compress_mean()
         assert not status.any()
         return packed
@@ -104,7 +103,7 @@ class Buckets:
             bucket.start(tensor)
         first, mean = self._of_ranks[0], torch.empty_like(tensors[0])
         first.finish(mean)
-        assert not first.take_result().damaged
+        assert not StepResults({0: first}, run_now).read()[0].damaged
         return mean
 
     def unsent(self) -> list[Tensor]:

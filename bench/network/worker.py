@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_embeddings import plan_shards
 from examples.dlrm.data.features import Rows, table_rows
 from examples.dlrm.data.synthetic import Generator
-from examples.dlrm.models.dlrm import DLRM
+from examples.dlrm.models.dlrm import BOTTOM, DLRM, TOP
 from examples.dlrm.models.sharded import ShardedDLRM
 from examples.wire_meter import WireMeter
 
@@ -84,7 +84,7 @@ class Worker:
         options = self.options
         torch.manual_seed(0)
         rows = table_rows(options.hash_size)
-        return DLRM(rows, options.embedding_dim, options.bottom, options.top)
+        return DLRM(rows, options.embedding_dim, BOTTOM, TOP)
 
     def _parallel_model(self, method: Method) -> tuple[torch.nn.Module, object]:
         """The model, and the state of its hook or its averager."""

@@ -1,7 +1,6 @@
 """The command line of train_dlrm.py, and what other programs share of it."""
 
 import argparse
-import math
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from dct_parallel.formats import ROW_FORMATS
 
 from .loop import OPTIMIZERS
 from .modes import MODES, START_STEP
+from .options import Formatter, count, fraction, number, positive
 
 DESCRIPTION = """\
 Train DLRM, a click model, with several ways of exchanging gradients. Compare quality, bytes sent
@@ -38,32 +38,6 @@ NEEDS = (
 )
 
 
-class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults other than None and False, and keeps line breaks."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_default = action.default is not None and action.default is not False
-        return super()._get_help_string(action) if has_default else action.help
-
-
-def number(kind: type, allowed: Callable[[float], bool], rule: str) -> Callable:
-    """An argparse type: a number for which `allowed` is true; `rule` says which are."""
-
-    def parse_number(text: str):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not allowed(value):
-            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-        return value
-
-    return parse_number
-
-
-count = number(int, lambda n: n >= 1, "an integer >= 1")
-positive = number(float, lambda x: 0 < x < math.inf, "a number > 0")
-fraction = number(float, lambda x: 0 < x <= 1, "a number in (0, 1]")
 table_size = number(int, lambda n: 2 <= n < 2**31, "an integer in [2, 2^31)")
 
 

@@ -16,7 +16,7 @@ from dct_embeddings import plan_shards
 
 from .data.dataset import Dataset, batches
 from .errors import UsageError
-from .models.dlrm import DLRM
+from .models.dlrm import BOTTOM, DLRM, TOP
 from .models.row_exchange import row_exchange
 from .models.sharded import ShardedDLRM
 from .modes import MODES, START_STEP
@@ -24,7 +24,6 @@ from .ranks import from_all_ranks
 from .scores import Scores, evaluate
 from .training import Record, require_equal_weights, train
 
-BOTTOM, TOP = (512, 256, 64), (512, 256)  # hidden widths of the MLPs
 BUCKET_MB = 1024  # one bucket: with several, PowerSGD can hang on gloo
 # {name: made from parameters and a learning rate}; AdamW has torch's defaults.
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {

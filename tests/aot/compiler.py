@@ -31,11 +31,7 @@ TARGETS = {
 class Kernel:
     """One compiled kernel. Wide accesses are of 128 bits, narrow ones of 16 to 64: not of bytes."""
 
-    name: str
-    warps: int
-    registers: int  # a thread
     spills: int  # bytes of stack on NVIDIA, vector registers on AMD
-    shared: int  # bytes
     wide_loads: int
     narrow_loads: int
     wide_stores: int
@@ -79,22 +75,14 @@ def _compiling(target: GPUTarget) -> Iterator[list]:
 
 def _examine(kernel) -> Kernel:
     facts = _examine_ptx(kernel) if "ptx" in kernel.asm else _examine_amdgcn(kernel.asm["amdgcn"])
-    return Kernel(
-        name=kernel.name.strip("_"),
-        warps=kernel.metadata.num_warps,
-        shared=kernel.metadata.shared,
-        fusion=kernel.metadata.enable_fp_fusion,
-        **facts,
-    )
+    return Kernel(fusion=kernel.metadata.enable_fp_fusion, **facts)
 
 
 def _examine_ptx(kernel) -> dict[str, int]:
     ptx = kernel.asm["ptx"]
     machine_code = _cuobjdump(kernel.asm["cubin"])
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", machine_code).groups()
     return {
-        "registers": int(registers),
-        "spills": int(stack),
+        "spills": int(re.search(r" STACK:(\d+)", machine_code)[1]),
         "wide_loads": _count(r"\bld\.global\S*\.v4\.[bf]32", ptx),
         "narrow_loads": _count(r"\bld\.global(?!\S*\.v4\.[bf]32)\S*\.[a-z](16|32|64)\b", ptx),
         "wide_stores": _count(r"\bst\.global\S*\.v4\.[bf]32", ptx),
@@ -107,7 +95,6 @@ def _examine_ptx(kernel) -> dict[str, int]:
 def _examine_amdgcn(code: str) -> dict[str, int]:
     wide, narrow = "dwordx4", r"(dword|dwordx2|ushort|sshort|short|short_d16(_hi)?)"
     return {
-        "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]),
         "spills": int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]),
         "wide_loads": _count(rf"\b(global|buffer)_load_{wide}\b", code),
         "narrow_loads": _count(rf"\b(global|buffer)_load_{narrow}\b", code),

@@ -7,9 +7,9 @@ import torch
 
 # Triton's interpreter takes milliseconds for every program of a launch, and its compiler seconds
 # for every kernel. So a test of many cases is run there on some of them, drawn once for all. A test
-# of a hundred launches (marked many_launches, or a search by hypothesis) runs where there are at
-# least so many cases, and one of thousands of programs (marked many_programs) is left to the other
-# backends. The PTX of nvcc runs sooner: it has a number of its own. 0 runs everything.
+# of a hundred launches (marked many_launches) runs where there are at least so many cases, and one
+# of thousands of programs (marked many_programs) is left to the other backends. The PTX of nvcc
+# runs sooner: it has a number of its own. 0 runs everything.
 CASES_OF_MANY_LAUNCHES = 8
 
 
@@ -38,10 +38,7 @@ def _is_left_out(item, most: int) -> bool:
     """Where so many cases of a test are run at most."""
     if item.get_closest_marker("many_programs"):
         return True
-    searches = getattr(item.obj, "is_hypothesis_test", False)
-    return most < CASES_OF_MANY_LAUNCHES and bool(
-        searches or item.get_closest_marker("many_launches")
-    )
+    return most < CASES_OF_MANY_LAUNCHES and bool(item.get_closest_marker("many_launches"))
 
 
 @pytest.fixture(autouse=True, scope="session")

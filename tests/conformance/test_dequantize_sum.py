@@ -48,21 +48,11 @@ def test_ranges(backend, ranges, format):
         assert status == [0, 0]
 
 
-@formats
-@pytest.mark.parametrize("ranks", [0, 1, 3, 64])
-def test_ranks(backend, ranks, format):
-    geometry = Geometry(1500, format)
-    _, status = quantized_calls.dequantize_sum(
-        backend, payloads(geometry, ranks), geometry, scale=1 / max(ranks, 1)
-    )
-    assert status == [0] * ranks
-
-
 @pytest.mark.many_programs
-@pytest.mark.parametrize("format", ["bfloat16", "int8"])
-def test_a_million_elements(backend, format):
-    geometry = Geometry(samples.LARGE, format)
-    quantized_calls.dequantize_sum(backend, payloads(geometry, 2), geometry, scale=0.5)
+def test_more_than_a_cache_holds(backend):
+    """34 MB of output, which a kernel may write past the caches."""
+    geometry = Geometry(8_400_007, "int8")
+    quantized_calls.dequantize_sum(backend, payloads(geometry, 1), geometry, scale=0.5)
 
 
 @formats
@@ -80,24 +70,6 @@ def test_the_sum_by_hand(backend, format):
         assert out[0].item() == pytest.approx(expected, rel=0.01)
         assert out[1:].tolist() == [0.0] * 69
         assert status == [0, 0, 0]
-
-
-def test_codes_that_no_sender_writes_by_hand(backend):
-    """int8's -128, int4's -8, and bytes that are no sum of five ternary codes: five ones."""
-    for format, byte, expected in [
-        ("int8", 0x80, [-256.0]),
-        ("int4", 0x88, [-16.0, -16.0]),
-        ("ternary", 0x7A, [2.0] * 5),
-        ("ternary", 0x80, [2.0] * 5),
-        ("ternary", 0x79, [2.0] * 5),
-        ("ternary", 0x87, [-2.0] * 5),
-    ]:
-        geometry = Geometry(64, format)
-        raw = bytearray(of_values(geometry)[0])
-        raw[64] = byte
-        raw[geometry.nbytes - 32 : geometry.nbytes - 30] = b"\x00\x40"
-        out, _ = quantized_calls.dequantize_sum(backend, [[bytes(raw)]], geometry)
-        assert out.tolist() == expected + [0.0] * (64 - len(expected))
 
 
 SCALES = (1 / 3, -1.0, 0.0, -0.0, 1e-45, 1e-320, 1e39, math.inf, math.nan)

@@ -3,9 +3,6 @@
 Sizes, scales and alignments are in test_dequantize_sum.
 """
 
-import math
-
-import numpy as np
 import pytest
 import torch
 from oracle import quantized_payload as oracle
@@ -43,33 +40,6 @@ def test_the_owner_by_hand(backend, format):
     assert packed.values.tolist() == [4 * unit, *[0.0] * 1028, -unit]
     assert packed.residual.tolist() == [0.0] * 1030
     assert (packed.flags, status) == ([0], [0, 0])
-
-
-@formats
-def test_what_is_not_finite_goes_on_and_the_owner_keeps_its_residual(backend, format):
-    geometry = Geometry(1100, format)
-    ranks = [of_values(geometry, 1.0, math.inf, math.nan), of_values(geometry, 0.0, 1.0)]
-    residual = torch.full((1100,), 0.5)
-    residual[2] = math.nan
-    packed, _ = quantized_calls.dequantize_sum_pack(backend, ranks, geometry, residual)
-    spoiled = slice(0, 64) if format in oracle.WITH_SCALES else slice(1, 3)
-    assert packed.flags == [2]
-    assert not np.isfinite(packed.values[spoiled]).any()
-    assert np.isfinite(np.delete(packed.values, spoiled)).all()
-    assert packed.residual[spoiled].tolist().count(0.5) == packed.residual[spoiled].numel() - 1
-    assert packed.residual[2] == 0
-
-
-@formats
-def test_conservation(backend, format):
-    """value + residual == old residual + scale * sum, but that "ternary" rounds the residual."""
-    geometry = Geometry(5000, format)
-    of_all, residual = payloads(geometry, 4), samples.normal(5000)
-    out, _ = quantized_calls.dequantize_sum(backend, of_all, geometry, scale=0.25)
-    packed, _ = quantized_calls.dequantize_sum_pack(backend, of_all, geometry, residual, 0.25)
-    exact = (residual + out).numpy().astype(float) - packed.values.astype(float)
-    expected = exact.astype(np.float32) if format == "ternary" else exact
-    assert np.array_equal(packed.residual.numpy(), expected)
 
 
 def test_a_payload_without_a_header_adds_nothing(backend):

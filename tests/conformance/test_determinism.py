@@ -73,10 +73,3 @@ def test_threads_and_repetition(backend, threads):
         threads(count)
         for now, before in zip(everything(backend), first, strict=True):
             assert torch.equal(now, before)
-
-
-@pytest.mark.many_programs
-def test_backends_agree(backend):
-    """Implied by agreement with the oracle, and shown here on one long chain of ops."""
-    for now, expected in zip(everything(backend), everything(BACKENDS["eager"]), strict=True):
-        assert torch.equal(now, expected)

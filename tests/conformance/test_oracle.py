@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from oracle import floats, payload, thresholds
+from oracle import floats, payload
 
 from conformance import bits, samples
-from dct_kernels import payload_info, payload_layout
+from dct_kernels import payload_layout
 
 
 @pytest.mark.parametrize(("dtype", "past_the_last"), [("bfloat16", 2.0**128), ("float16", 2.0**16)])
@@ -31,13 +31,6 @@ def test_saturation_keeps_finite_numbers_finite_and_infinity_infinite():
     assert floats.narrow(x, "bfloat16").tolist() == [0x7F80, 0xFF80, *expected[2:]]
 
 
-def test_hash_spreads_picks_over_their_strata():
-    for n, m in [(100, 7), (65537, 64), (10**6 + 3, 1000)]:
-        picks = thresholds.picks(n, m, seed=3, r=2)
-        assert all(j * n // m <= pick < (j + 1) * n // m for j, pick in enumerate(picks))
-        assert abs(np.mean(picks) / n - 0.5) < 0.05
-
-
 @pytest.mark.parametrize("ranges", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", bits.PAYLOAD_VALUES, ids=bits.name)
 def test_payload_layout_is_the_published_one(dtype, ranges):
@@ -59,15 +52,3 @@ def test_payload_layout_by_hand():
     # Two ranges of one block each.
     assert payload_layout(16385, 9, torch.float32, ranges=2) == (160, 64, 80, 112)
     assert payload_layout(0, 1, torch.float32) == (112, 64, 80, 96)
-
-
-def test_payload_info_reads_a_header():
-    geometry = payload.Geometry(20000, 5, "bfloat16")
-    row = bytearray(geometry.nbytes)
-    content = payload.content(geometry, 0, np.array([3, 17000]), [0x3F80, 0x4000], flags=3)
-    payload.write(row, geometry, content)
-    info = payload_info(torch.frombuffer(row, dtype=torch.uint8))
-    flags = {"overflow": True, "non_finite": True}
-    sizes = {"numel": 20000, "capacity": 5, "count": 2}
-    assert info._asdict() == {"value_dtype": torch.bfloat16} | sizes | flags
-    assert payload.indices(payload.read(row, geometry, 0)) == [3, 17000]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from oracle import payload
 
-import dct_kernels
 from conformance import bits, calls, samples
 
 value_dtypes = pytest.mark.parametrize("value_dtype", bits.PAYLOAD_VALUES, ids=bits.name)
@@ -47,15 +46,6 @@ def test_everything_passes_and_overflows(backend, short_of, value_dtype):
     assert packed.seen.tolist() == [numel]
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 0.5])
-def test_nothing_passes(backend, value):
-    residual = torch.full((20000,), value)
-    packed = calls.mask_pack(backend, residual, None, 1.0, capacity=10)
-    content = packed.contents[0]
-    assert (content.count, content.flags, content.starts) == (0, 0, [0, 0, 0])
-    assert bits.raw(packed.residual).tolist() == bits.raw(residual).tolist()
-
-
 def test_the_non_finite_flag_covers_what_did_not_fit(backend):
     residual = torch.ones(100)
     residual[99] = math.inf
@@ -75,13 +65,6 @@ def test_ranges(backend, numel, ranges):
     assert sum(content.numel for content in packed.contents) == numel
 
 
-def test_five_ranges_of_two_blocks_three_of_them_empty(backend):
-    packed = calls.mask_pack(backend, torch.ones(16385), None, 1.0, ranges=5)
-    assert [content.numel for content in packed.contents] == [16384, 1, 0, 0, 0]
-    assert [content.starts for content in packed.contents] == [[0, 16384], [0, 1], [0], [0], [0]]
-    assert packed.seen.tolist() == [16384, 1, 0, 0, 0]
-
-
 def test_ranges_overflow_one_by_one(backend):
     """Flags, capacity, threshold and seen are a range's own."""
     numel = 4 * 16384 + 100
@@ -97,15 +80,6 @@ def test_ranges_overflow_one_by_one(backend):
     assert packed.seen.tolist() == [5, 6, 1]
 
 
-@pytest.mark.parametrize("flags", range(4))
-def test_payload_info_says_the_flags(backend, flags):
-    residual = torch.tensor([1.0, math.nan if flags & payload.NON_FINITE else 1.0, 1.0])
-    capacity = 2 if flags & payload.OVERFLOW else 3
-    packed = calls.mask_pack(backend, residual, None, 0.5, capacity)
-    info = dct_kernels.payload_info(torch.frombuffer(bytearray(packed.rows[0]), dtype=torch.uint8))
-    assert (info.overflow, info.non_finite) == (bool(flags & 1), bool(flags & 2))
-
-
 @pytest.mark.parametrize("ranges", [None, 7])
 def test_many_blocks_with_overflow_in_the_middle(backend, ranges):
     numel = 12 * 16384 + 123
@@ -115,12 +89,3 @@ def test_many_blocks_with_overflow_in_the_middle(backend, ranges):
     calls.mask_pack(
         backend, residual, grad, thresholds, 5003, torch.bfloat16, ranges, inv_scale=scale
     )
-
-
-def test_the_second_call_sends_what_the_first_could_not(backend):
-    residual, where = spread(50000, 30)
-    first = calls.mask_pack(backend, residual, None, 1.0, capacity=20)
-    second = calls.mask_pack(backend, first.residual, None, 1.0, capacity=20)
-    sent = payload.indices(first.contents[0]) + payload.indices(second.contents[0])
-    assert sent == where.tolist()
-    assert torch.equal(second.residual, torch.where(residual == 1.0, 0.0, residual))

@@ -57,6 +57,10 @@ def test_by_hand(backend):
     rows = torch.tensor([[79, 0x00, 0x40]], dtype=torch.uint8)  # 79 = 1 - 3 + 81
     assert check(backend, rows, 5, "ternary").tolist() == [[2.0, -2.0, 0.0, 0.0, 2.0]]
     assert check(backend, rows, 5, "sign").tolist() == [[-2.0, -2.0, -2.0, -2.0, 2.0]]
+    # Bytes that are no sum of five ternary codes read as five ones.
+    for byte, value in ((0x79, 2.0), (0x7A, 2.0), (0x80, 2.0), (0x87, -2.0)):
+        rows = torch.tensor([[byte, 0x00, 0x40]], dtype=torch.uint8)
+        assert check(backend, rows, 5, "ternary").tolist() == [[value] * 5]
 
 
 @formats

@@ -83,14 +83,6 @@ def test_rows(backend, rows, dtype):
         check(backend, hard_rows(rows, width, dtype), k, dtype)
 
 
-@pytest.mark.many_launches
-def test_every_k_of_a_width(backend):
-    for width in (40, 129, 300):
-        x = hard_rows(3, width)
-        for k in range(1, width + 1, 1 if width == 40 else 13):
-            check(backend, x, k, torch.float32)
-
-
 def test_by_hand(backend):
     """A bitmap, least significant bit first; uint8 columns; little-endian uint16 columns."""
     x = torch.zeros(1, 10)

@@ -48,63 +48,38 @@ def test_rounding_is_that_of_a_cast(backend, dtype, out_dtype):
 
 
 UINT8 = (100, 4)  # width, k
-UINT16 = (1000, 4)
 BITMAP = (20, 4)
 
 
 @pytest.mark.parametrize(
-    ("columns", "accepted"),
+    ("shape", "positions", "accepted"),
     [
-        ([1, 5, 5, 9], [1, 5, None, 9]),
-        ([5, 1, 3, 6], [5, None, None, 6]),
-        ([3, 200, 4, 5], [3, None, 4, 5]),
-        ([99, 0, 1, 2], [99, None, None, None]),
-        ([0, 0, 0, 0], [0, None, None, None]),
-        ([100, 255, 7, 8], [None, None, 7, 8]),
-        ([255, 254, 253, 100], [None] * 4),
+        (UINT8, [1, 5, 5, 9], [1, 5, None, 9]),
+        (UINT8, [5, 1, 3, 6], [5, None, None, 6]),
+        (UINT8, [3, 200, 4, 5], [3, None, 4, 5]),
+        (UINT8, [99, 0, 1, 2], [99, None, None, None]),
+        (UINT8, [0, 0, 0, 0], [0, None, None, None]),
+        (UINT8, [100, 255, 7, 8], [None, None, 7, 8]),
+        (UINT8, [255, 254, 253, 100], [None] * 4),
+        (BITMAP, [0b00000011, 0, 0], [0, 1, None, None]),
+        (BITMAP, [0, 0, 0], [None] * 4),
+        (BITMAP, [0, 0, 0b11110000], [None] * 4),
+        (BITMAP, [0b11111111, 0, 0], [0, 1, 2, 3]),
+        (BITMAP, [0b1, 0b1, 0b11111001], [0, 8, 16, 19]),
+        (BITMAP, [255, 255, 255], [0, 1, 2, 3]),
     ],
 )
-def test_a_list_column_that_cannot_be_accepted(backend, columns, accepted):
-    """It gathers 0 and scatters nothing, and the slots after it keep their own values."""
-    width, k = UINT8
-    positions = torch.tensor([columns], dtype=torch.uint8)
-    x = torch.arange(1.0, width + 1).view(1, width)
+def test_positions_that_cannot_be_accepted(backend, shape, positions, accepted):
+    """A column that does not ascend, and bits past the k-th or the width: such a slot gathers 0 and
+    scatters nothing, and the slots after it keep their own values."""
+    width, k = shape
+    positions = torch.tensor([positions], dtype=torch.uint8)
+    x, values = torch.arange(1.0, width + 1).view(1, width), torch.arange(1.0, k + 1).view(1, k)
     gathered = check_gather(backend, x, k, positions, torch.float32)
     assert gathered.tolist() == [[0.0 if c is None else c + 1.0 for c in accepted]]
-    out = check_unpack(
-        backend, torch.tensor([[1.0, 2.0, 3.0, 4.0]]), width, positions, torch.float32
-    )
+    out = check_unpack(backend, values, width, positions, torch.float32)
     expected = {c: j + 1.0 for j, c in enumerate(accepted) if c is not None}
     assert {c: out[0, c].item() for c in out[0].nonzero().flatten().tolist()} == expected
-
-
-def test_uint16_columns_that_cannot_be_accepted(backend):
-    width, k = UINT16
-    columns = [[5, 1000, 6, 999], [65535, 1, 0, 2], [999, 999, 998, 65535], [0, 256, 1, 257]]
-    raw = np.array(columns, "<u2").view(np.uint8)
-    gathered, _ = check(backend, width, k, torch.from_numpy(raw.copy()))
-    assert gathered[0, 1] == 0
-
-
-@pytest.mark.parametrize(
-    ("bytes_", "accepted"),
-    [
-        ([0b00000011, 0, 0], [0, 1, None, None]),
-        ([0, 0, 0], [None] * 4),
-        ([0, 0, 0b11110000], [None] * 4),
-        ([0b11111111, 0, 0], [0, 1, 2, 3]),
-        ([0b1, 0b1, 0b11111001], [0, 8, 16, 19]),
-        ([255, 255, 255], [0, 1, 2, 3]),
-    ],
-)
-def test_a_bitmap_of_too_few_or_too_many_bits(backend, bytes_, accepted):
-    """Bits past the k-th or past the width are ignored; a missing one gathers 0."""
-    width, k = BITMAP
-    positions = torch.tensor([bytes_], dtype=torch.uint8)
-    x = torch.arange(1.0, width + 1).view(1, width)
-    gathered = check_gather(backend, x, k, positions, torch.float32)
-    assert gathered.tolist() == [[0.0 if c is None else c + 1.0 for c in accepted]]
-    check_unpack(backend, torch.ones(1, k), width, positions, torch.float32)
 
 
 @pytest.mark.parametrize(("width", "k"), [*SHAPES, *WIDE])

@@ -36,24 +36,11 @@ def test_sizes_and_dtypes(backend, numel, out_dtype, value_dtype):
 
 
 @pytest.mark.many_programs
-@value_dtypes
-def test_a_million_elements(backend, value_dtype):
-    geometry = Geometry(samples.LARGE, 5000, value_dtype)
-    calls.scatter_unpack(backend, payloads(geometry, 2), geometry, scale=0.5)
-
-
-@pytest.mark.many_programs
 @pytest.mark.parametrize("offset", [0, 1])
 def test_more_than_a_cache_holds(backend, offset):
     """34 MB of output, which a kernel may write past the caches."""
     geometry = Geometry(8_400_007, 5000, "bfloat16")
     calls.scatter_unpack(backend, payloads(geometry, 2, 0.0005), geometry, offset=offset)
-
-
-@pytest.mark.parametrize("density", [0.0, 1.0])
-def test_empty_and_full_payloads(backend, density):
-    geometry = Geometry(2 * 16384 + 33, 2 * 16384 + 33, "float32")
-    calls.scatter_unpack(backend, payloads(geometry, 2, density), geometry)
 
 
 @pytest.mark.parametrize("ranks", [0, 1, 5])

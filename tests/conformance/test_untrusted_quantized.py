@@ -45,14 +45,6 @@ def test_every_bit_of_the_header(backend, format):
     assert statuses(backend, geometry, flips) == [int(bit != 57) for bit in range(512)]
 
 
-@formats
-def test_flags(backend, format):
-    """Of what the sender saw, a sum says nothing; that entries overflowed is not of this format."""
-    geometry = Geometry(100, format)
-    marked = [random_payload(geometry, flags, flags) for flags in range(16)]
-    assert statuses(backend, geometry, marked) == [int(flags not in (0, 2)) for flags in range(16)]
-
-
 def headers_of_others(numel, format):
     """Sound ones, but of another format, version, size or tensor."""
     others = [oracle.header(numel, other) for other in oracle.FORMATS if other != format]

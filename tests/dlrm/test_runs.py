@@ -14,7 +14,7 @@ from dlrm.arguments import parse
 from dlrm.data import dataset
 from dlrm.errors import RankError, UsageError
 from dlrm.launch import launch
-from dlrm.models.dlrm import DLRM
+from dlrm.models.dlrm import BOTTOM, DLRM, TOP
 from dlrm.scores import score
 
 SMALL = ["--batch-size", "64", "--hash-size", "50", "--embedding-dim", "4"]
@@ -69,7 +69,7 @@ def test_weights_are_those_of_torchs_optimizer(one_rank, name):
     result = loop.run("dense", 3, data, options, lambda step: None)
 
     torch.manual_seed(3)
-    model = DLRM(data.tables, 4, loop.BOTTOM, loop.TOP)
+    model = DLRM(data.tables, 4, BOTTOM, TOP)
     tables = torch.optim.SGD(model.tables.parameters(), lr=0.1)
     mlps = BY_HAND[name]([*model.bottom.parameters(), *model.top.parameters()])
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(3))

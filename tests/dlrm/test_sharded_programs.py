@@ -1,7 +1,5 @@
 """two_dimensional.py and substitution.py on rows in Criteo's format: bytes, losses, refusals."""
 
-import contextlib
-import io
 import re
 import subprocess
 import sys
@@ -9,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch.distributed as dist
-from programs import ROOT, run_as_torchrun
+from programs import ROOT, called, run_as_torchrun
 
 import substitution
 import two_dimensional
@@ -86,16 +84,6 @@ def test_equivalent_substitution_is_the_training_of_one_process(rows):
     launch(_substitution, 2, rows)
 
 
-def _printed(main, *given):
-    """What a rank prints, and its exit status."""
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as err,
-    ):
-        status = main([str(argument) for argument in given])
-    return status, out.getvalue() + err.getvalue()
-
-
 PROGRAMS = {
     "two_dimensional": (two_dimensional, "dense|compressed", ["--replicas", "2"]),
     "substitution": (substitution, "one process|dense|compressed", ["--capacity", "20000"]),
@@ -107,8 +95,8 @@ def test_the_table(rows, name):
     """Dense beside compressed, on rank 0 alone."""
     program, variants, given = PROGRAMS[name]
     given = ["--data", rows, "--batch-size", 256, *given]
-    (status, text), second = run_as_torchrun(_printed, 2, program.main, *given)
-    assert (status, second) == (0, (0, "")), text
+    (status, text, error), second = run_as_torchrun(called, 2, program.main, *given)
+    assert (status, second) == (0, (0, "", "")), error
     lines = re.finditer(rf"^ ({variants})  +(.*)$", text, re.MULTILINE)
     table = {words[1]: words[2].split() for words in lines}
     assert list(table) == variants.split("|")

@@ -1,6 +1,5 @@
 """train_dlrm.py as a user starts it: modes, results, bytes by formula, refusals."""
 
-import contextlib
 import io
 import json
 import subprocess
@@ -8,7 +7,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from programs import ROOT, TORCHRUN, run_as_torchrun
+from programs import ROOT, TORCHRUN, called, run_as_torchrun
 from rich.console import Console
 
 from criteo_lines import write_rows
@@ -21,19 +20,9 @@ SMALL = ["--rows", 1500, "--batch-size", BATCH, "--hash-size", 50, "--embedding-
 TRAIN = [sys.executable, ROOT / "examples/train_dlrm.py"]
 
 
-def _call(*arguments):
-    """(status, stdout, stderr) of the command in this process."""
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as err,
-    ):
-        status = main([str(argument) for argument in arguments])
-    return status, out.getvalue(), err.getvalue()
-
-
 def _call_on_ranks(*arguments):
     """What the first of two ranks prints, as under torchrun; the other one prints nothing."""
-    (status, out, err), second = run_as_torchrun(_call, RANKS, *arguments)
+    (status, out, err), second = run_as_torchrun(called, RANKS, main, *arguments)
     assert (status, second) == (0, (0, "", "")), err
     return out
 
@@ -145,17 +134,6 @@ def test_refusals_name_option_rule_and_value(tmp_path, monkeypatch, capsys, give
     except SystemExit as end:
         assert end.code == 2
     assert text in capsys.readouterr().err
-
-
-def test_help_has_examples_and_fewer_than_22_options(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert "python examples/train_dlrm.py --parallel hybrid --row-format int4 --dedup" in text
-    options = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
-    assert len(options) == len(set(options)) == 21
-    for name in ("density", "policy", "refresh-every", "optimizer", "row-format", "row-density"):
-        assert f"--{name}" in options
 
 
 @pytest.mark.large

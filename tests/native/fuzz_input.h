@@ -171,9 +171,12 @@ inline const std::vector<float>& floats() {
   return pool;
 }
 
-// Calls function(parallel), which runs tasks one after the other.
+// Calls function(parallel), which runs tasks one after the other; under TSan, on threads.
 template <typename Function>
 void with_tasks(int64_t tasks, Function&& function) {
+#if defined(__SANITIZE_THREAD__)
+  return with_threads(tasks, function);
+#endif
   const auto in_turn = [](int64_t count, cpu::FunctionRef<void(int64_t)> body) {
     for (int64_t task = count - 1; task >= 0; --task) body(task);
   };

@@ -1,4 +1,4 @@
-// sample_threshold against a sort.
+// sample_threshold against a sort, and its picks against their definition.
 
 #include <functional>
 
@@ -11,6 +11,25 @@ using namespace dct;
 using namespace dct::test;
 
 namespace {
+
+void picks_are_the_published_ones() {
+  // Worked out from the published definition, in Python.
+  CHECK(hash32(0, 0, 0) == 0 && hash32(1, 2, 3) == 0xA99CD169u, "%08x", hash32(1, 2, 3));
+  for (int64_t n :
+       {int64_t{11}, int64_t{65537}, (int64_t{1} << 31) + 5, (int64_t{1} << 45) + 123}) {
+    for (int64_t m : {int64_t{1}, int64_t{10}, int64_t{65536}, (int64_t{1} << 31) - 1}) {
+      if (m >= n) continue;
+      for (int64_t j : {int64_t{0}, int64_t{1}, m / 3, m / 2, m - 1}) {
+        if (j >= m) continue;
+        using Wide = unsigned __int128;
+        const Wide start = Wide(j) * n / m, end = (Wide(j) + 1) * n / m;
+        const Wide pick = start + ((Wide(hash32(9, 4, uint32_t(j))) * (end - start)) >> 32);
+        CHECK(stratified_pick(j, n, m, 9, 4) == int64_t(pick), "n %ld, m %ld, j %ld", long(n),
+              long(m), long(j));
+      }
+    }
+  }
+}
 
 template <typename Grad>
 void sample(Random& random, int64_t numel) {
@@ -74,6 +93,7 @@ void sparse() {
 }  // namespace
 
 int main() {
+  picks_are_the_published_ones();
   Random random(3);
   for (int64_t numel : {0, 1, 2, 15, 16, 17, 100, 1000, 16384, 16385, 33000, 70000}) {
     for (int repeat = 0; repeat < 8; ++repeat) {

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from ..data.features import INTS
 from .mlp import layers
 
+BOTTOM, TOP = (512, 256, 64), (512, 256)  # hidden widths of the MLPs
+
 
 class DLRM(nn.Module):
     """Integers through an MLP, categoricals through embeddings, their dot products, an MLP.
