@@ -194,7 +194,7 @@ def test_what_is_a_skip(calls, skipped, fused):
         scaler.scale(torch.zeros(()))
         parameter.grad = torch.tensor([grad])
         optimizer = SGD([parameter], fused=fused)
-        scale = LossScale("op", scaler, optimizer)
+        scale = LossScale("op", scaler, [optimizer])
         scale.watch([parameter])
         scale.begin()
         steps = {
@@ -224,7 +224,7 @@ def test_optimizers_that_cannot_be_watched_are_refused(rank):
     hook = r"a torch.optim.Optimizer, or a list of them \(of a wrapper, the optimizer inside\)"
     for optimizer, error, text in [
         (None, ValueError, missing + "None"),
-        ([], ValueError, missing + r"\[\]"),
+        ([], TypeError, f"optimizer must be {hook}, got an empty list"),
         (other, ValueError, "optimizer must be of the parameters that are averaged, got SGD of "),
         (wrapper, TypeError, f"optimizer must be {hook}, got PostLocalSGDOptimizer"),
         ([other, 3], TypeError, f"optimizer must be {hook}, got int"),
