@@ -94,10 +94,10 @@ def find_cuda(version: str | None) -> bool:
 
 
 def sources_of(library: str) -> list[str]:
-    """The sources of `_C`, which has no CUDA kernels, or of `_cuda`, which has no CPU kernels."""
-    other = {"_C": "cuda", "_cuda": "cpu"}[library]
-    sources = (ROOT / "csrc/sources.txt").read_text().split()
-    return [s for s in sources if not s.startswith((f"csrc/{other}/", f"csrc/bindings/{other}."))]
+    """Of `_C` or `_cuda`: its kernels, and the bindings, which are compiled for each."""
+    other = "csrc/cuda/" if library == "_C" else "csrc/cpu/"
+    listed = (ROOT / "csrc/sources.txt").read_text().split()
+    return [source for source in listed if not source.startswith(other)]
 
 
 def extensions() -> dict:

@@ -6,10 +6,11 @@
 #include <cstdint>
 
 #include "dtype.h"
-#include "quantized_payload.h"
-#include "row_formats.h"
 
 namespace dct {
+
+enum class PayloadFormat : uint8_t;  // quantized_payload.h
+enum class RowFormat : uint8_t;      // row_formats.h
 
 struct SampleThresholdArgs {
   const void* grad;  // [numel] of grad_dtype

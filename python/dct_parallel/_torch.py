@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch.utils import unwrap_dead_wrappers as unwrap_dead_wrappers
 from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
@@ -30,6 +31,9 @@ span = torch._C._profiler._RecordFunctionFast
 # writes, which is left to the caller.
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
+
+# Whether torch.func transforms the code that runs, and how Function.apply unwraps its arguments.
+transforms_are_active = torch._C._are_functorch_transforms_active
 
 NO_PASS = -1
 # The number of the backward pass under way in this thread, or NO_PASS. A nested pass has its own.

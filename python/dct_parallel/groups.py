@@ -159,15 +159,18 @@ def refusing(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = str(error)
-        if not isinstance(error, PeerError):  # that one names the rank it comes from
-            got = f"{type(error).__name__} from rank {dist.get_rank()}: {error}".removesuffix(": ")
-            text = f"dct::{op}: every rank must take part, got {got}"
         for group in groups:
             if isinstance(group, dist.ProcessGroup):
                 with contextlib.suppress(Exception):  # the store is gone; this error matters more
-                    _publish(group, {"op": op, "error": text})
+                    _publish(group, {"op": op, "error": _refusal(op, error)})
         raise
+
+
+def _refusal(op: str, error: Exception) -> str:
+    if isinstance(error, PeerError):  # it names the rank that it comes from
+        return str(error)
+    got = f"{type(error).__name__} from rank {dist.get_rank()}: {error}".removesuffix(": ")
+    return f"dct::{op}: every rank must take part, got {got}"
 
 
 def require_same(op: str, by_rank: Mapping[Any, Mapping[str, Any]]) -> None:

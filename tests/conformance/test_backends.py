@@ -14,7 +14,7 @@ import torch
 import dct_kernels
 import dct_parallel
 from conformance.arguments import OPS, arguments
-from dct_kernels import _load, testing
+from dct_kernels import _load, _ops, testing
 
 PACKAGE = Path(dct_kernels.__file__).parent
 BACKENDS = ("eager", "cpp", "cuda", "triton")
@@ -223,30 +223,10 @@ def test_the_dispatcher_runs_the_public_function(op):
         assert torch.equal(value, raw[name]) if isinstance(value, torch.Tensor) else True
 
 
-def test_schemas():
-    """The contract, word for word: names, order, defaults, and what is written."""
-    expected = {
-        "sample_threshold": "(Tensor grad, Tensor residual, float density, SymInt ranges=1, SymInt "
-        "max_samples=65536, SymInt seed=0, Tensor? inv_scale=None) -> Tensor",
-        "mask_pack": "(Tensor(a!) residual, Tensor grad, Tensor threshold, Tensor(b!) payload, "
-        "Tensor(c!) seen, SymInt capacity, ScalarType value_dtype, Tensor? inv_scale=None) -> ()",
-        "scatter_unpack": "(Tensor payloads, Tensor(a!) out, SymInt capacity, ScalarType "
-        "value_dtype, float scale=1., Tensor? out_scale=None) -> Tensor",
-        "quantize_pack": "(Tensor(a!)? residual, Tensor grad, Tensor(b!) payload, str format, "
-        "Tensor? inv_scale=None) -> ()",
-        "dequantize_sum": "(Tensor payloads, Tensor(a!) out, str format, float scale=1., Tensor? "
-        "out_scale=None) -> Tensor",
-        "dequantize_sum_pack": "(Tensor payloads, Tensor(a!) residual, Tensor(b!) payload, str "
-        "format, float scale=1.) -> Tensor",
-        "row_pack": "(Tensor x, SymInt k, ScalarType value_dtype) -> (Tensor values, Tensor "
-        "positions)",
-        "row_gather": "(Tensor x, Tensor positions, SymInt k, ScalarType value_dtype) -> Tensor",
-        "row_unpack": "(Tensor values, Tensor positions, SymInt width, ScalarType dtype) -> Tensor",
-        "row_quantize": "(Tensor x, str format) -> Tensor",
-        "row_dequantize": "(Tensor rows, SymInt width, str format, ScalarType dtype) -> Tensor",
-    }
-    actual = {op: str(getattr(torch.ops.dct, op).default._schema) for op in OPS}
-    assert actual == {op: f"dct::{op}{schema}" for op, schema in expected.items()}
+def test_the_digest_of_the_schemas():
+    """A changed schema needs a changed function in csrc/bindings/ops.cpp, and then this text."""
+    built_with = Path(__file__).parents[2] / "csrc" / "bindings" / "built_with.cpp"
+    assert f' for schemas {_ops.SCHEMAS_DIGEST}"' in built_with.read_text()
 
 
 @pytest.mark.skipif("cpp" not in testing.backends(), reason="no compiled CPU kernels")

@@ -325,26 +325,6 @@ def test_what_a_replica_saved_goes_on_with_one_replica():
     run_ranks(_go_on_alone, 1, saved)
 
 
-@on_ranks(2)
-def test_what_is_refused(rank):
-    bags, wide = _bags(), _bags(dtype=torch.float64)
-    optimizer, of_wide = (OPTIMIZERS["sgd"]([own.weight]) for own in (bags, wide))
-    few = "weight of bags, with a density or in few bits, must be float32, got float64"
-    density, format = 0.1 * (1 + rank), ["int8", "int4"][rank]
-    for text, settings in (
-        (r"dct::ReplicaSync: density must be in \(0, 1\], got 0", {"density": 0.0}),
-        ("density must be 1 with format int8", {"density": 0.1, "format": "int8"}),
-        ("transport must be None, .* got 'ring'", {"transport": "ring"}),
-        ("density must be the same on .* 0.1 on rank 0, 0.2 on rank 1", {"density": density}),
-        ("format must be the same on .* int8 on rank 0, int4 on rank 1", {"format": format}),
-    ):
-        with pytest.raises(ValueError, match=text):
-            ReplicaSync(bags, optimizer=optimizer, **settings)
-    for settings in ({"density": 0.1}, {"format": "int4"}):
-        with pytest.raises(TypeError, match=few):
-            ReplicaSync(wide, optimizer=of_wide, **settings)
-
-
 @pytest.mark.parametrize("settings", [COMPRESSED[0], {"format": "int4"}])
 @pytest.mark.parametrize(("transport", "sender"), [("all_gather", 1), ("reduce_scatter", 0)])
 @on_ranks(2)

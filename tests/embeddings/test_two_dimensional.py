@@ -223,25 +223,43 @@ def test_plans_and_settings_that_are_refused(rank):
         given = {"plan": OWN, "mesh": mesh} | changed
         _refused(text, lambda t=tables, g=given: ShardedEmbeddingBags(t, **g), error)
 
-    bags = ShardedEmbeddingBags(two, OWN, mesh)
+    wide = ShardedEmbeddingBags(two, OWN, mesh)
+    bags = ShardedEmbeddingBags([table.float() for table in two], OWN, mesh)
     sgd = torch.optim.SGD([bags.weight], LR)
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))], LR)
     momentum, decay = (
         torch.optim.SGD([bags.weight], LR, **{setting: 0.9})  # they change other rows as well
         for setting in ("momentum", "weight_decay")
     )
-    for text, optimizer, every, error in (
-        ("dct::ReplicaSync: every must be in", sgd, 0, ValueError),
-        ("every must be the same on .* got 1 on rank 0, 2 on", sgd, 1 + rank, ValueError),
-        ("be plain SGD, .* got Adam", torch.optim.Adam([bags.weight]), 1, TypeError),
-        ("optimizer must be plain SGD,", momentum, 1, TypeError),
-        ("optimizer must be plain SGD,", decay, 1, TypeError),
-        ("optimizer must train the weight of bags", foreign, 1, ValueError),
-        ("bags must have one ReplicaSync only, got a second", sgd, 1, ValueError),
+    of_wide = torch.optim.SGD([wide.weight], LR)
+    few = "weight of bags, with a density or in few bits, must be float32, got float64"
+    density, format = 0.1 * (1 + rank), ["int8", "int4"][rank]
+    for text, optimizer, settings, error in (
+        ("dct::ReplicaSync: every must be in", sgd, {"every": 0}, ValueError),
+        (
+            "every must be the same on .* got 1 on rank 0, 2 on",
+            sgd,
+            {"every": 1 + rank},
+            ValueError,
+        ),
+        ("be plain SGD, .* got Adam", torch.optim.Adam([bags.weight]), {}, TypeError),
+        ("optimizer must be plain SGD,", momentum, {}, TypeError),
+        ("optimizer must be plain SGD,", decay, {}, TypeError),
+        ("optimizer must train the weight of bags", foreign, {}, ValueError),
+        (r"density must be in \(0, 1\], got 0", sgd, {"density": 0.0}, ValueError),
+        ("be 1 with format int8", sgd, {"density": 0.1, "format": "int8"}, ValueError),
+        ("transport must be None, .* got 'ring'", sgd, {"transport": "ring"}, ValueError),
+        ("density must be the same on .* 0.1 on rank 0", sgd, {"density": density}, ValueError),
+        ("same on .* int8 on rank 0, int4 on rank 1", sgd, {"format": format}, ValueError),
+        (few, of_wide, {"density": 0.1}, TypeError),
+        (few, of_wide, {"format": "int4"}, TypeError),
+        ("bags must have one ReplicaSync only, got a second", sgd, {}, ValueError),
     ):
         if "second" in text:
             ReplicaSync(bags, optimizer=sgd)
-        _refused(text, lambda o=optimizer, e=every: ReplicaSync(bags, optimizer=o, every=e), error)
+        given = {"optimizer": optimizer} | settings
+        of = wide if optimizer is of_wide else bags
+        _refused(text, lambda of=of, given=given: ReplicaSync(of, **given), error)
 
 
 IDS, LENGTHS = torch.tensor([3, 0, 1]), torch.tensor([[1, 0], [0, 2]])

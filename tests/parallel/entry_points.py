@@ -105,8 +105,8 @@ class Sharded(Hook):
 class LocalSteps(Hook):
     """DCTAverager: a rank's numbers are its weights' changes, the results everybody's weights."""
 
-    def __init__(self, sizes, start_step=0, **settings):  # it has no dense steps
-        self.model = nn.ParameterList(map(torch.zeros, sizes))
+    def __init__(self, sizes, start_step=0, dtype=torch.float32, **settings):  # no dense steps
+        self.model = nn.ParameterList(torch.zeros(size, dtype=dtype) for size in sizes)
         self.state = DCTAverager(self.model, **{"period": 1} | settings)
         self.group = self.state.process_group
         self.applied = 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import SGD
 
 from dct_parallel import DCTState
 from dct_parallel.exchange import ledger as ledger_module
@@ -39,9 +40,11 @@ def test_settings_that_differ_are_named_by_every_rank(rank):
         ("policy", "fresh", "fixed", "fresh", "fixed"),
         ("refresh_every", 1000, 999, "1000", "999"),
         ("start_step", 2, 4, "2", "4"),
-        ("grad_scaler", None, torch.amp.GradScaler("cpu"), "none", "given"),
     ]:
         refused(key, *texts, mlp(), **{"density": 0.1, key: other if last else value})
+    module = mlp()
+    scaled = {"grad_scaler": torch.amp.GradScaler("cpu"), "optimizer": SGD(module.parameters())}
+    refused("grad_scaler", "none", "given", module, **(scaled if last else {}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledger_module, "__version__", "9.9" if last else "9.8")
         refused("version", "9.8", "9.9", mlp())

@@ -1,16 +1,31 @@
 """Checkpoints at every entry point: resumed bit for bit, or moved to other transports and ranks."""
 
+import os
+import signal
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
-from dct_parallel import merge_states
+from dct_parallel import DCTAverager, dct_fully_shard_hook, merge_states
 from entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from nodes import TRANSPORTS, sum_of_all
-from ranks import assert_same_states, run_ranks
+from ranks import (
+    assert_same_states,
+    batch,
+    entry,
+    mlp,
+    on_ranks,
+    run_ranks,
+    shard_mesh,
+    train_step,
+)
 
 # Rows that two shards cannot divide, one row for both, a small tensor, and more than one block.
 SIZES = ((301, 7), (1, 900), (31,), (20_000,))
@@ -26,40 +41,75 @@ def _numbers(step, rank):
 def _load(entry, way, saved, moved=False):
     if way == "file":
         entry.load(saved)
+    elif way == "state alone":
+        entry.state.load_state_dict(saved["dct"])
     elif moved and isinstance(entry, Sharded):
         entry.state.load_merged(saved)
     else:
         dcp.load(entry.parts(), checkpoint_id=saved)
 
 
-def _resumes(rank, make, folder):
-    """From files and by DCP, saved before compression starts, and in the middle."""
+def _resumes(rank, make, options, folder):
+    """From files and by DCP, saved before compression starts, and in the middle.
+
+    An averager that is ahead of the base also gets its weights back from the state alone, after an
+    averaging. Between averagings the user loads them.
+    """
     warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
-    small = {} if make is Sharded or make is LocalSteps else {"bucket_cap_mb": 0.02}
     for transport in TRANSPORTS:
-        settings = {"density": 0.02, "transport": transport, **small}
-        undisturbed, saved, results = make(SIZES, **settings), {}, []
+        settings = {"density": 0.02, "transport": transport, **options}
+        undisturbed, saving, saved, results = (
+            make(SIZES, **settings),
+            make(SIZES, **settings),
+            {},
+            [],
+        )
         for step in range(9):
-            if step in (1, 5):
+            if step in (1, 5) or (step == 3 and "period" in options):
                 path = folder / f"{transport} {step}"
-                dcp.save(undisturbed.parts(), checkpoint_id=path)
-                saved[step] = {"file": undisturbed.file(), "dcp": path}
+                dcp.save(saving.parts(), checkpoint_id=path)
+                saved[step] = {"file": saving.file(), "dcp": path}
+                if step == 3 and options["step_ahead"]:
+                    saved[step]["state alone"] = saved[step]["file"]
             results.append(undisturbed.step(_numbers(step, rank)))
+            assert torch.equal(saving.step(_numbers(step, rank)), results[-1])
         for start, ways in saved.items():
             for way, checkpoint in ways.items():
                 resumed = make(SIZES, **settings)
+                if "period" in options and start != 3:
+                    _load(resumed, "state alone", ways["file"])
+                    assert not resumed.weights().any()
                 _load(resumed, way, checkpoint)
                 assert resumed.state.step == start
                 assert_same_states(resumed.state.state_dict(), ways["file"]["dct"])
                 for step in range(start, start + 4):
                     assert torch.equal(resumed.step(_numbers(step, rank)), results[step]), way
-        assert_same_states(resumed.state.state_dict(), undisturbed.state.state_dict())
+        last = saving.state.state_dict()
+        assert_same_states(resumed.state.state_dict(), last)
+        dcp.save({"app": {"dct": last}}, checkpoint_id=folder / f"{transport} deep")
+        deep = {"app": {"dct": make(SIZES, **settings).state.state_dict()}}
+        dcp.load(deep, checkpoint_id=folder / f"{transport} deep")
+        assert_same_states(deep["app"]["dct"], last)
         assert undisturbed.pending().count_nonzero() > 1000
 
 
-@pytest.mark.parametrize("make, ranks", [(Hook, 2), (NodeMesh, 4), (Sharded, 4), (LocalSteps, 2)])
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(make, ranks, tmp_path):
-    run_ranks(_resumes, ranks, make, tmp_path)
+SMALL = {"bucket_cap_mb": 0.02}
+
+
+@pytest.mark.parametrize(
+    "make, ranks, options",
+    [
+        (Hook, 2, SMALL),
+        (NodeMesh, 4, SMALL),
+        (Sharded, 4, {}),
+        (LocalSteps, 2, {}),
+        (LocalSteps, 2, {"period": 3, "step_ahead": False, "dtype": torch.bfloat16}),
+        (LocalSteps, 2, {"period": 3, "step_ahead": True}),
+        (LocalSteps, 2, {"period": 3, "step_ahead": True, "dtype": torch.bfloat16}),
+    ],
+)
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(make, ranks, options, tmp_path):
+    run_ranks(_resumes, ranks, make, options, tmp_path)
 
 
 def _near(now, before):
@@ -174,3 +224,90 @@ def test_what_is_pending_moves_to_other_numbers_of_ranks(tmp_path):
                 loads[others].append((make, settings, folders[case], merged, found))
     for ranks, jobs in loads.items():
         run_ranks(_loaded, ranks, jobs)
+
+
+def _told(rank, make, settings):
+    run, saved = make(SIZES, density=0.05, start_step=0, **settings), []
+    for step in range(4):
+        saved.append(run.state.state_dict())
+        run.step(_numbers(step, rank))
+    step = "step must be the same on every rank, got 2 on rank 0, 3 on rank 1"
+    loaded = (
+        "checkpoint must be the same on every rank, got none on rank 0, one of 2 ranks on rank 1"
+    )
+    for steps, text in (((2, 3), step), ((None, 3), loaded)):
+        for call in ("step", "flush")[: 1 + (make is LocalSteps)]:
+            run = make(SIZES, density=0.05, start_step=0, **settings)
+            if steps[rank] is not None:
+                run.state.load_state_dict(saved[steps[rank]])
+            with pytest.raises(ValueError, match=f"dct::load_state_dict: {text}"):
+                if call == "flush":
+                    run.state.flush()
+                for step in range(2):  # ranks that average are a step apart
+                    run.step(_numbers(step, rank))
+
+
+@pytest.mark.parametrize(
+    "make, settings", [(Hook, {}), (Sharded, {"mesh": (2, 1)}), (LocalSteps, {"period": 2})]
+)
+def test_ranks_that_resume_at_different_steps_are_told(make, settings):
+    run_ranks(_told, 2, make, settings)
+
+
+@on_ranks(1)
+def test_a_state_of_a_compiled_module_is_loaded_without_compilation(rank):
+    """As torch.compile wraps a module; of the largest period."""
+    model = nn.Linear(30, 30)
+    averager = DCTAverager(nn.ModuleDict({"_orig_mod": model}), period=2**31 - 1)
+    averager.average_parameters()
+    again = DCTAverager(model, period=2**31 - 1)
+    again.load_state_dict(averager.state_dict())
+    assert again.step == 1
+    assert list(entry(averager.state_dict())["parameters"]) == ["weight", "bias"]
+
+
+def _restarted(rank, folder, killed):
+    """Trains from the last complete checkpoint on, and may be killed, in a step or in a save."""
+    mesh, model = shard_mesh(2, 1), mlp(depth=2)
+    fully_shard(model[0], mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    fully_shard(model, mesh=mesh["shard"])
+    state = dct_fully_shard_hook(model, mesh=mesh, density=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def saved():
+        weights, momentum = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": momentum, "dct": state}
+
+    complete = sorted(folder.glob("*/.metadata"))
+    if complete:
+        app = saved()
+        dcp.load(app, checkpoint_id=complete[-1].parent)
+        parts = {"model_state_dict": app["model"], "optim_state_dict": app["optimizer"]}
+        set_state_dict(model, optimizer, **parts)
+    began = state.step
+    for step in range(began, 9):
+        if (rank, step, "step") == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_step(model, optimizer, *batch(step, rank))
+        if step % 3 == 2:
+            if (rank, step, "save") == killed:
+                torch.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+            dcp.save(saved(), checkpoint_id=folder / str(step))
+    (own,) = state.state_dict()["replicas"].values()
+    pending = [part["residual"].to_local().flatten() for part in own["parameters"].values()]
+    weights = [parameter.full_tensor().detach().flatten() for parameter in model.parameters()]
+    return began, torch.cat(weights), torch.cat(pending)
+
+
+def test_killed_and_started_again_is_the_undisturbed_run(tmp_path):
+    whole = run_ranks(_restarted, 2, tmp_path / "whole", None)
+    for killed, left in (((1, 4, "step"), 2), ((1, 5, "save"), 2), ((0, 8, "save"), 5)):
+        with pytest.raises(RuntimeError, match=r"exit codes .*-9"):
+            run_ranks(_restarted, 2, tmp_path / "parts", killed)
+        complete = sorted(path.parent.name for path in (tmp_path / "parts").glob("*/.metadata"))
+        assert complete[-1] == str(left)
+    again = run_ranks(_restarted, 2, tmp_path / "parts", None)
+    for (_, weights, pending), (began, *same) in zip(whole, again, strict=True):
+        assert began == 6
+        assert all(map(torch.equal, (weights, pending), same))
+        assert pending.count_nonzero() > 1000

@@ -19,105 +19,91 @@ from ranks import assert_same_states, entry, on_ranks, run_ranks, through_a_file
 SIZES = ((40, 8), (31,))
 GONE = object()
 VERSION = "must be 6, as dct_kernels 0.3 saves it (earlier states are not read), got"
-COUNT = "must be an integer in [1, 2147483647], got"
-INDEX = "must be an integer in [0, 2147483647], got"
-FRACTION = "must be a number in (0, 1], got"
-BY_NAME = "must be a dict with strings as keys, got"
-FIT = "as in this run, got"
-ANY = "as in this run (load_merged takes any number), got"
-MERGE = "as in this run (merge_states makes a state for any number of ranks), got"
+COUNT, INDEX = (f"an integer in [{low}, 2147483647]" for low in (1, 0))
+BY_NAME = "a dict with strings as keys"
+FIT = "as in this run"
+MERGE = "as in this run (merge_states makes a state for any number of ranks)"
 MODEL = "parameters must be those of this model, got a difference in"
 SAME = "must be the same on every rank, got"
-TENSOR = "must be a float32 [320] tensor of finite numbers, got"
-OWNER = "must be a tuple, empty or with a float32 [320] tensor of finite numbers, got"
-DEALT = "buckets must be lists of parameters of this model, each of them once, got"
+TENSOR = "a float32 [320] tensor of finite numbers"
 REDUCED = ", as reduce_scatter saves it (load_merged reads a folder of either transport)"
 
-# (keys below an entry, the value there, its name in the error, the rest of the error). The first
-# parameter, of 320 elements, is "@".
+# (key of an entry, its rule, values that break it, or {what the error calls a value: the value}).
 ENTRY = [
-    ([], [1], "state", "must be a dict, got list"),
-    (["step"], -3, "step", f"{INDEX} -3"),
-    (["step"], 6.5, "step", f"{INDEX} 6.5"),
-    (["step"], "x", "step", f"{INDEX} 'x'"),
-    (["step"], None, "step", f"{INDEX} None"),
-    (["step"], True, "step", f"{INDEX} True"),
-    (["step"], 2**31, "step", f"{INDEX} 2147483648"),
-    (["step"], GONE, "step", f"{INDEX} nothing"),
-    (["run_id"], GONE, "run_id", "must be a string, got nothing"),
-    (["run_id"], 5, "run_id", "must be a string, got 5"),
-    (["world_size"], GONE, "world_size", f"{COUNT} nothing"),
-    (["world_size"], "2", "world_size", f"{COUNT} '2'"),
-    (["world_size"], 0, "world_size", f"{COUNT} 0"),
-    (["density"], GONE, "density", f"{FRACTION} nothing"),
-    (["density"], math.nan, "density", f"{FRACTION} nan"),
-    (["density"], 0, "density", f"{FRACTION} 0"),
-    (["density"], 1.5, "density", f"{FRACTION} 1.5"),
-    (["density"], "1", "density", f"{FRACTION} '1'"),
-    (["density"], True, "density", f"{FRACTION} True"),
-    (["parameters"], GONE, "parameters", f"{BY_NAME} nothing"),
-    (["parameters"], [1], "parameters", f"{BY_NAME} [1]"),
-    (["parameters"], {0: 1}, "parameters", f"{BY_NAME} {{0: 1}}"),
-    (["parameters", "@"], 7, "state of @", "must be a dict, got int"),
+    ("step", INDEX, (-3, 6.5, "x", None, True, 2**31, GONE)),
+    ("run_id", "a string", (5, GONE)),
+    ("world_size", COUNT, (0, "2", GONE)),
+    ("density", "a number in (0, 1]", (0, 1.5, "1", True, math.nan, GONE)),
+    ("parameters", BY_NAME, ([1], {0: 1}, GONE)),
 ]
-_PATH, _NAME = ["parameters", "@", "owner_residual"], "owner_residual of @"
-OF_RANK = [
-    (["local_size"], GONE, "local_size", f"{COUNT} nothing"),
-    (["local_size"], 0, "local_size", f"{COUNT} 0"),
-    (_PATH, GONE, _NAME, f"{OWNER} nothing"),
-    (_PATH, torch.zeros(320), _NAME, f"{OWNER} float32 [320] Tensor"),
-    (_PATH, (torch.zeros(3),), _NAME, f"{OWNER} (float32 [3] Tensor)"),
-    (_PATH, (torch.zeros(3),) * 2, _NAME, f"{OWNER} (float32 [3] Tensor, float32 [3] Tensor)"),
-    (_PATH, (torch.full((320,), math.nan),), _NAME, f"{OWNER} (float32 [320] Tensor with nan)"),
-]
+OF_RANK = [*ENTRY, ("local_size", COUNT, (0, GONE))]
+TWICE = {"other": [["other"]], "p.0, p.0": [["p.0"], ["p.0"]]}
 OWN = {
     Hook: [
-        (["density"], 0.1, "density", f"must be 0.05, {FIT} 0.1"),
-        (["world_size"], 3, "world_size", f"must be 2, {MERGE} 3"),
-        (["local_size"], 2, "local_size", f"must be 1, {MERGE} 2"),
-        (["period"], 5, "state", "must be a DCTState's, got a DCTAverager's"),
-        (["buckets"], GONE, "buckets", "must be lists of strings, got nothing"),
-        (["buckets"], "x", "buckets", "must be lists of strings, got 'x'"),
-        (["buckets"], ["p.0"], "buckets", "must be lists of strings, got ['p.0']"),
-        (["buckets"], [[]], "buckets", "must be lists of strings, got [[]]"),
-        (["buckets"], [["other"]], DEALT, "other"),
-        (["buckets"], [["p.0"], ["p.0"]], DEALT, "p.0, p.0"),
+        *OF_RANK,
+        ("density", f"0.05, {FIT}", {"0.1": 0.1}),
+        ("world_size", f"2, {MERGE}", {"3": 3}),
+        ("local_size", f"1, {MERGE}", {"2": 2}),
+        ("buckets", "lists of strings", ("x", ["p.0"], [[]], GONE)),
+        ("buckets", "lists of parameters of this model, each of them once", TWICE),
     ],
     LocalSteps: [
-        (["density"], 0.1, "density", f"must be 0.05, {FIT} 0.1"),
-        (["world_size"], 3, "world_size", f"must be 2, {MERGE} 3"),
-        (["shard"], "1 of 2", "shard", f"must be whole, {FIT} 1 of 2"),
-        (["shard"], 1, "shard", "must be a string, got 1"),
-        (["period"], 3, "period", f"must be 1, {FIT} 3"),
-        (["period"], 0, "period", f"{COUNT} 0"),
-        (["period"], GONE, "state", "must be a DCTAverager's, got a DCTState's"),
-        (["step_ahead"], True, "step_ahead", f"must be False, {FIT} True"),
-        (["step_ahead"], 0, "step_ahead", "must be a bool, got 0"),
-        (["unaveraged"], GONE, "unaveraged", f"{INDEX} nothing"),
+        *OF_RANK,
+        ("density", f"0.05, {FIT}", {"0.1": 0.1}),
+        ("world_size", f"2, {MERGE}", {"3": 3}),
+        ("shard", f"whole, {FIT}", {"1 of 2": "1 of 2"}),
+        ("shard", "a string", (1, GONE)),
+        ("period", f"1, {FIT}", {"3": 3}),
+        ("period", COUNT, (0,)),
+        ("step_ahead", f"False, {FIT}", {"True": True}),
+        ("step_ahead", "a bool", (0, GONE)),
+        ("unaveraged", INDEX, (GONE,)),
     ],
     Sharded: [
-        (["density"], 0.1, "density", f"must be 0.05, {FIT} 0.1"),
-        (["replicas"], 1.5, "replicas", f"{COUNT} 1.5"),
-        (["replicas"], 4, "replicas", f"must be 2, {ANY} 4"),
-        (["replicas"], GONE, "state", "must be a FullyShardState's, got a DCTState's"),
-        (["shards"], GONE, "shards", f"{COUNT} nothing"),
-        (["transport"], GONE, "transport", "must be a string, got nothing"),
-        (["reduction"], "sum of 2", "reduction", f"must be mean, {FIT} sum of 2"),
-        (["parameters", "@", "packed"], -1, "packed of @", f"{INDEX} -1"),
-        (["parameters", "@", "packed"], GONE, "packed of @", f"{INDEX} nothing"),
+        *ENTRY,
+        ("density", f"0.05, {FIT}", {"0.1": 0.1}),
+        ("replicas", COUNT, (1.5,)),
+        ("replicas", f"2, {FIT} (load_merged takes any number)", {"4": 4}),
+        ("shards", COUNT, (0, GONE)),
+        ("transport", "a string", (GONE,)),
+        ("reduction", f"mean, {FIT}", {"sum of 2": "sum of 2"}),
     ],
 }
+# (keys below an entry, the value there, the error); "@" is the first parameter, of 320 elements,
+# and "%" is " of rank 1" in merge_states.
+KIND = {
+    Hook: (["period"], 5, "state must be a DCTState's, got a DCTAverager's"),
+    LocalSteps: (["period"], GONE, "state must be a DCTAverager's, got a DCTState's"),
+    Sharded: (["replicas"], GONE, "state must be a FullyShardState's, got a DCTState's"),
+}
+DICTS = [
+    ([], [1], "state% must be a dict, got list"),
+    (["parameters", "@"], 7, "state of @% must be a dict, got int"),
+]
+
+
+def _rows(table, *path, of=""):
+    for key, rule, values in table:
+        if not isinstance(values, dict):
+            values = {"nothing" if value is GONE else repr(value): value for value in values}
+        for got, value in values.items():
+            yield [*path, key], value, f"{key}{of}% must be {rule}, got {got}"
+
+
+def _of_parameter(key, rule, values):
+    return [*_rows([(key, rule, values)], "parameters", "@", of=" of @")]
 
 
 def _in_place_of(key, good, more=""):
-    """Rows of a table: what must not be in the place of a tensor."""
+    """What must not be in the place of a tensor."""
     shape, kind = list(good.shape), type(good).__name__
     rule = f"a float32 {shape} tensor of finite numbers"
     values = {"nothing": GONE, "'xyz'": "xyz", "None": None, "[0.0]": [0.0]}
     values |= {"float32 [3] Tensor": torch.zeros(3), f"float64 {shape} {kind}": good.double()}
     if isinstance(good, DTensor):
-        reshards = "(torch.distributed.checkpoint reshards)"
-        rule = f"a DTensor of {shape}, its local part {rule} {reshards}"
+        rule = (
+            f"a DTensor of {shape}, its local part {rule} (torch.distributed.checkpoint reshards)"
+        )
         values[f"float32 {[1, *shape]} DTensor"] = good.unsqueeze(0)
     else:
         values[f"float32 {shape} Tensor, torch.strided on meta"] = good.to("meta")
@@ -125,10 +111,20 @@ def _in_place_of(key, good, more=""):
     for number in (math.nan, math.inf, -math.inf):
         spoilt = values[f"float32 {shape} {kind} with {number}"] = good.clone()
         getattr(spoilt, "_local_tensor", spoilt).view(-1)[-1] = number
-    return [
-        (["parameters", "@", key], value, f"{key} of @", f"must be {rule}{more}, got {got}")
-        for got, value in values.items()
-    ]
+    return _of_parameter(key, rule + more, values)
+
+
+OWNER = _of_parameter(
+    "owner_residual",
+    f"a tuple, empty or with {TENSOR}",
+    {
+        "nothing": GONE,
+        "float32 [320] Tensor": torch.zeros(320),
+        "(float32 [3] Tensor)": (torch.zeros(3),),
+        "(float32 [3] Tensor, float32 [3] Tensor)": (torch.zeros(3),) * 2,
+        "(float32 [320] Tensor with nan)": (torch.full((320,), math.nan),),
+    },
+)
 
 
 def _with(state, path, value):
@@ -151,11 +147,11 @@ def _broken(state, table, of=""):
     for version in (1, 2, 3, 4, 5, 7, True, "6"):
         yield {**state, "version": version}, f"version {VERSION} {version!r}"
     yield _with(state, ["version"], GONE), f"version {VERSION} nothing"
-    yield _with(state, [holders], GONE), f"{holders} {BY_NAME} nothing"
-    yield {**state, holders: [1]}, f"{holders} {BY_NAME} [1]"
-    for path, value, name, rest in table:
+    yield _with(state, [holders], GONE), f"{holders} must be {BY_NAME}, got nothing"
+    yield {**state, holders: [1]}, f"{holders} must be {BY_NAME}, got [1]"
+    for path, value, text in table:
         keys = [first if key == "@" else key for key in path]
-        text = f"{name}{of} {rest}".replace("@", first)
+        text = text.replace("@", first).replace("%", of)
         yield _with(state, [holders, number, *keys], value), text
 
 
@@ -174,37 +170,38 @@ def _refused(rank, make, settings):
     """In the middle of a run, which ends like one that loads nothing."""
     run, twin = (make(SIZES, density=0.05, start_step=0, **settings) for _ in range(2))
     for step in range(3):
+        state = run.state.state_dict()  # an earlier one, of which nothing may be left
         assert torch.equal(run.step(_numbers(step, rank)), twin.step(_numbers(step, rank)))
-    state = run.state.state_dict()
+    before = run.state.state_dict()
     (holders,) = state.keys() - {"version"}
     own = state[holders][str(rank)]
     first, saved = next(iter(own["parameters"].items()))
-    table = ENTRY + OWN[make] + _in_place_of("residual", saved["residual"])
-    table.append((["parameters", "other"], {}, MODEL, "other"))
-    table.append((["parameters", "@"], GONE, MODEL, "@"))
+    table = [*_rows(OWN[make]), KIND[make], *DICTS, *_in_place_of("residual", saved["residual"])]
+    table += [(["parameters", n], v, f"{MODEL} {n}") for n, v in (("other", {}), ("@", GONE))]
     sharded, by_owners = make is Sharded, settings["transport"] == "reduce_scatter"
     if sharded:
         rows = _in_place_of("owner_residual", saved["residual"], REDUCED)
         # torch.distributed.checkpoint reads nothing that this run's own state lacks.
-        table += rows if by_owners else [(["transport"], "reduce_scatter", *rows[0][2:])]
+        table += rows if by_owners else [(["transport"], "reduce_scatter", rows[0][2])]
         table += _in_place_of("shard", saved["shard"])
+        table += _of_parameter("packed", INDEX, (-1, GONE))
     else:
         assert len(saved["owner_residual"]) == by_owners
-        table += OF_RANK
+        table += OWNER
     if make is LocalSteps:
         table += _in_place_of("base", saved["base"])
     holder, merged = holders[:-1], ", or one from merge_states" * (not sharded)
     other = f"state must be {holder} {rank}'s own{merged}, got that of {holder} 9"
     for broken, text in (*_broken(state, table), ({**state, holders: {"9": own}}, other)):
         _refuses(run.state.load_state_dict, broken, f"dct::load_state_dict: {text}")
-        assert_same_states(run.state.state_dict(), state)
+        assert_same_states(run.state.state_dict(), before)
     # A sound state may have values that nobody reads, and tensors with a graph, in any memory.
-    residual = saved["residual"].clone().requires_grad_()
+    residual = before[holders][str(rank)]["parameters"][first]["residual"].clone().requires_grad_()
     residual = residual if sharded else torch.stack([residual, residual], 1)[:, 0]
     path = [holders, str(rank)]
-    sound = _with(state, [*path, "parameters", first, "residual"], residual)
+    sound = _with(before, [*path, "parameters", first, "residual"], residual)
     run.state.load_state_dict(_with(sound, [*path, "other"], object()))
-    assert_same_states(run.state.state_dict(), state)
+    assert_same_states(run.state.state_dict(), before)
     for step in range(3, 6):
         assert torch.equal(run.step(_numbers(step, rank)), twin.step(_numbers(step, rank)))
 
@@ -232,12 +229,12 @@ def test_by_replicas_of_shards(rank, tmp_path):
     saved = {"good": state, "early": {**state, "version": 5}, "nan": nan, "fewer": fewer}
     dcp.save(saved, checkpoint_id=tmp_path)
     good = state["replicas"][str(rank)]["parameters"]["p.0"]["residual"]
-    damaged = next(rest for *_, rest in _in_place_of("residual", good) if rest.endswith(" nan"))
+    damaged = next(row[2] for row in _in_place_of("@", good) if row[2].endswith(" nan"))
     mismatch = "Size mismatch between saved torch.Size([40, 8]) and current: torch.Size([9, 9])"
     for sizes, key, text in (
         (SIZES, "other", f"key must be the name of a state in {tmp_path}, got 'other'"),
         (SIZES, "early", f"version {VERSION} 5"),
-        (SIZES, "nan", f"residual of p.0 {damaged}"),
+        (SIZES, "nan", damaged.replace("@ of @%", "residual of p.0")),
         (SIZES, "fewer", "folder must hold all 3 replicas, got 1"),
         (SIZES[:1], "good", f"{MODEL} p.1"),
         (((9, 9), (31,)), "good", f"folder must hold a state that fits in 'good', got {mismatch}"),
@@ -276,16 +273,13 @@ def test_where_an_averager_is_ahead_by_its_residual(rank):
 
     state, both = state_of(made()), [None, None]
     dist.all_gather_object(both, state)
-    own = "transport must be reduce_scatter, as in the saved run, with step_ahead"
+    flush = "with step_ahead (or flush, and start anew), got"
+    transport = f"transport must be reduce_scatter, as in the saved run, {flush} all_gather"
+    merged = f"state must be rank {rank}'s own {flush} one from merge_states"
     for settings, saved, text in (
-        ({"transport": "all_gather"}, state, f"{own} (or flush, and start anew), got all_gather"),
-        ({"step_ahead": False}, state, f"step_ahead must be False, {FIT} True"),
-        (
-            {},
-            merge_states(both),
-            f"state must be rank {rank}'s own with step_ahead (or flush, and start anew), "
-            "got one from merge_states",
-        ),
+        ({"transport": "all_gather"}, state, transport),
+        ({"step_ahead": False}, state, f"step_ahead must be False, {FIT}, got True"),
+        ({}, merge_states(both), merged),
     ):
         run = made(**settings)
         before = run.state.state_dict()
@@ -306,11 +300,12 @@ def test_by_merge_states(tmp_path):
     good = [_state(0), _state(1)]
     merged = merge_states(good)
     assert entry(merged)["parameters"]["p"]["residual"].tolist() == [0.5] * 320
-    rows = ENTRY + OF_RANK + _in_place_of("residual", entry(good[1])["parameters"]["p"]["residual"])
+    residual = entry(good[1])["parameters"]["p"]["residual"]
+    rows = [*_rows(OF_RANK), *DICTS, *OWNER, *_in_place_of("residual", residual)]
     for broken, text in _broken(good[1], rows, " of rank 1"):
         _refuses(merge_states, [good[0], broken], f"dct::merge_states: {text}")
     longer = {"p": {"residual": torch.zeros(3), "owner_residual": ()}}
-    size = f"{TENSOR} float32 [3] Tensor"
+    size = f"must be {TENSOR}, got float32 [3] Tensor"
     for states, text in (
         ([], "states must be those of all ranks, got none"),
         ([good[0]], "states must be those of all 2 ranks, got rank 0"),
@@ -331,11 +326,25 @@ def test_by_merge_states(tmp_path):
         merge_states(5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(
-            {"dct": good[0], "early": {**good[0], "version": 5}},
-            checkpoint_id=tmp_path,
-            no_dist=True,
-        )
+        saved = {"dct": good[0], "early": {**good[0], "version": 5}}
+        dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
     absent = f"key must be the name of a state in {tmp_path}, got 'other'"
     for key, text in (("other", absent), ("early", f"version {VERSION} 5")):
         _refuses(partial(merge_states, tmp_path), key, f"dct::merge_states: {text}")
+
+
+def test_merged_is_the_mean_of_what_nodes_have_not_sent():
+    """Exactly, in float64: each of a node's two ranks has a part, and owners are added."""
+    generator = torch.Generator().manual_seed(0)
+    nodes, owned = (torch.randn(n, 1000, generator=generator) for n in (2, 4))
+    for owners in (False, True):
+        states = []
+        for rank, (low, high) in enumerate([(0, 600), (600, 1000)] * 2):
+            part = torch.zeros(1000)
+            part[low:high] = nodes[rank // 2, low:high]
+            saved = {"residual": part, "owner_residual": tuple(owned[rank : rank + owners])}
+            states.append(_state(rank, 4, local_size=2, parameters={"p": saved}))
+        merged = entry(merge_states(states))
+        expected = nodes.double().mean(0) + (owned.double().sum(0) if owners else 0)
+        assert torch.equal(merged["parameters"]["p"]["residual"], expected.float())
+        assert merged["local_size"] == 1 and merged["parameters"]["p"]["owner_residual"] == ()

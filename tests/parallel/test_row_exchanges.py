@@ -7,8 +7,6 @@ import torch.distributed as dist
 from oracle import rows as oracle
 from torch import nn
 
-from dct_kernels import row_dequantize, row_quantize
-from dct_kernels.row_layout import row_bytes
 from dct_parallel import (
     RowFormat,
     all_gather_rows,
@@ -18,9 +16,9 @@ from dct_parallel import (
 )
 from dct_parallel.rows.packing import row_k
 from ranks import on_ranks, run_ranks
+from row_oracle import DTYPES, named_bytes, through
 from wire_meter import WireMeter
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ALL, HALF, TENTH = (RowFormat(density=density) for density in (1.0, 0.5, 0.1))
 FORMATS = [
     *(ALL, HALF, TENTH, RowFormat(density=0.01), RowFormat(torch.bfloat16, density=0.1)),
@@ -29,13 +27,6 @@ FORMATS = [
 ]
 WIDTH, ROWS = 37, 6
 TABLE_BYTES = 40  # to every other rank: a count, and four settings
-
-
-def _through(x, format):
-    """x after its conversion to a number format and back."""
-    if format in DTYPES:
-        return x.to(DTYPES[format]).to(x.dtype)
-    return row_dequantize(row_quantize(x.contiguous(), format), x.shape[1], format, x.dtype)
 
 
 def _mask(x, format):
@@ -49,11 +40,11 @@ def _mask(x, format):
 
 
 def _received(x, format):
-    return _through(x, format.forward or "float32") * _mask(x, format)
+    return through(x, format.forward or "float32") * _mask(x, format)
 
 
 def _gradient(grad, format):
-    return _through(grad, format.backward or format.forward or "float32")
+    return through(grad, format.backward or format.forward or "float32")
 
 
 def _bytes(width, format):
@@ -63,10 +54,7 @@ def _bytes(width, format):
         k = row_k(width, format.density)
         values = k * DTYPES[forward].itemsize
         return values + oracle.encoding(width, k)[1], values
-    return tuple(
-        width * DTYPES[name].itemsize if name in DTYPES else row_bytes(width, name)
-        for name in (forward, format.backward or forward)
-    )
+    return named_bytes(width, forward), named_bytes(width, format.backward or forward)
 
 
 def _random(seed, rows, width=WIDTH):

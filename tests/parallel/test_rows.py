@@ -1,15 +1,31 @@
-"""pack_rows and unpack_rows, RowPack and RowUnpack: what goes over a cut, forward and backward."""
+"""Functions and modules for rows at a cut: the largest entries, or every entry in few bits."""
 
+import dataclasses
 import doctest
+import re
 
 import numpy as np
 import pytest
 import torch
+from oracle import quantized_rows
 from oracle import rows as oracle
 from torch import nn
 
-from dct_parallel import RowPack, RowUnpack, pack_rows, unpack_rows
-from dct_parallel.rows import packing
+from dct_kernels.row_layout import FORMATS, row_bytes
+from dct_parallel import (
+    RowDequantize,
+    RowFormat,
+    RowPack,
+    RowQuantize,
+    RowUnpack,
+    pack_rows,
+    unpack_rows,
+)
+from dct_parallel.rows import codecs, packing
+from row_oracle import DTYPES, named_bytes, through
+
+WIDTH = 37
+PAIRS = [("int4", "int4"), ("int8", "ternary"), ("ternary", "sign"), ("bfloat16", "float16")]
 
 
 def _columns(x, k):
@@ -128,36 +144,123 @@ def test_non_finite_entries_cross():
     assert y[0, 1].isnan() and y[0, 2] == -float("inf") and y[0, [0, 3]].tolist() == [0, 0]
 
 
-WRONG_TYPES = [
-    (lambda x: pack_rows(x, 2.0), r"k must be an integer, got float"),
-    (lambda x: pack_rows(x.double(), 2), r"x must be float32, .*, got float64"),
-    (lambda x: pack_rows(None, 1), r"dct::pack_rows: x must be a tensor, got NoneType"),
-    (lambda x: RowUnpack(8, torch.int8), r"dct::RowUnpack: dtype must be float32"),
-]
+KNOWN = "'float32', 'bfloat16', 'float16', 'int8', 'int4', 'ternary' or 'sign'"
 POSITIONS = torch.ones(1, 3, 1, dtype=torch.uint8)
-WRONG_VALUES = [
-    (lambda x: pack_rows(x, 0), r"dct::row_pack: k must be in \[1, 8\], got 0"),
-    (lambda x: pack_rows(x, 9), r"dct::row_pack: k must be in \[1, 8\], got 9"),
-    (lambda x: pack_rows(x[0, 0], 1), r"dct::pack_rows: x must be at least 1-D, got 0-D"),
+WRONG = [
+    (lambda x: pack_rows(x, 2.0), TypeError, "k must be an integer, got float"),
+    (
+        lambda x: pack_rows(x.double(), 2),
+        TypeError,
+        "x must be float32, bfloat16 or float16, got fl",
+    ),
+    (lambda x: pack_rows(None, 1), TypeError, "dct::pack_rows: x must be a tensor, got NoneType"),
+    (lambda x: RowUnpack(8, torch.int8), TypeError, "dct::RowUnpack: dtype must be float32"),
+    (lambda x: pack_rows(x, 0), ValueError, "dct::row_pack: k must be in [1, 8], got 0"),
+    (lambda x: pack_rows(x, 9), ValueError, "dct::row_pack: k must be in [1, 8], got 9"),
+    (
+        lambda x: pack_rows(x[0, 0], 1),
+        ValueError,
+        "dct::pack_rows: x must be at least 1-D, got 0-D",
+    ),
     (
         lambda x: unpack_rows(torch.ones(3, 1, 2), POSITIONS, 8),
-        r"unpack_rows: positions must have shape \[3, 1, w\] for values .*, got \[1, 3, 1\]",
+        ValueError,
+        "positions must have shape [3, 1, w] for values of shape [3, 1, 2], got [1, 3, 1]",
     ),
-    (lambda x: unpack_rows(*pack_rows(x, 2), 4096), r"positions must have shape \[2, 4\] for wi"),
-    (lambda x: unpack_rows(*pack_rows(x, 8), 7), r"values.shape\[1\] must be in \[1, 7\]"),
-    (lambda x: RowPack(), r"dct::RowPack: exactly one of density and k must be given, got"),
-    (lambda x: RowPack(0.5, k=4), r"density and k must be given, got density 0.5 and k 4"),
-    (lambda x: RowPack(0.0), r"dct::RowPack: density must be in \(0, 1\], got 0"),
-    (lambda x: RowPack(1.5), r"density must be in \(0, 1\], got 1.5"),
-    (lambda x: RowPack(k=0), r"dct::RowPack: k must be in \[1, \d+\], got 0"),
-    (lambda x: RowPack(k=9)(x), r"dct::row_pack: k must be in \[1, 8\], got 9"),
-    (lambda x: RowPack(0.5, format=torch.int8), r"format must be 'float32'"),
-    (lambda x: RowUnpack(0), r"dct::RowUnpack: width must be in \[1, .*, got 0"),
+    (lambda x: unpack_rows(*pack_rows(x, 2), 4096), ValueError, "must have shape [2, 4] for wi"),
+    (lambda x: unpack_rows(*pack_rows(x, 8), 7), ValueError, "values.shape[1] must be in [1, 7]"),
+    (lambda x: RowPack(), ValueError, "RowPack: exactly one of density and k must be given, got"),
+    (lambda x: RowPack(0.5, k=4), ValueError, "k must be given, got density 0.5 and k 4"),
+    (lambda x: RowPack(0.0), ValueError, "dct::RowPack: density must be in (0, 1], got 0"),
+    (lambda x: RowPack(1.5), ValueError, "density must be in (0, 1], got 1.5"),
+    (lambda x: RowPack(k=0), ValueError, "dct::RowPack: k must be in [1, 2147483647], got 0"),
+    (lambda x: RowPack(k=9)(x), ValueError, "dct::row_pack: k must be in [1, 8], got 9"),
+    (lambda x: RowPack(0.5, format=torch.int8), ValueError, "format must be 'float32'"),
+    (lambda x: RowUnpack(0), ValueError, "dct::RowUnpack: width must be in [1, "),
+    (lambda x: RowQuantize("int3"), ValueError, f"RowQuantize: format must be {KNOWN}, got 'int3'"),
+    (lambda x: RowQuantize("int4")(x[0, 0]), ValueError, "at least 1-D, got 0-D float32"),
+    (lambda x: RowQuantize("int4")(x[:, :0]), ValueError, "x.shape[-1] must be in [1, 2147483647]"),
+    (
+        lambda x: RowQuantize(RowFormat(density=0.5)),
+        ValueError,
+        "format must be one of every entry",
+    ),
+    (
+        lambda x: RowDequantize(8, "int4")(x),
+        TypeError,
+        "dtype of message must be bfloat16, got flo",
+    ),
+    (
+        lambda x: RowDequantize(8, "int4")(x.bfloat16()),
+        ValueError,
+        "message must have shape [..., 3] for width 8, got [2, 8]",
+    ),
+    (lambda x: RowFormat("int5", "int4"), ValueError, f"forward must be {KNOWN}, got 'int5'"),
+    (lambda x: RowFormat("int4", "int5"), ValueError, f"backward must be {KNOWN}, got 'int5'"),
+    (lambda x: RowFormat(torch.int8), ValueError, f"forward must be {KNOWN}, got torch.int8"),
+    (lambda x: RowFormat(8), TypeError, "forward must be a string or a torch.dtype, got int"),
+    (lambda x: RowFormat("int4", density=0.5), ValueError, "'float16' with a density, got 'int4'"),
+    (lambda x: RowFormat(None, "int4", 0.5), ValueError, "None with a density, got 'int4'"),
+    (lambda x: RowFormat(density=0), ValueError, "density must be in (0, 1], got 0"),
+    (lambda x: RowFormat(density=1.5), ValueError, "density must be in (0, 1], got 1.5"),
+    (lambda x: RowFormat(density="1"), TypeError, "density must be a number, got '1'"),
 ]
 
 
-@pytest.mark.parametrize("error, table", [(TypeError, WRONG_TYPES), (ValueError, WRONG_VALUES)])
-def test_errors_name_the_argument(error, table):
-    for call, text in table:
-        with pytest.raises(error, match=text):
+def test_errors_name_the_argument():
+    for call, error, text in WRONG:
+        with pytest.raises(error, match=re.escape(text)):
             call(torch.randn(2, 8))
+
+
+def test_a_format_is_a_value():
+    assert RowFormat(torch.bfloat16, backward="sign") == RowFormat("bfloat16", "sign")
+    assert len({RowFormat(density=0.5), RowFormat(density=0.5), RowFormat("int4")}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RowFormat("int4").forward = "int8"
+
+
+@pytest.mark.parametrize(("forward", "backward"), [*PAIRS, ("float32", "float32")])
+@pytest.mark.parametrize("shape", [(WIDTH,), (3, WIDTH), (2, 3, WIDTH), (0, WIDTH)])
+def test_modules_carry_rows_and_gradients(shape, forward, backward):
+    x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    message = RowQuantize(RowFormat(forward, backward))(x)
+    carried = message.detach().clone().requires_grad_()  # as a transport between devices does
+    y = RowDequantize(WIDTH, RowFormat(forward, backward))(carried)
+    y.backward(grad)
+    assert carried.grad.shape == message.shape and carried.grad.dtype == message.dtype
+    message.backward(carried.grad)
+    longer = max(named_bytes(WIDTH, forward), named_bytes(WIDTH, backward))
+    assert message.shape == (*shape[:-1], (longer + 1) // 2) and message.dtype == torch.bfloat16
+    flat = (-1, WIDTH)
+    assert torch.equal(y.view(flat), through(x.detach().view(flat), forward))
+    assert torch.equal(x.grad.view(flat), through(grad.view(flat), backward))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_damaged_row_is_some_numbers_and_no_other_row_changes(format):
+    """Whatever bytes a transport makes of one row's message, forward and backward."""
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    message = RowQuantize(format)(x)
+    damaged = message.detach().clone()
+    generator = torch.Generator().manual_seed(3)
+    damaged[2:3].view(torch.uint8).random_(256, generator=generator)
+    y = RowDequantize(WIDTH, format)(damaged)
+    message.backward(damaged)
+    rows = damaged.view(torch.uint8)[:, : row_bytes(WIDTH, format)].numpy()
+    raw = quantized_rows.row_dequantize(rows, WIDTH, format, "float32")
+    expected = torch.from_numpy(raw.copy()).view(torch.float32)
+    sound = [0, 1, 3, 4]
+    for got in (y, x.grad):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(got[sound], through(x.detach(), format)[sound])
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_bytes_of_values_with_odd_strides(rows):
+    """Without rows an op of k = 1 may return strides (1, 0): no dimension to view as bytes."""
+    values = torch.arange(float(rows)).as_strided((rows, 1), (1, 0))
+    for format in DTYPES:
+        message = codecs.quantize(values, format)
+        assert message.shape == (rows, DTYPES[format].itemsize)
+        assert torch.equal(codecs.dequantize(message, 1, format, torch.float32), values)

@@ -345,9 +345,12 @@ def _damage(dmp, replicas, group):
     """Of the second replica's payload; the error of that sync is that of all later calls."""
     gather = all_gather.all_gather
 
-    def damaging(output, *of):
-        gather(output, *of)
+    def damaging(output, *of, **options):
+        work = gather(output, *of, **options)
+        if work is not None:
+            work.wait()
         output[1, 0] += 1
+        return work
 
     text = f"payload of sync .* must be intact, got status .* from rank {_ranks(group)[1]} in"
     all_gather.all_gather = damaging

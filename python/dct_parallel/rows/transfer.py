@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dct_kernels import checks
 
+from .._torch import transforms_are_active, unwrap_dead_wrappers
 from ..collectives import all_gather
 from ..formats import ROW_FORMATS
 from ..groups import GroupForBackward
@@ -86,7 +87,7 @@ def with_gradient(
             then works as well.
     """
     # Dynamo traces no autograd.Function that has a jvp.
-    function = _Gradient if torch.compiler.is_compiling() else _GradientRefusingForwardMode
+    function = _Gradient if torch.compiler.is_compiling() else _EagerGradient
     y: Tensor = function.apply(op, x, forward, backward, row_wise)  # type: ignore[no-untyped-call]
     return y
 
@@ -119,7 +120,14 @@ class _Gradient(torch.autograd.Function):
         return with_gradient(op, x.movedim(in_dims[1], 0), *rest), 0
 
 
-class _GradientRefusingForwardMode(_Gradient):
+class _EagerGradient(_Gradient):
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if transforms_are_active():
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        # Function.apply would also bind default arguments, which takes several times as long.
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
         rule = "have no tangent, because there is no forward-mode derivative"
