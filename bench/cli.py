@@ -49,6 +49,15 @@ def row_format(text: str) -> tuple[str, ...]:
     return names
 
 
+def widths(text: str) -> list[int]:
+    """An argparse type: the hidden widths of an MLP."""
+    parts = text.split("-")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        rule = "integers >= 1 joined by '-', such as 512-256"
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+    return [int(part) for part in parts]
+
+
 def make_folder(folder: Path) -> None:
     """Make --out before the work begins.
 
