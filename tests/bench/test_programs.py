@@ -10,7 +10,7 @@ from programs import ROOT
 
 from bench.cli import exit_status
 
-NAMES = ("kernels", "link", "scale")
+NAMES = ("hooks", "kernels", "link", "scale")
 PROGRAMS = [f"bench.{name}" for name in NAMES]
 PROGRAMS += [
     f"bench.experiments.{path.stem}"
