@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "dtype.h"
+#include "floats.h"
 
 namespace dct {
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "host_device.h"
+#include "floats.h"
 #include "payload.h"
 #include "row_formats.h"
 

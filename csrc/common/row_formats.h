@@ -6,8 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "host_device.h"
-#include "rounding.h"
+#include "floats.h"
 
 namespace dct {
 

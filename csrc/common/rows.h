@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "host_device.h"
+#include "floats.h"
 
 namespace dct {
 

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "../common/floats.h"
 #include "../common/payload.h"
-#include "../common/rounding.h"
 #include "accumulate.h"
 #include "bitmask.h"
 #include "kernels.h"

@@ -5,8 +5,7 @@
 
 #include "../common/row_formats.h"
 #include "kernels.h"
-#include "nontemporal.h"
-#include "prefetch.h"
+#include "streaming.h"
 #include "unpack_codes.h"
 
 namespace dct::cpu {

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../common/rounding.h"
+#include "../common/floats.h"
 #include "simd_dispatch.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)

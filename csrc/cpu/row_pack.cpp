@@ -3,7 +3,7 @@
 #include <memory>
 #include <vector>
 
-#include "../common/rounding.h"
+#include "../common/floats.h"
 #include "../common/rows.h"
 #include "bitmask.h"
 #include "kernels.h"

@@ -13,7 +13,7 @@
 #include "kernels.h"
 #include "magnitudes.h"
 #include "pack_codes.h"
-#include "prefetch.h"
+#include "streaming.h"
 
 namespace dct::cpu {
 namespace {
