@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import _torch, reference
-from ._ops import CHECKS, OPS, SCHEMAS_DIGEST, library
+from ._ops import CHECKS, OPS, library, schemas_digest
 
 BACKENDS = ("eager", "cpp", "cuda", "triton")
 REQUESTED = os.environ.get("DCT_BACKEND")
@@ -98,7 +98,7 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
     built_with = "unknown"
     try:
         built_with, schemas = _built_with(file)
-        if schemas != SCHEMAS_DIGEST and built_with != "unknown":  # it would misread arguments
+        if schemas != schemas_digest() and built_with != "unknown":  # it would misread arguments
             return f"{file.name} was compiled for other schemas of the ops: build it again"
         if backend == "cuda" and not _is_for_cuda(file, cuda):
             return f"{file.name} is for another CUDA version than torch's ({cuda})"

@@ -12,6 +12,7 @@ import torch
 from . import _torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT32, INT32, UINT8 = (torch.float32,), (torch.int32,), (torch.uint8,)
 
 
 def fail(
@@ -104,7 +105,7 @@ def require_scale(
     op: str, arg: str, scale: torch.Tensor | None, like: tuple[str, torch.Tensor]
 ) -> None:
     if scale is not None:
-        require_tensor(op, arg, scale, (torch.float32,), (0, 1), like)
+        require_tensor(op, arg, scale, FLOAT32, (0, 1), like)
         if scale.numel() != 1:
             fail(op, arg, "1 element", scale.numel(), verb="have")
 
