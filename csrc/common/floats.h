@@ -72,11 +72,17 @@ DCT_HOST_DEVICE inline bool is_finite(float x) {
   return (float_to_bits(x) & kFloat32Infinity) != kFloat32Infinity;
 }
 
-// Orders float32 by magnitude; NaN ranks as infinity.
+// What a residual keeps where its sum with the gradient is not finite.
+DCT_HOST_DEVICE inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
+
+// Orders float32 by magnitude; NaN ranks above infinity, which makes no difference to bounds up to
+// it.
+DCT_HOST_DEVICE inline int32_t magnitude_bits(float x) { return float_to_bits(x) & 0x7fffffff; }
+
+// The same; NaN ranks as infinity.
 DCT_HOST_DEVICE inline int32_t magnitude_key(float x) {
-  const int32_t magnitude = float_to_bits(x) & 0x7fffffff;
   constexpr int32_t infinity = kFloat32Infinity;
-  return magnitude < infinity ? magnitude : infinity;
+  return magnitude_bits(x) < infinity ? magnitude_bits(x) : infinity;
 }
 
 DCT_HOST_DEVICE inline float to_float(float x) { return x; }

@@ -30,16 +30,10 @@ decltype(auto) dispatch(RowFormat format, Function&& function) {
 constexpr int64_t kScaleBytes = 2;  // bfloat16
 
 DCT_HOST_DEVICE constexpr int codes_per_byte(RowFormat format) {
-  switch (format) {
-    case RowFormat::kInt8:
-      return 1;
-    case RowFormat::kTernary:
-      return 5;
-    case RowFormat::kSign:
-      return 8;
-    default:
-      return 2;
-  }
+  return format == RowFormat::kInt8      ? 1
+         : format == RowFormat::kInt4    ? 2
+         : format == RowFormat::kTernary ? 5
+                                         : 8;
 }
 
 constexpr int kTrits = codes_per_byte(RowFormat::kTernary);
@@ -77,6 +71,11 @@ DCT_HOST_DEVICE inline Units units_of(int32_t largest_key) {
   const uint32_t exponent = biased < kUnitBits ? kUnitBits : biased;
   return {bits_to_float((253 + kUnitBits - exponent) << 23),
           bits_to_float((exponent - (kUnitBits - 1)) << 23)};
+}
+
+// Of a magnitude in units.
+DCT_HOST_DEVICE inline uint32_t whole_units(float magnitude) {
+  return static_cast<uint32_t>(static_cast<int32_t>(magnitude));
 }
 
 // The scale that travels: finite, and normal or 0. `x` is not negative.

@@ -20,11 +20,6 @@ struct Lanes {
   alignas(64) int32_t at[kLanes];
 };
 
-// Unlike magnitude_key(), NaNs rank above infinity: no difference to bounds up to infinity.
-inline int32_t magnitude_bits(float x) {
-  return static_cast<int32_t>(float_to_bits(x) & 0x7fffffff);
-}
-
 // For each instruction set:
 //
 // `list` copies those of n entries that reach a bound >= 0, and their columns, in order, and

@@ -61,7 +61,7 @@ class Sampler {
   explicit Sampler(const SampleThresholdArgs& args)
       : args_(args),
         grad_(static_cast<const Grad*>(args.grad)),
-        inv_scale_(args.inv_scale != nullptr ? *args.inv_scale : 1.0f),
+        inv_scale_(load_scale(args.inv_scale)),
         stride_(samples(0)),
         ranges_(args.numel > 0 ? ceil_div(args.numel, numel(0)) : 0),
         keys_(new int32_t[ranges_ * stride_]) {}

@@ -78,9 +78,6 @@ struct RangeTiles {
   }
 };
 
-// A scale that is one element in device memory, or null for 1.
-__device__ inline float load_scale(const float* scale) { return scale != nullptr ? *scale : 1.0f; }
-
 // residual + grad * scale; product and sum are rounded separately, never fused.
 template <typename Grad>
 __device__ float accumulate(float residual, Grad grad, float scale) {
@@ -109,9 +106,6 @@ __device__ void for_each_sum(const float* residual, const Grad* grad, float scal
     }
   }
 }
-
-// What the residual keeps where the sum is not finite.
-__device__ inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
 
 // A sum, split into a payload value (in the low bits) and the remainder for the residual, so that
 // value + remainder == sum. This is exact: the remainder of float32 is 0, and that of bfloat16 has

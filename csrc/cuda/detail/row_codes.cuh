@@ -8,13 +8,6 @@
 
 namespace dct::cuda {
 
-__device__ inline int magnitude_bits(float x) { return float_to_bits(x) & 0x7fffffff; }
-
-// A magnitude in whole units. Sums are of whole units, so they do not depend on the order.
-__device__ inline uint32_t whole_units(float magnitude) {
-  return static_cast<uint32_t>(static_cast<int32_t>(magnitude));
-}
-
 template <typename Total>
 __device__ float mean_of(Total total, Total count) {
   return __fdiv_rn(static_cast<float>(total), static_cast<float>(count > 0 ? count : 1));
