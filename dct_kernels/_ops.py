@@ -57,15 +57,21 @@ def define(
         run = getattr(torch.ops.dct, name).default  # which also makes dir(torch.ops.dct) list it
         (_differentiate if differentiable else _guard)(run)
 
-        @functools.wraps(check)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            check(*args, **kwargs)
-            result: R = run(*args, **kwargs)
-            return result
-
-        return checked
+        return checked(run, name)
 
     return with_check
+
+
+def checked(run: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`run`, but only with arguments that pass the checks of the op `name`."""
+    check = CHECKS[name]
+
+    @functools.wraps(check)
+    def checked_op(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    return checked_op
 
 
 class _RowOp(_torch.SingleLevelFunction):
@@ -127,9 +133,7 @@ def _guard(op: Op) -> None:
             if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
                 rule = "require grad outside torch.no_grad(), because the op writes to it"
                 _fail(op, index, rule, "requires_grad=True", "not")
-        for index in written:
-            if args[index] is not None:
-                _torch.increment_versions((args[index],))
+        _torch.increment_versions([args[i] for i in written if args[i] is not None])
         with BelowInplace():
             return redispatch(keyset & AFTER_INPLACE, *args)
 

@@ -52,7 +52,7 @@ def require_dtype(op: str, arg: str, dtype: torch.dtype, allowed: tuple[torch.dt
     if not isinstance(dtype, torch.dtype):
         fail(op, arg, either([str(one) for one in allowed]), _kind(dtype), TypeError)
     if dtype not in allowed:
-        fail(op, arg, _names(allowed), dtype, TypeError)
+        fail(op, arg, either([_name(one) for one in allowed]), dtype, TypeError)
 
 
 def require_choice(op: str, arg: str, value: str, choices: tuple[str, ...]) -> None:
@@ -85,7 +85,7 @@ def require_tensor(
     if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:
         fail(op, arg, "dense", str(tensor.layout).removeprefix("torch."), TypeError)
     if tensor.dtype not in dtypes:
-        fail(op, arg, _names(dtypes), tensor.dtype, TypeError)
+        fail(op, arg, either([_name(dtype) for dtype in dtypes]), tensor.dtype, TypeError)
     if tensor.dim() not in dims:
         fail(op, arg, " or ".join(f"{dim}-D" for dim in dims), f"{tensor.dim()}-D")
     if like is not None and tensor.device != like[1].device:
@@ -145,10 +145,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return either([_name(dtype) for dtype in dtypes])
 
 
 def _kind(value: object) -> str:

@@ -124,8 +124,7 @@ def mask_pack(
     checks.require_tensor(op, "grad", grad, FLOATS, like=like)
     checks.require_numel(op, "grad", grad, residual.numel(), "like residual")
     checks.require_tensor(op, "payload", payload, UINT8, (1, 2), like)
-    ranges = _require_ranges(op, "payload", payload, 2)
-    _require_entries(op, "payload", payload, residual.numel(), capacity, value_dtype, ranges)
+    ranges = _require_entries(op, "payload", payload, 2, residual.numel(), capacity, value_dtype)
     for name, tensor, dtypes in (("threshold", threshold, FLOAT32), ("seen", seen, INT32)):
         checks.require_tensor(op, name, tensor, dtypes, like=like)
         checks.require_numel(op, name, tensor, ranges, "(one per range)")
@@ -177,8 +176,8 @@ def scatter_unpack(
     tensor([1], dtype=torch.int32)
     """
     op = "scatter_unpack"
-    ranges = _require_sum(op, payloads, out, out_scale)
-    _require_entries(op, "payloads", payloads, out.numel(), capacity, value_dtype, ranges)
+    _require_sum(op, payloads, out, out_scale)
+    _require_entries(op, "payloads", payloads, 3, out.numel(), capacity, value_dtype)
 
 
 @define(
@@ -234,8 +233,7 @@ def quantize_pack(
         checks.require_numel(op, "grad", grad, residual.numel(), "like residual")
         written = {"residual": residual, "payload": payload}
     checks.require_scale(op, "inv_scale", inv_scale, like)
-    ranges = _require_ranges(op, "payload", payload, 2)
-    _require_rows(op, "payload", payload, grad.numel(), format, ranges)
+    _require_rows(op, "payload", payload, 2, grad.numel(), format)
     checks.memory(op, written, {"grad": grad, "inv_scale": inv_scale}, ("payload",))
 
 
@@ -245,11 +243,7 @@ def quantize_pack(
     _statuses,
 )
 def dequantize_sum(
-    payloads: Tensor,
-    out: Tensor,
-    format: str,
-    scale: float = 1.0,
-    out_scale: Tensor | None = None,
+    payloads: Tensor, out: Tensor, format: str, scale: float = 1.0, out_scale: Tensor | None = None
 ) -> Tensor:
     """Sum P ranks' payloads of every entry, in rank order: every rank computes the same bits.
 
@@ -278,8 +272,8 @@ def dequantize_sum(
     tensor([1], dtype=torch.int32)
     """
     op = "dequantize_sum"
-    ranges = _require_sum(op, payloads, out, out_scale)
-    _require_rows(op, "payloads", payloads, out.numel(), format, ranges)
+    _require_sum(op, payloads, out, out_scale)
+    _require_rows(op, "payloads", payloads, 3, out.numel(), format)
 
 
 @define(
@@ -318,9 +312,18 @@ def dequantize_sum_pack(
     checks.require_tensor(op, "residual", residual, FLOAT32)
     for name, tensor, dim in (("payloads", payloads, 2), ("payload", payload, 1)):
         checks.require_tensor(op, name, tensor, UINT8, (dim,), like)
-        _require_rows(op, name, tensor, residual.numel(), format, 1)
+        _require_rows(op, name, tensor, dim + 1, residual.numel(), format)
     written = {"residual": residual, "payload": payload}
     checks.memory(op, written, {"payloads": payloads}, ("payloads", "payload"))
+
+
+def _require_sum(op: str, payloads: Tensor, out: Tensor, out_scale: Tensor | None) -> None:
+    like = ("out", out)
+    checks.require_tensor(op, "out", out, FLOATS)
+    checks.require_tensor(op, "payloads", payloads, UINT8, (2, 3), like)
+    checks.require_scale(op, "out_scale", out_scale, like)
+    read = {"payloads": payloads, "out_scale": out_scale}
+    checks.memory(op, {"out": out}, read, ("payloads",))
 
 
 def _require_ranges(op: str, arg: str, payload: Tensor, dims: int) -> int:
@@ -331,38 +334,23 @@ def _require_ranges(op: str, arg: str, payload: Tensor, dims: int) -> int:
     return ranges
 
 
-def _require_sum(op: str, payloads: Tensor, out: Tensor, out_scale: Tensor | None) -> int:
-    """The number of ranges of payloads that are summed."""
-    like = ("out", out)
-    checks.require_tensor(op, "out", out, FLOATS)
-    checks.require_tensor(op, "payloads", payloads, UINT8, (2, 3), like)
-    checks.require_scale(op, "out_scale", out_scale, like)
-    ranges = _require_ranges(op, "payloads", payloads, 3)
-    read = {"payloads": payloads, "out_scale": out_scale}
-    checks.memory(op, {"out": out}, read, ("payloads",))
-    return ranges
-
-
 def _require_entries(
-    op: str,
-    arg: str,
-    payload: Tensor,
-    numel: int,
-    capacity: int,
-    value_dtype: torch.dtype,
-    ranges: int,
-) -> None:
-    """A payload of the entries that passed a threshold."""
+    op: str, arg: str, payload: Tensor, dims: int, numel: int, capacity: int, dtype: torch.dtype
+) -> int:
+    """A payload of the entries that pass a threshold. Returns its number of ranges."""
+    ranges = _require_ranges(op, arg, payload, dims)
     checks.require_int(op, "capacity", capacity, 1, 2**32 - 1)
-    checks.require_dtype(op, "value_dtype", value_dtype, tuple(layout.VALUE_DTYPE_CODES))
-    nbytes = layout.payload_layout(numel, capacity, value_dtype, ranges).nbytes
+    checks.require_dtype(op, "value_dtype", dtype, tuple(layout.VALUE_DTYPE_CODES))
+    nbytes = layout.payload_layout(numel, capacity, dtype, ranges).nbytes
     if payload.shape[-1] != nbytes:
         rule = f"{nbytes} bytes per range for {numel} elements and capacity {capacity}"
         checks.fail(op, arg, rule, payload.shape[-1], verb="have")
+    return ranges
 
 
-def _require_rows(op: str, arg: str, payload: Tensor, numel: int, format: str, ranges: int) -> None:
+def _require_rows(op: str, arg: str, payload: Tensor, dims: int, numel: int, format: str) -> None:
     """A payload of every entry. It may have room for more rows than the range has."""
+    ranges = _require_ranges(op, arg, payload, dims)
     checks.require_choice(op, "format", format, tuple(layout.QUANTIZED_CODES))
     nbytes = layout.quantized_payload_bytes(numel, format, ranges)
     if payload.shape[-1] < nbytes or payload.shape[-1] % 16:
