@@ -45,29 +45,14 @@ from .payload_ops import (
 )
 from .row_ops import row_dequantize, row_gather, row_pack, row_quantize, row_unpack
 
-_load.setup()
+_load.setup()  # every op is defined
 
 __version__ = "0.3.0"
 
-__all__ = [
-    "PayloadInfo",
-    "PayloadLayout",
-    "backend_of",
-    "dequantize_sum",
-    "dequantize_sum_pack",
-    "mask_pack",
-    "payload_info",
-    "payload_layout",
-    "quantize_pack",
-    "quantized_payload_bytes",
-    "row_dequantize",
-    "row_gather",
-    "row_pack",
-    "row_quantize",
-    "row_unpack",
-    "sample_threshold",
-    "scatter_unpack",
-]
+__all__ = ["PayloadInfo", "PayloadLayout", "backend_of", "payload_info", "payload_layout"]
+__all__ += ["dequantize_sum", "dequantize_sum_pack", "mask_pack", "quantize_pack"]
+__all__ += ["quantized_payload_bytes", "sample_threshold", "scatter_unpack"]
+__all__ += ["row_dequantize", "row_gather", "row_pack", "row_quantize", "row_unpack"]
 
 
 def __dir__() -> list[str]:

@@ -5,8 +5,7 @@ library could be built. Sizes are SymInt, because a plain int would make torch.c
 every new value.
 
 Backends in Python run behind the same checks as the public functions. The compiled backends check
-again what memory safety needs, and say only a short rule (csrc/bindings/ops.cpp). Metadata checks
-trace under torch.compile; addresses are checked only when the op really runs.
+again what memory safety needs, and say only a short rule (csrc/bindings/ops.cpp).
 
 The row ops are linear once the positions are chosen, and their gradients are the row ops again:
 pack and gather go back through unpack, unpack through gather, always at the same positions. So the

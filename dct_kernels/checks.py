@@ -56,8 +56,7 @@ def require_dtype(op: str, arg: str, dtype: torch.dtype, allowed: tuple[torch.dt
 
 
 def require_choice(op: str, arg: str, value: str, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        fail(op, arg, "a string", type(value).__name__, TypeError)
+    require_type(op, arg, value, str, "a string")
     if value not in choices:
         fail(op, arg, either([repr(choice) for choice in choices]), repr(value))
 
@@ -79,8 +78,7 @@ def require_tensor(
     like: tuple[str, torch.Tensor] | None = None,
 ) -> None:
     """`tensor` is contiguous, of one of `dtypes` and `dims`, on the device of the tensor `like`."""
-    if not isinstance(tensor, torch.Tensor):
-        fail(op, arg, "a tensor", _kind(tensor), TypeError)
+    require_type(op, arg, tensor, torch.Tensor, "a tensor")
     # Dynamo does not read the layout of a tensor in the backward pass of an autograd.Function.
     if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:
         fail(op, arg, "dense", str(tensor.layout).removeprefix("torch."), TypeError)

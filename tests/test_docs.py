@@ -15,7 +15,6 @@ import torch
 from programs import ROOT, blocks, in_forks
 
 import dct_kernels
-from dct_kernels import _ops
 
 DOCS = ROOT / "docs"
 PAGES = {page.relative_to(DOCS).as_posix(): page for page in sorted(DOCS.rglob("*.md"))}
@@ -52,12 +51,13 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("name", [*_ops.OPS, "payload_layout", "quantized_payload_bytes"])
+@pytest.mark.parametrize(
+    "name", [*dct_kernels._ops.OPS, "payload_layout", "quantized_payload_bytes"]
+)
 def test_docstring_examples(name):
-    # Examples of one function may use others, as a user would.
-    names = {"torch": torch, **vars(dct_kernels)}
-    found = doctest.DocTestFinder().find(names[name], name, module=False, globs=names)
-    result = doctest.DocTestRunner().run(found[0])
+    names = {"torch": torch, **vars(dct_kernels)}  # examples of one function may use others
+    (examples,) = doctest.DocTestFinder().find(names[name], name, module=False, globs=names)
+    result = doctest.DocTestRunner().run(examples)
     assert result.attempted > 0
     assert result.failed == 0
 

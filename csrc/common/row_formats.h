@@ -30,10 +30,16 @@ decltype(auto) dispatch(RowFormat format, Function&& function) {
 constexpr int64_t kScaleBytes = 2;  // bfloat16
 
 DCT_HOST_DEVICE constexpr int codes_per_byte(RowFormat format) {
-  return format == RowFormat::kInt8      ? 1
-         : format == RowFormat::kInt4    ? 2
-         : format == RowFormat::kTernary ? 5
-                                         : 8;
+  switch (format) {
+    case RowFormat::kInt8:
+      return 1;
+    case RowFormat::kTernary:
+      return 5;
+    case RowFormat::kSign:
+      return 8;
+    default:
+      return 2;
+  }
 }
 
 constexpr int kTrits = codes_per_byte(RowFormat::kTernary);

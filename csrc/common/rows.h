@@ -15,13 +15,9 @@ enum class PositionEncoding {
   kUint16,  // k columns of two bytes, little-endian, width <= 65,536
 };
 
-DCT_HOST_DEVICE constexpr int64_t bitmap_bytes(int64_t width) {
-  return width / 8 + (width % 8 != 0);
-}
-
 // The smallest; the first of the list above on a tie.
 DCT_HOST_DEVICE constexpr PositionEncoding position_encoding(int64_t width, int64_t k) {
-  const int64_t bitmap = bitmap_bytes(width);
+  const int64_t bitmap = width / 8 + (width % 8 != 0);
   if (width <= 256 && k < bitmap) return PositionEncoding::kUint8;
   if (width <= 65536 && 2 * k < bitmap) return PositionEncoding::kUint16;
   return PositionEncoding::kBitmap;
@@ -29,9 +25,14 @@ DCT_HOST_DEVICE constexpr PositionEncoding position_encoding(int64_t width, int6
 
 // Bytes of one row's positions.
 DCT_HOST_DEVICE constexpr int64_t position_bytes(int64_t width, int64_t k) {
-  const PositionEncoding encoding = position_encoding(width, k);
-  if (encoding == PositionEncoding::kBitmap) return bitmap_bytes(width);
-  return encoding == PositionEncoding::kUint8 ? k : 2 * k;
+  switch (position_encoding(width, k)) {
+    case PositionEncoding::kUint8:
+      return k;
+    case PositionEncoding::kUint16:
+      return 2 * k;
+    default:
+      return width / 8 + (width % 8 != 0);
+  }
 }
 
 }  // namespace dct
