@@ -15,8 +15,7 @@
 
 #include "../common/payload.h"
 #include "../common/quantized_payload.h"
-#include "../common/row_formats.h"
-#include "../common/rows.h"
+#include "../common/row_layout.h"
 
 namespace dct {
 

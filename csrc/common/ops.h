@@ -15,7 +15,7 @@ DCT_HOST_DEVICE inline float load_scale(const float* scale) {
 }
 
 enum class PayloadFormat : uint8_t;  // quantized_payload.h
-enum class RowFormat : uint8_t;      // row_formats.h
+enum class RowFormat : uint8_t;      // row_layout.h
 
 struct SampleThresholdArgs {
   const void* grad;  // [numel] of grad_dtype

@@ -8,7 +8,7 @@
 
 #include "floats.h"
 #include "payload.h"
-#include "row_formats.h"
+#include "row_layout.h"
 
 namespace dct {
 

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "../common/row_formats.h"
+#include "../common/row_layout.h"
 
 namespace dct::cpu {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../common/row_formats.h"
+#include "../common/row_layout.h"
 #include "kernels.h"
 #include "streaming.h"
 #include "unpack_codes.h"

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "../common/floats.h"
-#include "../common/rows.h"
+#include "../common/row_layout.h"
 #include "bitmask.h"
 #include "kernels.h"
 #include "row_positions.h"

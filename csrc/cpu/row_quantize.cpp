@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "../common/row_formats.h"
+#include "../common/row_layout.h"
 #include "kernels.h"
 #include "magnitudes.h"
 #include "pack_codes.h"

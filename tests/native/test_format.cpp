@@ -2,7 +2,7 @@
 
 #include "../../csrc/common/hash.h"
 #include "../../csrc/common/payload.h"
-#include "../../csrc/common/rows.h"
+#include "../../csrc/common/row_layout.h"
 #include "support.h"
 
 using namespace dct;

@@ -3,7 +3,7 @@
 // Quantized rows: the scale of a row, the code of an entry, and packing of codes into bytes. Codes
 // are bytes in two's complement; a sign is 1 if negative.
 
-#include "../../common/row_formats.h"
+#include "../../common/row_layout.h"
 #include "device.cuh"
 
 namespace dct::cuda {
