@@ -121,6 +121,7 @@ struct Checks {
     return ranges;
   }
 
+  // Checks the address, and returns the number of ranges.
   int64_t require_ranges(const char* arg, const Tensor& payload, int64_t dims_with_ranges) const {
     const int64_t dims = payload.dim();
     const int64_t ranges = dims == dims_with_ranges ? payload.size(dims - 2) : 1;
