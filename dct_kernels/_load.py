@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import _torch, reference
-from ._ops import CHECKS, OPS, SCHEMAS_DIGEST, library
+from ._ops import OPS, checked, library, schemas_digest
 
 BACKENDS = ("eager", "cpp", "cuda", "triton")
 REQUESTED = os.environ.get("DCT_BACKEND")
@@ -69,20 +69,9 @@ def setup() -> None:
     _register_triton()
     if REQUESTED in (None, "eager"):
         for name in OPS:
-            library.impl(name, checked(reference, name), "CompositeExplicitAutograd")
+            library.impl(name, checked(getattr(reference, name), name), "CompositeExplicitAutograd")
     if REQUESTED and (reason := available()[REQUESTED]):
         raise ImportError(f"DCT_BACKEND={REQUESTED}, but that backend is not available: {reason}")
-
-
-def checked(backend: object, name: str) -> Callable[..., Any]:
-    """An op of a backend in Python, which gets only arguments that pass its checks."""
-    check, op = CHECKS[name], getattr(backend, name)
-
-    def checked_op(*args: Any, **kwargs: Any) -> Any:
-        check(*args, **kwargs)
-        return op(*args, **kwargs)
-
-    return checked_op
 
 
 def _why_not_loaded(backend: str, file: Path | None) -> str:
@@ -98,7 +87,7 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
     built_with = "unknown"
     try:
         built_with, schemas = _built_with(file)
-        if schemas != SCHEMAS_DIGEST and built_with != "unknown":  # it would misread arguments
+        if schemas != schemas_digest() and built_with != "unknown":  # it would misread arguments
             return f"{file.name} was compiled for other schemas of the ops: build it again"
         if backend == "cuda" and not _is_for_cuda(file, cuda):
             return f"{file.name} is for another CUDA version than torch's ({cuda})"
@@ -142,7 +131,7 @@ def _register_triton() -> None:
 
 def _call_triton(name: str) -> Callable[..., Any]:
     # Triton is imported by the first call: most processes that could use it never do.
-    return lambda *args, **kwargs: checked(_triton(), name)(*args, **kwargs)
+    return lambda *args, **kwargs: checked(getattr(_triton(), name), name)(*args, **kwargs)
 
 
 def _triton() -> ModuleType:

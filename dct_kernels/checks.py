@@ -12,6 +12,7 @@ import torch
 from . import _torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT32, INT32, UINT8 = (torch.float32,), (torch.int32,), (torch.uint8,)
 
 
 def fail(
@@ -51,12 +52,11 @@ def require_dtype(op: str, arg: str, dtype: torch.dtype, allowed: tuple[torch.dt
     if not isinstance(dtype, torch.dtype):
         fail(op, arg, either([str(one) for one in allowed]), _kind(dtype), TypeError)
     if dtype not in allowed:
-        fail(op, arg, _names(allowed), dtype, TypeError)
+        fail(op, arg, either([_name(one) for one in allowed]), dtype, TypeError)
 
 
 def require_choice(op: str, arg: str, value: str, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        fail(op, arg, "a string", type(value).__name__, TypeError)
+    require_type(op, arg, value, str, "a string")
     if value not in choices:
         fail(op, arg, either([repr(choice) for choice in choices]), repr(value))
 
@@ -78,13 +78,12 @@ def require_tensor(
     like: tuple[str, torch.Tensor] | None = None,
 ) -> None:
     """`tensor` is contiguous, of one of `dtypes` and `dims`, on the device of the tensor `like`."""
-    if not isinstance(tensor, torch.Tensor):
-        fail(op, arg, "a tensor", _kind(tensor), TypeError)
+    require_type(op, arg, tensor, torch.Tensor, "a tensor")
     # Dynamo does not read the layout of a tensor in the backward pass of an autograd.Function.
     if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:
         fail(op, arg, "dense", str(tensor.layout).removeprefix("torch."), TypeError)
     if tensor.dtype not in dtypes:
-        fail(op, arg, _names(dtypes), tensor.dtype, TypeError)
+        fail(op, arg, either([_name(dtype) for dtype in dtypes]), tensor.dtype, TypeError)
     if tensor.dim() not in dims:
         fail(op, arg, " or ".join(f"{dim}-D" for dim in dims), f"{tensor.dim()}-D")
     if like is not None and tensor.device != like[1].device:
@@ -104,7 +103,7 @@ def require_scale(
     op: str, arg: str, scale: torch.Tensor | None, like: tuple[str, torch.Tensor]
 ) -> None:
     if scale is not None:
-        require_tensor(op, arg, scale, (torch.float32,), (0, 1), like)
+        require_tensor(op, arg, scale, FLOAT32, (0, 1), like)
         if scale.numel() != 1:
             fail(op, arg, "1 element", scale.numel(), verb="have")
 
@@ -144,10 +143,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return either([_name(dtype) for dtype in dtypes])
 
 
 def _kind(value: object) -> str:

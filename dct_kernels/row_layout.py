@@ -25,10 +25,8 @@ def position_encoding(width: int, k: int) -> Encoding:
 
 def position_bytes(width: int, k: int) -> int:
     """Bytes of one row's positions."""
-    encoding = position_encoding(width, k)
-    if encoding is Encoding.BITMAP:
-        return (width + 7) // 8
-    return k if encoding is Encoding.UINT8 else 2 * k
+    sizes = {Encoding.BITMAP: (width + 7) // 8, Encoding.UINT8: k, Encoding.UINT16: 2 * k}
+    return sizes[position_encoding(width, k)]
 
 
 FORMATS = ("int8", "int4", "ternary", "sign")  # codes, then one bfloat16 scale

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 
 from . import reference
-from ._load import available, checked
-from ._ops import OPS
+from ._load import available
+from ._ops import OPS, checked
 
 __all__ = ["available", "backends"]
 
@@ -17,16 +17,19 @@ def backends() -> dict[str, SimpleNamespace]:
     Only those that this process can run. `eager` takes any device and is listed on the CPU; so is
     `triton` where its kernels are interpreted (TRITON_INTERPRET=1).
     """
-    compiled = {"cpp": "cpu", "cuda": "cuda"}
-    found = {"eager": SimpleNamespace(**{op: checked(reference, op) for op in OPS}, device="cpu")}
-    for name, device in compiled.items():
+
+    def python(backend: object, device: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            **{op: checked(getattr(backend, op), op) for op in OPS}, device=device
+        )
+
+    found = {"eager": python(reference, "cpu")}
+    for name, device in (("cpp", "cpu"), ("cuda", "cuda")):
         if not available()[name] and (device == "cpu" or torch.cuda.is_available()):
             ops = {op: getattr(torch.ops.dct, op).default for op in OPS}
             found[name] = SimpleNamespace(**ops, device=device)
     if not available()["triton"]:
         from . import triton  # only here: it is not everywhere
 
-        device = "cpu" if triton.INTERPRETED else "cuda"
-        ops = {op: checked(triton, op) for op in OPS}
-        found["triton"] = SimpleNamespace(**ops, device=device)
+        found["triton"] = python(triton, "cpu" if triton.INTERPRETED else "cuda")
     return found

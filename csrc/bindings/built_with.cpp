@@ -1,5 +1,5 @@
 // dct_kernels/_load.py reads this text in the file, even if the library does not load, and refuses
-// a library whose digest is not that of the schemas in dct_kernels/_ops.py.
+// a library whose digest is not that of the schemas in dct_kernels.
 
 #include <torch/headeronly/version.h>
 

@@ -15,8 +15,7 @@
 
 #include "../common/payload.h"
 #include "../common/quantized_payload.h"
-#include "../common/row_formats.h"
-#include "../common/rows.h"
+#include "../common/row_layout.h"
 
 namespace dct {
 
@@ -103,35 +102,35 @@ struct Checks {
   // Checks payloads [.., nbytes] and returns their number of ranges.
   int64_t require_payload(const char* arg, const Tensor& payload, int64_t dims_with_ranges,
                           int64_t numel, int64_t capacity, DType value_dtype) const {
-    const int64_t dims = payload.dim();
-    const int64_t ranges = dims == dims_with_ranges ? payload.size(dims - 2) : 1;
-    if (ranges < 1) fail(arg, "have at least 1 range", "0");
+    const int64_t ranges = require_ranges(arg, payload, dims_with_ranges);
     const int64_t nbytes = payload_layout(numel, capacity, value_dtype, ranges).nbytes;
-    require_in(arg, ".size(-1)", payload.size(dims - 1), nbytes);
-    require_aligned(arg, payload);
+    require_in(arg, ".size(-1)", payload.size(payload.dim() - 1), nbytes);
     return ranges;
   }
 
   // The same for payloads of every entry.
   int64_t require_quantized(const char* arg, const Tensor& payload, int64_t dims_with_ranges,
                             int64_t numel, PayloadFormat format) const {
-    const int64_t dims = payload.dim(), nbytes = payload.size(dims - 1);
-    const int64_t ranges = dims == dims_with_ranges ? payload.size(dims - 2) : 1;
-    if (ranges < 1) fail(arg, "have at least 1 range", "0");
+    const int64_t ranges = require_ranges(arg, payload, dims_with_ranges);
+    const int64_t nbytes = payload.size(payload.dim() - 1);
     const int64_t least = quantized_payload_bytes(numel, format, ranges);
     if (nbytes < least || nbytes % 16 != 0) {
       fail(std::string(arg) + ".size(-1)",
            "be " + std::to_string(least) + " or a multiple of 16 above", std::to_string(nbytes));
     }
-    require_aligned(arg, payload);
     return ranges;
   }
 
-  void require_aligned(const char* arg, const Tensor& payload) const {
+  // Checks the address, and returns the number of ranges.
+  int64_t require_ranges(const char* arg, const Tensor& payload, int64_t dims_with_ranges) const {
+    const int64_t dims = payload.dim();
+    const int64_t ranges = dims == dims_with_ranges ? payload.size(dims - 2) : 1;
+    if (ranges < 1) fail(arg, "have at least 1 range", "0");
     const auto address = reinterpret_cast<uintptr_t>(payload.const_data_ptr());
     if (address % 16 != 0) {
       fail(arg, "be 16-byte aligned", "address % 16 = " + std::to_string(address % 16));
     }
+    return ranges;
   }
 
   const uint8_t* require_positions(const Tensor& positions, int64_t rows, int64_t width,

@@ -1,6 +1,6 @@
 // The ops: check what makes them safe to call, allocate what they return, run the kernel. Compiled
 // twice: for CPU tensors, and with USE_CUDA for CUDA tensors. Errors name the argument and its
-// value; dct_kernels/_ops.py has the full sentences.
+// value; dct_kernels/checks.py has the full sentences.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "host_device.h"
+#include "floats.h"
 
 namespace dct {
 

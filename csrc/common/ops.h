@@ -5,12 +5,17 @@
 
 #include <cstdint>
 
-#include "dtype.h"
+#include "floats.h"
 
 namespace dct {
 
+// A scale that is one element, or null for 1.
+DCT_HOST_DEVICE inline float load_scale(const float* scale) {
+  return scale != nullptr ? *scale : 1.0f;
+}
+
 enum class PayloadFormat : uint8_t;  // quantized_payload.h
-enum class RowFormat : uint8_t;      // row_formats.h
+enum class RowFormat : uint8_t;      // row_layout.h
 
 struct SampleThresholdArgs {
   const void* grad;  // [numel] of grad_dtype

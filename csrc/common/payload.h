@@ -5,8 +5,7 @@
 
 #include <cstdint>
 
-#include "dtype.h"
-#include "host_device.h"
+#include "floats.h"
 
 namespace dct {
 

@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "host_device.h"
+#include "floats.h"
 #include "payload.h"
-#include "row_formats.h"
+#include "row_layout.h"
 
 namespace dct {
 

@@ -2,8 +2,7 @@
 
 #include <cstdint>
 
-#include "../common/dtype.h"
-#include "../common/rounding.h"
+#include "../common/floats.h"
 
 namespace dct::cpu {
 

@@ -4,8 +4,7 @@
 
 #include "dequantize_row.h"
 #include "kernels.h"
-#include "nontemporal.h"
-#include "prefetch.h"
+#include "streaming.h"
 
 namespace dct::cpu {
 namespace {

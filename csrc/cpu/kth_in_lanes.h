@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../common/rounding.h"
+#include "../common/floats.h"
 #include "row_lanes.h"
 
 namespace dct::cpu {

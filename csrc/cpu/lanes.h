@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../common/rounding.h"
+#include "../common/floats.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>

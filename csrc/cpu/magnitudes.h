@@ -6,14 +6,14 @@
 #include <cmath>
 #include <cstdint>
 
-#include "../common/row_formats.h"
+#include "../common/row_layout.h"
 
 namespace dct::cpu {
 
 inline int32_t largest_key(const float* x, int64_t width) {
   int32_t top = 0;
   for (int64_t i = 0; i < width; ++i) {
-    const int32_t magnitude = float_to_bits(x[i]) & 0x7fffffff;
+    const int32_t magnitude = magnitude_bits(x[i]);
     top = magnitude > top ? magnitude : top;
   }
   return top;
@@ -28,7 +28,7 @@ int64_t sum_magnitudes(const float* x, int64_t width, float inverse_unit, float 
     uint32_t units = 0;
     for (int64_t i = 0; i < n; ++i) {
       const float magnitude = std::fabs(x[begin + i]) * inverse_unit;
-      const uint32_t whole = static_cast<uint32_t>(static_cast<int32_t>(magnitude));
+      const uint32_t whole = whole_units(magnitude);
       units += kBound && !(magnitude > bound) ? 0 : whole;
     }
     total += units;

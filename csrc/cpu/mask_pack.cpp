@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "../common/floats.h"
 #include "../common/payload.h"
-#include "../common/rounding.h"
 #include "accumulate.h"
 #include "bitmask.h"
 #include "kernels.h"
@@ -71,7 +71,7 @@ class Packer {
   explicit Packer(const MaskPackArgs& args)
       : args_(args),
         grad_(static_cast<const Grad*>(args.grad)),
-        inv_scale_(args.inv_scale != nullptr ? *args.inv_scale : 1.0f),
+        inv_scale_(load_scale(args.inv_scale)),
         layout_(payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges)) {}
 
   void run(const Parallel& parallel) {
@@ -146,7 +146,7 @@ class Packer {
     const float acc = accumulate(old, grad_, i, inv_scale_);
     const bool finite = is_finite(acc);
     // An overflowed step must not destroy what the residual held.
-    float left = finite ? acc : is_finite(old) ? old : 0.0f;
+    float left = finite ? acc : finite_or_zero(old);
     if (chunk.passed < chunk.room) {
       const Value value = round_saturating<Value>(acc);
       chunk.positions[chunk.passed] = static_cast<uint16_t>(i % kBlock);

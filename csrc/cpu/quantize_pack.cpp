@@ -14,7 +14,7 @@ namespace {
 // acc of `n` entries, then zeros up to the row's end.
 template <typename Grad>
 void accumulate_row(const QuantizePackArgs& args, int64_t begin, int64_t n, float* acc) {
-  const float inv_scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
+  const float inv_scale = load_scale(args.inv_scale);
   const auto* grad = static_cast<const Grad*>(args.grad);
   const float* residual = args.residual;
   if (residual == nullptr) {

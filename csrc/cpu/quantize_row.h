@@ -103,8 +103,8 @@ bool write_values(const RowScratch& row, uint8_t* out, float* residual) {
   auto* values = reinterpret_cast<Value*>(out);  // rows are aligned to 16 bytes
   int32_t top = 0;
   for (int64_t i = 0; i < kRow; ++i) {
-    const float acc = row.acc[i], old = is_finite(residual[i]) ? residual[i] : 0.0f;
-    const int32_t magnitude = float_to_bits(acc) & 0x7fffffff;
+    const float acc = row.acc[i], old = finite_or_zero(residual[i]);
+    const int32_t magnitude = magnitude_bits(acc);
     top = magnitude > top ? magnitude : top;
     values[i] = round_saturating<Value>(acc);
     residual[i] = is_finite(acc) ? acc - to_float(values[i]) : old;
@@ -156,7 +156,7 @@ bool quantize_row(Pack how, RowScratch& row, float* residual, uint8_t* out) {
     }
     std::memcpy(out + row_code_bytes(kFormat), scales, sizeof(scales));
     for (int64_t i = 0; i < kRow && any_lost; ++i) {
-      if (lost[i / kScaled]) residual[i] = is_finite(row.old[i]) ? row.old[i] : 0.0f;
+      if (lost[i / kScaled]) residual[i] = finite_or_zero(row.old[i]);
     }
     return !any_lost;
   }

@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../common/row_formats.h"
+#include "../common/row_layout.h"
 #include "kernels.h"
-#include "nontemporal.h"
-#include "prefetch.h"
+#include "streaming.h"
 #include "unpack_codes.h"
 
 namespace dct::cpu {

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "../common/rounding.h"
+#include "../common/floats.h"
 #include "kernels.h"
 #include "row_positions.h"
 

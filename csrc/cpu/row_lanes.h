@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../common/rounding.h"
+#include "../common/floats.h"
 #include "simd_dispatch.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -19,11 +19,6 @@ constexpr int64_t kLanes = 16;
 struct Lanes {
   alignas(64) int32_t at[kLanes];
 };
-
-// Unlike magnitude_key(), NaNs rank above infinity: no difference to bounds up to infinity.
-inline int32_t magnitude_bits(float x) {
-  return static_cast<int32_t>(float_to_bits(x) & 0x7fffffff);
-}
 
 // For each instruction set:
 //

@@ -3,8 +3,8 @@
 #include <memory>
 #include <vector>
 
-#include "../common/rounding.h"
-#include "../common/rows.h"
+#include "../common/floats.h"
+#include "../common/row_layout.h"
 #include "bitmask.h"
 #include "kernels.h"
 #include "row_positions.h"

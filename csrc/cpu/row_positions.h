@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../common/rows.h"
+#include "../common/row_layout.h"
 #include "bitmask.h"
 
 namespace dct::cpu {

@@ -9,11 +9,11 @@
 #include <memory>
 #include <vector>
 
-#include "../common/row_formats.h"
+#include "../common/row_layout.h"
 #include "kernels.h"
 #include "magnitudes.h"
 #include "pack_codes.h"
-#include "prefetch.h"
+#include "streaming.h"
 
 namespace dct::cpu {
 namespace {

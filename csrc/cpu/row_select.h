@@ -12,7 +12,7 @@
 #include <numeric>
 #include <type_traits>
 
-#include "../common/rounding.h"
+#include "../common/floats.h"
 #include "kth_in_lanes.h"
 #include "row_lanes.h"
 

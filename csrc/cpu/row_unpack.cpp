@@ -1,9 +1,9 @@
 #include <algorithm>
 
-#include "../common/rounding.h"
+#include "../common/floats.h"
 #include "kernels.h"
-#include "prefetch.h"
 #include "row_positions.h"
+#include "streaming.h"
 
 namespace dct::cpu {
 namespace {

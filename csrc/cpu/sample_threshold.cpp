@@ -5,16 +5,52 @@
 #include <cmath>
 #include <memory>
 
+#include "../common/floats.h"
 #include "../common/hash.h"
 #include "../common/payload.h"
-#include "../common/rounding.h"
 #include "accumulate.h"
 #include "kernels.h"
-#include "kth_largest.h"
 #include "simd_dispatch.h"
 
 namespace dct::cpu {
 namespace {
+
+// n below 2^31, so that the count is as wide as the keys.
+int32_t count_keys(const int32_t* keys, int64_t n, int32_t bound) {
+  int32_t count = 0;
+  for (int64_t i = 0; i < n; ++i) count += keys[i] >= bound;
+  return count;
+}
+
+// Moves the keys >= bound to the front and returns their number.
+int64_t keep_keys(int32_t* keys, int64_t n, int32_t bound) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t key = keys[i];
+    keys[count] = key;
+    count += key >= bound;
+  }
+  return count;
+}
+
+// The k-th largest of n keys, 1 <= k <= n, bit by bit from the highest: whether at least k keys
+// reach a bound is one vector loop that counts. Discards other keys. Call it inside vectorize().
+int32_t kth_largest(int32_t* keys, int64_t n, int64_t k) {
+  int32_t bound = 0;
+  int64_t found = n;  // keys >= bound, always k or more
+  for (int32_t bit = 1 << 30; bit != 0 && found > k; bit >>= 1) {
+    const int64_t count = count_keys(keys, n, bound | bit);
+    if (count < k) continue;
+    bound |= bit;
+    found = count;
+    if (found <= n / 2) n = keep_keys(keys, n, bound);
+  }
+  int32_t smallest = INT32_MAX;
+  for (int64_t i = 0; i < n; ++i) {
+    smallest = std::min(smallest, keys[i] >= bound ? keys[i] : INT32_MAX);
+  }
+  return smallest;
+}
 
 constexpr int64_t kPicks = 256;   // picks whose cache misses overlap
 constexpr int64_t kGrain = 8192;  // samples worth a task of their own
@@ -25,7 +61,7 @@ class Sampler {
   explicit Sampler(const SampleThresholdArgs& args)
       : args_(args),
         grad_(static_cast<const Grad*>(args.grad)),
-        inv_scale_(args.inv_scale != nullptr ? *args.inv_scale : 1.0f),
+        inv_scale_(load_scale(args.inv_scale)),
         stride_(samples(0)),
         ranges_(args.numel > 0 ? ceil_div(args.numel, numel(0)) : 0),
         keys_(new int32_t[ranges_ * stride_]) {}

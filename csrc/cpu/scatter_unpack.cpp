@@ -9,11 +9,11 @@
 #include <utility>
 #include <vector>
 
+#include "../common/floats.h"
 #include "../common/payload.h"
-#include "../common/rounding.h"
 #include "kernels.h"
-#include "nontemporal.h"
 #include "simd_dispatch.h"
+#include "streaming.h"
 
 namespace dct::cpu {
 namespace {

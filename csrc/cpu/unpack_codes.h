@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../common/row_formats.h"
+#include "../common/row_layout.h"
 #include "simd_dispatch.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)

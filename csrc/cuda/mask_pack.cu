@@ -13,8 +13,6 @@
 
 #include "detail/device.cuh"
 #include "detail/elements.cuh"
-#include "detail/launch.cuh"
-#include "detail/range_tiles.cuh"
 #include "kernels.cuh"
 
 namespace dct::cuda {

@@ -2,9 +2,9 @@
 // headers. Then a warp owns a row of 1,024 entries: it has all loads of residual and gradient in
 // flight before it uses the first, and stores codes, scales and the new residual from the same
 // registers. So every byte moves once, and no warp waits for another.
-#include "detail/launch.cuh"
+#include "detail/device.cuh"
+#include "detail/elements.cuh"
 #include "detail/quantize_entries.cuh"
-#include "detail/range_tiles.cuh"
 #include "detail/row_elements.cuh"
 #include "kernels.cuh"
 

@@ -5,7 +5,6 @@
 // loads are of single bytes, but several are in flight: with one at a time, int8 was a quarter
 // slower than a copy (measured on an H100; a tenth since).
 #include "detail/device.cuh"
-#include "detail/launch.cuh"
 #include "detail/row_codes.cuh"
 #include "kernels.cuh"
 

@@ -1,6 +1,6 @@
 // row_gather.cu -- the values of each row at given positions, by one warp per row, or one block
 // where a row is wide.
-#include "detail/launch.cuh"
+#include "detail/device.cuh"
 #include "detail/positions.cuh"
 #include "detail/row_elements.cuh"
 #include "kernels.cuh"

@@ -5,7 +5,6 @@
 // the lowest columns win. The selection is one bit per column, and only these bits are rearranged
 // from striped to blocked order, not the keys. Wide rows: detail/row_pack_wide.cuh.
 #include "detail/device.cuh"
-#include "detail/launch.cuh"
 #include "detail/row_pack_wide.cuh"
 #include "kernels.cuh"
 

@@ -4,7 +4,6 @@
 // one per byte, packed there, and copied out by vectors for the whole block, since rows have no
 // alignment. A wide row is read in several passes by a block, all but the first from the cache.
 #include "detail/device.cuh"
-#include "detail/launch.cuh"
 #include "detail/row_codes.cuh"
 #include "detail/row_quantize_wide.cuh"
 #include "kernels.cuh"

@@ -3,7 +3,6 @@
 // A narrow row is built in shared memory by 8, 16 or 32 lanes and written once. A wide row is
 // cleared in place by a block, which then scatters into it while it is still in the cache.
 #include "detail/device.cuh"
-#include "detail/launch.cuh"
 #include "detail/positions.cuh"
 #include "detail/row_elements.cuh"
 #include "kernels.cuh"

@@ -9,11 +9,11 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../common/floats.h"
 #include "../common/hash.h"
 #include "../common/payload.h"
-#include "../common/rounding.h"
+#include "detail/device.cuh"
 #include "detail/elements.cuh"
-#include "detail/launch.cuh"
 #include "detail/radix_select.cuh"
 #include "kernels.cuh"
 

@@ -4,7 +4,7 @@
 // of its warps 2,048 of these. The block first validates every rank's entries for it and partitions
 // them among its warps. Then each warp, independently, adds its entries in rank order and writes
 // its elements once.
-#include "detail/launch.cuh"
+#include "detail/device.cuh"
 #include "detail/rank_block.cuh"
 #include "kernels.cuh"
 

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "../../csrc/common/rows.h"
+#include "../../csrc/common/row_layout.h"
 #include "support.h"
 
 namespace dct::test {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "../../csrc/common/row_formats.h"
+#include "../../csrc/common/row_layout.h"
 #include "support.h"
 
 namespace dct::test {

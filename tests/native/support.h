@@ -16,7 +16,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "../../csrc/common/dtype.h"
+#include "../../csrc/common/floats.h"
 #include "../../csrc/cpu/parallel.h"
 
 // Prints the case and stops. `...` is a printf format and its arguments.

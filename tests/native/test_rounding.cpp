@@ -1,6 +1,6 @@
 // The conversions against the definition of the formats.
 
-#include "../../csrc/common/rounding.h"
+#include "../../csrc/common/floats.h"
 #include "support.h"
 
 using namespace dct;

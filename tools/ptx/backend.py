@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from dct_kernels import row_layout
-from dct_kernels._load import checked
-from dct_kernels._ops import OPS
+from dct_kernels._ops import OPS, checked
 from dct_kernels.layout import QUANTIZED_CODES
 
 from . import build
@@ -214,4 +213,4 @@ def row_dequantize(rows, width, format, dtype):
 
 
 _OPS = SimpleNamespace(**{op: globals()[op] for op in OPS})
-BACKEND = SimpleNamespace(**{op: checked(_OPS, op) for op in OPS}, device="cpu")
+BACKEND = SimpleNamespace(**{op: checked(getattr(_OPS, op), op) for op in OPS}, device="cpu")

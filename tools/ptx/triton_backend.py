@@ -13,8 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from dct_kernels import triton as ops
-from dct_kernels._load import checked
-from dct_kernels._ops import OPS
+from dct_kernels._ops import OPS, checked
 
 from .backend import executor
 
@@ -99,4 +98,6 @@ def backend() -> SimpleNamespace:
         utils=utils,
     )
     triton.runtime.driver.set_active(driver)
-    return SimpleNamespace(**{name: checked(ops, name) for name in OPS}, device="cpu")
+    return SimpleNamespace(
+        **{name: checked(getattr(ops, name), name) for name in OPS}, device="cpu"
+    )

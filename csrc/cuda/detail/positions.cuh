@@ -2,7 +2,7 @@
 
 // Decoding of a row's positions, which are untrusted.
 
-#include "../../common/rows.h"
+#include "../../common/row_layout.h"
 #include "scan.cuh"
 
 namespace dct::cuda {

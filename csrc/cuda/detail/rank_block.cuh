@@ -3,10 +3,10 @@
 // One rank's entries for one block of scatter_unpack: located, validated and partitioned among
 // warps.
 
+#include "../../common/floats.h"
 #include "../../common/ops.h"
-#include "../../common/rounding.h"
 #include "device.cuh"
-#include "range_tiles.cuh"
+#include "elements.cuh"
 
 namespace dct::cuda {
 

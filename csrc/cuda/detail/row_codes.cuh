@@ -3,17 +3,10 @@
 // Quantized rows: the scale of a row, the code of an entry, and packing of codes into bytes. Codes
 // are bytes in two's complement; a sign is 1 if negative.
 
-#include "../../common/row_formats.h"
+#include "../../common/row_layout.h"
 #include "device.cuh"
 
 namespace dct::cuda {
-
-__device__ inline int magnitude_bits(float x) { return float_to_bits(x) & 0x7fffffff; }
-
-// A magnitude in whole units. Sums are of whole units, so they do not depend on the order.
-__device__ inline uint32_t whole_units(float magnitude) {
-  return static_cast<uint32_t>(static_cast<int32_t>(magnitude));
-}
 
 template <typename Total>
 __device__ float mean_of(Total total, Total count) {

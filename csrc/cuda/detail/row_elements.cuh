@@ -3,8 +3,7 @@
 // Element access for dtypes known only at run time. Branches are uniform, and there are few such
 // accesses, k per row.
 
-#include "../../common/dtype.h"
-#include "../../common/rounding.h"
+#include "../../common/floats.h"
 #include "device.cuh"
 
 namespace dct::cuda {

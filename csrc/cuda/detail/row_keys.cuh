@@ -6,8 +6,7 @@
 
 #include <type_traits>
 
-#include "../../common/dtype.h"
-#include "../../common/rounding.h"
+#include "../../common/floats.h"
 #include "device.cuh"
 
 namespace dct::cuda {

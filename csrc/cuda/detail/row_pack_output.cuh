@@ -3,7 +3,7 @@
 // The output of row_pack for one row. Both kernels emit the selected columns in order.
 
 #include "../../common/ops.h"
-#include "../../common/rows.h"
+#include "../../common/row_layout.h"
 #include "row_elements.cuh"
 
 namespace dct::cuda {

@@ -4,8 +4,8 @@
 // block owns a payload block: it checks the ranks' headers once, and each of its warps adds up two
 // rows.
 
-#include "launch.cuh"
-#include "range_tiles.cuh"
+#include "device.cuh"
+#include "elements.cuh"
 #include "sum_codes.cuh"
 
 namespace dct::cuda {

@@ -1,34 +1,27 @@
-"""The public functions: the ops of `torch.ops.dct` behind checks that explain mistakes.
+"""The ops on payloads: of the entries that pass a threshold, and of every entry in few bits.
 
-Common to all of them
----------------------
-- Tensors are contiguous and on one device; arguments must not overlap in memory.
-- Every backend gives bitwise the same answer, run to run, whatever the number of threads.
-- No host synchronization, no data-dependent shape, current stream: safe in CUDA graphs and in
-  torch.compile(fullgraph=True). The eager backend (no compiled kernels for the device) may
-  synchronize, so on CUDA it cannot be captured.
-- The row ops are differentiable, in reverse mode. Forward mode is refused, and so are a written
-  argument that requires grad outside torch.no_grad() and torch.vmap of an op that writes.
-- Meta and fake tensors give shapes and dtypes.
-- numel 0 is legal, numel above 2**31 works, subnormals are kept, NaN and Inf are defined.
-- R ranges are equal, of whole blocks of 16,384 elements, in order; the last ones may be short or
-  empty. Each range has one threshold and one payload. `dct_kernels.layout.range_bounds` computes
-  their offsets.
-- `inv_scale` and `out_scale` are float32 tensors of one element on the device, a GradScaler's scale
-  without `.item()`.
-- Whatever tensors hold, no access is out of bounds.
-- Errors: TypeError for a wrong type or dtype, ValueError for a wrong value, worded
-  `dct::<op>: <argument> must be <rule>, got <value>`. Nothing is written before the checks pass.
-
-docs/reference/ops.md has the details.
+The body of each function checks its arguments; `define` then runs the op and returns its result.
 """
+
+# mypy: disable-error-code="return"
 
 import torch
 from torch import Tensor
 
-from . import _ops
+from . import checks, layout
+from ._ops import define
+from .checks import FLOAT32, FLOATS, INT32, UINT8
 
 
+def _statuses(payloads: Tensor, *_: object) -> Tensor:
+    return payloads.new_empty(payloads.shape[0], dtype=torch.int32)
+
+
+@define(
+    "(Tensor grad, Tensor residual, float density, SymInt ranges=1, SymInt max_samples=65536, "
+    "SymInt seed=0, Tensor? inv_scale=None) -> Tensor",
+    lambda grad, residual, density, ranges=1, *_: grad.new_empty(ranges, dtype=torch.float32),
+)
 def sample_threshold(
     grad: Tensor,
     residual: Tensor,
@@ -66,12 +59,21 @@ def sample_threshold(
     >>> sample_threshold(torch.arange(10.0), torch.zeros(10), density=0.2)
     tensor([8.])
     """
-    threshold: Tensor = _ops.sample_threshold(
-        grad, residual, density, ranges, max_samples, seed, inv_scale
-    )
-    return threshold
+    op, like = "sample_threshold", ("grad", grad)
+    checks.require_tensor(op, "grad", grad, FLOATS)
+    checks.require_tensor(op, "residual", residual, FLOAT32, like=like)
+    checks.require_numel(op, "residual", residual, grad.numel(), "like grad")
+    checks.require_density(op, density)
+    checks.require_int(op, "ranges", ranges, 1, 2**31 - 1)
+    checks.require_int(op, "max_samples", max_samples, 1, 2**31 - 1)
+    checks.require_int(op, "seed", seed, -(2**63), 2**63 - 1)
+    checks.require_scale(op, "inv_scale", inv_scale, like)
 
 
+@define(
+    "(Tensor(a!) residual, Tensor grad, Tensor threshold, Tensor(b!) payload, Tensor(c!) seen, "
+    "SymInt capacity, ScalarType value_dtype, Tensor? inv_scale=None) -> ()"
+)
 def mask_pack(
     residual: Tensor,
     grad: Tensor,
@@ -117,9 +119,26 @@ def mask_pack(
     >>> residual, seen
     (tensor([0.1000, 0.0000, 0.2000, 0.0000]), tensor([2], dtype=torch.int32))
     """
-    _ops.mask_pack(residual, grad, threshold, payload, seen, capacity, value_dtype, inv_scale)
+    op, like = "mask_pack", ("residual", residual)
+    checks.require_tensor(op, "residual", residual, FLOAT32)
+    checks.require_tensor(op, "grad", grad, FLOATS, like=like)
+    checks.require_numel(op, "grad", grad, residual.numel(), "like residual")
+    checks.require_tensor(op, "payload", payload, UINT8, (1, 2), like)
+    ranges = _require_entries(op, "payload", payload, 2, residual.numel(), capacity, value_dtype)
+    for name, tensor, dtypes in (("threshold", threshold, FLOAT32), ("seen", seen, INT32)):
+        checks.require_tensor(op, name, tensor, dtypes, like=like)
+        checks.require_numel(op, name, tensor, ranges, "(one per range)")
+    checks.require_scale(op, "inv_scale", inv_scale, like)
+    written = {"residual": residual, "payload": payload, "seen": seen}
+    read = {"grad": grad, "threshold": threshold, "inv_scale": inv_scale}
+    checks.memory(op, written, read, ("payload",))
 
 
+@define(
+    "(Tensor payloads, Tensor(a!) out, SymInt capacity, ScalarType value_dtype, float scale=1.0, "
+    "Tensor? out_scale=None) -> Tensor",
+    _statuses,
+)
 def scatter_unpack(
     payloads: Tensor,
     out: Tensor,
@@ -156,10 +175,15 @@ def scatter_unpack(
     >>> scatter_unpack(payload, torch.empty(4), 2, torch.float32)  # zeros are no header
     tensor([1], dtype=torch.int32)
     """
-    status: Tensor = _ops.scatter_unpack(payloads, out, capacity, value_dtype, scale, out_scale)
-    return status
+    op = "scatter_unpack"
+    _require_sum(op, payloads, out, out_scale)
+    _require_entries(op, "payloads", payloads, 3, out.numel(), capacity, value_dtype)
 
 
+@define(
+    "(Tensor(a!)? residual, Tensor grad, Tensor(b!) payload, str format, Tensor? inv_scale=None) "
+    "-> ()"
+)
 def quantize_pack(
     residual: Tensor | None,
     grad: Tensor,
@@ -200,15 +224,26 @@ def quantize_pack(
     >>> residual
     tensor([0.0000, 0.2500])
     """
-    _ops.quantize_pack(residual, grad, payload, format, inv_scale)
+    op, like = "quantize_pack", ("payload", payload)
+    checks.require_tensor(op, "payload", payload, UINT8, (1, 2))
+    checks.require_tensor(op, "grad", grad, FLOATS, like=like)
+    written = {"payload": payload}
+    if residual is not None:
+        checks.require_tensor(op, "residual", residual, FLOAT32, like=like)
+        checks.require_numel(op, "grad", grad, residual.numel(), "like residual")
+        written = {"residual": residual, "payload": payload}
+    checks.require_scale(op, "inv_scale", inv_scale, like)
+    _require_rows(op, "payload", payload, 2, grad.numel(), format)
+    checks.memory(op, written, {"grad": grad, "inv_scale": inv_scale}, ("payload",))
 
 
+@define(
+    "(Tensor payloads, Tensor(a!) out, str format, float scale=1.0, Tensor? out_scale=None) "
+    "-> Tensor",
+    _statuses,
+)
 def dequantize_sum(
-    payloads: Tensor,
-    out: Tensor,
-    format: str,
-    scale: float = 1.0,
-    out_scale: Tensor | None = None,
+    payloads: Tensor, out: Tensor, format: str, scale: float = 1.0, out_scale: Tensor | None = None
 ) -> Tensor:
     """Sum P ranks' payloads of every entry, in rank order: every rank computes the same bits.
 
@@ -236,10 +271,16 @@ def dequantize_sum(
     >>> dequantize_sum(payload, torch.empty(4), "int8")  # zeros are no header
     tensor([1], dtype=torch.int32)
     """
-    status: Tensor = _ops.dequantize_sum(payloads, out, format, scale, out_scale)
-    return status
+    op = "dequantize_sum"
+    _require_sum(op, payloads, out, out_scale)
+    _require_rows(op, "payloads", payloads, 3, out.numel(), format)
 
 
+@define(
+    "(Tensor payloads, Tensor(a!) residual, Tensor(b!) payload, str format, float scale=1.0) "
+    "-> Tensor",
+    _statuses,
+)
 def dequantize_sum_pack(
     payloads: Tensor, residual: Tensor, payload: Tensor, format: str, scale: float = 1.0
 ) -> Tensor:
@@ -267,152 +308,51 @@ def dequantize_sum_pack(
     >>> dequantize_sum_pack(payloads, torch.zeros(4), torch.empty_like(payloads[0]), "int8")
     tensor([1], dtype=torch.int32)
     """
-    status: Tensor = _ops.dequantize_sum_pack(payloads, residual, payload, format, scale)
-    return status
+    op, like = "dequantize_sum_pack", ("residual", residual)
+    checks.require_tensor(op, "residual", residual, FLOAT32)
+    for name, tensor, dim in (("payloads", payloads, 2), ("payload", payload, 1)):
+        checks.require_tensor(op, name, tensor, UINT8, (dim,), like)
+        _require_rows(op, name, tensor, dim + 1, residual.numel(), format)
+    written = {"residual": residual, "payload": payload}
+    checks.memory(op, written, {"payloads": payloads}, ("payloads", "payload"))
 
 
-def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The k entries of largest magnitude of every row, with their positions. Differentiable in x.
-
-    Exactly k per row, in column order (ties: the lower column; NaN ranks as infinity). The gradient
-    is `row_unpack` at the same positions.
-
-    Args:
-        x: float32, bfloat16 or float16 [B, d].
-        k: entries kept per row, 1 to d.
-        value_dtype: float32, bfloat16 or float16; values are rounded as `.to(value_dtype)` does.
-
-    Returns:
-        values [B, k] of value_dtype, and positions uint8 [B, w]: the smallest of a bitmap
-        (ceil(d / 8) bytes, least significant bit first), uint8 columns (d <= 256) and little-endian
-        uint16 columns (d <= 65,536), the first of these on a tie, by (d, k) alone.
-
-    Raises:
-        ValueError, TypeError: an argument breaks its rule.
-
-    Source: DCT (arXiv 2010.08899), model-parallel side; exact top-k per row is our reconstruction.
-
-    >>> row_pack(torch.tensor([[0.0, -2.0, 1.0, 3.0]]), 2, torch.float32)
-    (tensor([[-2.,  3.]]), tensor([[10]], dtype=torch.uint8))
-    """
-    packed: tuple[Tensor, Tensor] = _ops.row_pack(x, k, value_dtype)
-    return packed
+def _require_sum(op: str, payloads: Tensor, out: Tensor, out_scale: Tensor | None) -> None:
+    like = ("out", out)
+    checks.require_tensor(op, "out", out, FLOATS)
+    checks.require_tensor(op, "payloads", payloads, UINT8, (2, 3), like)
+    checks.require_scale(op, "out_scale", out_scale, like)
+    read = {"payloads": payloads, "out_scale": out_scale}
+    checks.memory(op, {"out": out}, read, ("payloads",))
 
 
-def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
-    """The entries of x at the positions of an earlier `row_pack`: a backward pass's message.
-
-    Positions are not trusted: a column that is not above every column accepted before it in its
-    row, or is >= d, gathers 0; bits past the k-th are ignored. The gradient is `row_unpack` at the
-    same positions.
-
-    Args:
-        x: float32, bfloat16 or float16 [B, d].
-        positions: uint8 [B, w] for this d and k.
-        k: entries per row, 1 to d.
-        value_dtype: float32, bfloat16 or float16.
-
-    Returns:
-        [B, k] of value_dtype.
-
-    Raises:
-        ValueError, TypeError: an argument breaks its rule.
-
-    Source: DCT (arXiv 2010.08899), model-parallel side: one mask for both directions.
-
-    >>> row_gather(torch.tensor([[0.0, 5.0, 6.0, 7.0]]), torch.tensor([[10]], dtype=torch.uint8), 2,
-    ...            torch.float32)
-    tensor([[5., 7.]])
-    """
-    values: Tensor = _ops.row_gather(x, positions, k, value_dtype)
-    return values
+def _require_ranges(op: str, arg: str, payload: Tensor, dims: int) -> int:
+    """The number of ranges of a payload, which has `dims` dimensions if it has ranges."""
+    ranges = payload.shape[-2] if payload.dim() == dims else 1
+    if ranges < 1:
+        checks.fail(op, arg, "at least 1 range", ranges, verb="have")
+    return ranges
 
 
-def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Put packed rows back in place, zeros elsewhere. Differentiable in values.
-
-    Positions are not trusted, as in `row_gather`: a column that cannot be accepted scatters
-    nothing. The gradient is `row_gather` at the same positions.
-
-    Args:
-        values: float32, bfloat16 or float16 [B, k].
-        positions: uint8 [B, w] for this width and k.
-        width: d, at least k.
-        dtype: of the result, float32, bfloat16 or float16.
-
-    Returns:
-        [B, width] of dtype.
-
-    Raises:
-        ValueError, TypeError: an argument breaks its rule.
-
-    Source: DCT (arXiv 2010.08899), model-parallel side.
-
-    >>> row_unpack(torch.tensor([[5.0, 7.0]]), torch.tensor([[10]], dtype=torch.uint8), 4,
-    ...            torch.float32)
-    tensor([[0., 5., 0., 7.]])
-    """
-    dense: Tensor = _ops.row_unpack(values, positions, width, dtype)
-    return dense
+def _require_entries(
+    op: str, arg: str, payload: Tensor, dims: int, numel: int, capacity: int, dtype: torch.dtype
+) -> int:
+    """A payload of the entries that pass a threshold. Returns its number of ranges."""
+    ranges = _require_ranges(op, arg, payload, dims)
+    checks.require_int(op, "capacity", capacity, 1, 2**32 - 1)
+    checks.require_dtype(op, "value_dtype", dtype, tuple(layout.VALUE_DTYPE_CODES))
+    nbytes = layout.payload_layout(numel, capacity, dtype, ranges).nbytes
+    if payload.shape[-1] != nbytes:
+        rule = f"{nbytes} bytes per range for {numel} elements and capacity {capacity}"
+        checks.fail(op, arg, rule, payload.shape[-1], verb="have")
+    return ranges
 
 
-def row_quantize(x: Tensor, format: str) -> Tensor:
-    """Every entry of every row in a few bits, with a scale per row. Not differentiable.
-
-    Formats, with bytes per row (docs/reference/ops.md has every bit):
-
-    - "int8", d + 2, and "int4", ceil(d / 2) + 2: 127 (or 7) steps up to the largest magnitude.
-    - "ternary", ceil(d / 5) + 2: -1, 0 or 1 times the mean of the magnitudes above .75 of the mean
-      of all; the others are 0.
-    - "sign", ceil(d / 8) + 2: -1 or 1 times the mean of all magnitudes.
-
-    A row with a NaN or an infinity dequantizes to NaN everywhere. A scale below 2**-126 is 0: such
-    a row becomes zeros.
-
-    Args:
-        x: float32, bfloat16 or float16 [B, d], d in 1 to 2**31 - 1.
-        format: one of the above.
-
-    Returns:
-        uint8 [B, w], w = dct_kernels.row_layout.row_bytes(d, format).
-
-    Raises:
-        ValueError, TypeError: an argument breaks its rule.
-
-    Source: row-wise quantized exchange is FBGEMM's; ternary after TWN (arXiv 1605.04711), sign
-    after signSGD with a scale (arXiv 1901.09847); a bfloat16 scale and the order-free sums are our
-    reconstruction.
-
-    >>> row_quantize(torch.tensor([[0.0, -2.0, 1.0, 7.0]]), "int4")
-    tensor([[224, 113, 128,  63]], dtype=torch.uint8)
-    """
-    rows: Tensor = _ops.row_quantize(x, format)
-    return rows
-
-
-def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
-    """The rows that `row_quantize` made: code times scale, rounded once. Not differentiable.
-
-    Rows are not trusted: any bytes give some number, NaN or infinity (docs/reference/ops.md).
-
-    Args:
-        rows: uint8 [B, w] for this width and format, at any address.
-        width: d, 1 to 2**31 - 1.
-        format: as given to `row_quantize`.
-        dtype: of the result, float32, bfloat16 or float16; rounded as `.to(dtype)` does, so
-            float16 overflows to infinity.
-
-    Returns:
-        [B, width] of dtype.
-
-    Raises:
-        ValueError, TypeError: an argument breaks its rule.
-
-    Source: that of `row_quantize`.
-
-    >>> row_dequantize(torch.tensor([[224, 113, 128, 63]], dtype=torch.uint8), 4, "int4",
-    ...                torch.float32)
-    tensor([[ 0., -2.,  1.,  7.]])
-    """
-    dense: Tensor = _ops.row_dequantize(rows, width, format, dtype)
-    return dense
+def _require_rows(op: str, arg: str, payload: Tensor, dims: int, numel: int, format: str) -> None:
+    """A payload of every entry. It may have room for more rows than the range has."""
+    ranges = _require_ranges(op, arg, payload, dims)
+    checks.require_choice(op, "format", format, tuple(layout.QUANTIZED_CODES))
+    nbytes = layout.quantized_payload_bytes(numel, format, ranges)
+    if payload.shape[-1] < nbytes or payload.shape[-1] % 16:
+        rule = f"{nbytes} bytes per range for {numel} elements, or a multiple of 16 above"
+        checks.fail(op, arg, rule, payload.shape[-1], verb="have")

@@ -1,16 +1,57 @@
 #pragma once
 
-// Bit-exact conversions, by integer arithmetic: hardware casts differ in what they do to NaNs, and
-// between backends in what they do to subnormals. Free of branches, so that loops over them
-// vectorize.
+// The floating-point types of elements, and conversions between them. These are bit-exact, by
+// integer arithmetic: hardware casts differ in what they do to NaNs, and between backends in what
+// they do to subnormals. Free of branches, so that loops over them vectorize.
 
 #include <cstdint>
 #include <cstring>
 
-#include "dtype.h"
-#include "host_device.h"
+// Shared headers are compiled by the host compiler and by nvcc; only nvcc knows the two attributes.
+#if defined(__CUDACC__) || defined(__HIPCC__)
+#define DCT_HOST_DEVICE __host__ __device__
+#else
+#define DCT_HOST_DEVICE
+#endif
+
+#if defined(__BYTE_ORDER__)
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the payload is little-endian");
+#endif
 
 namespace dct {
+
+// 0 and 1 are also the payload's codes of its value dtype.
+enum class DType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Float16 {
+  uint16_t bits;
+};
+
+DCT_HOST_DEVICE constexpr int64_t itemsize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Calls `function` with a value of the C++ type of `dtype`: the one way from a run-time dtype to a
+// template argument.
+template <typename Function>
+decltype(auto) dispatch(DType dtype, Function&& function) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return function(BFloat16{});
+    case DType::kFloat16:
+      return function(Float16{});
+    default:
+      return function(float{});
+  }
+}
+
+// The same for values in a payload, which are float32 or bfloat16.
+template <typename Function>
+decltype(auto) dispatch_payload_value(DType dtype, Function&& function) {
+  return dtype == DType::kBFloat16 ? function(BFloat16{}) : function(float{});
+}
 
 constexpr uint32_t kFloat32Nan = 0x7fc00000;  // the one NaN that leaves a kernel
 constexpr uint32_t kFloat32Infinity = 0x7f800000;
@@ -31,11 +72,17 @@ DCT_HOST_DEVICE inline bool is_finite(float x) {
   return (float_to_bits(x) & kFloat32Infinity) != kFloat32Infinity;
 }
 
-// Orders float32 by magnitude; NaN ranks as infinity.
+// What a residual keeps where its sum with the gradient is not finite.
+DCT_HOST_DEVICE inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
+
+// Orders float32 by magnitude; NaN ranks above infinity, which makes no difference to bounds up to
+// it.
+DCT_HOST_DEVICE inline int32_t magnitude_bits(float x) { return float_to_bits(x) & 0x7fffffff; }
+
+// The same; NaN ranks as infinity.
 DCT_HOST_DEVICE inline int32_t magnitude_key(float x) {
-  const int32_t magnitude = float_to_bits(x) & 0x7fffffff;
   constexpr int32_t infinity = kFloat32Infinity;
-  return magnitude < infinity ? magnitude : infinity;
+  return magnitude_bits(x) < infinity ? magnitude_bits(x) : infinity;
 }
 
 DCT_HOST_DEVICE inline float to_float(float x) { return x; }

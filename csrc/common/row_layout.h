@@ -1,16 +1,44 @@
 #pragma once
 
-// Quantized rows: codes of all columns, then their scale. docs/reference/ops.md states every
-// bit. What is here, the kernels of the CPU and of CUDA share.
+// The bytes of a row in a message: positions of its k entries, or all its entries in few bits.
+// docs/reference/ops.md states every bit.
 
 #include <cstdint>
 #include <type_traits>
 
-#include "host_device.h"
-#include "rounding.h"
+#include "floats.h"
 
 namespace dct {
 
+// Encoding of a row's k positions: the smallest of three, by (width, k) alone. Both sides know
+// these, so it is not part of the message.
+enum class PositionEncoding {
+  kBitmap,  // ceil(width / 8) bytes, least significant bit first
+  kUint8,   // k columns of one byte, width <= 256
+  kUint16,  // k columns of two bytes, little-endian, width <= 65,536
+};
+
+// The smallest; the first of the list above on a tie.
+DCT_HOST_DEVICE constexpr PositionEncoding position_encoding(int64_t width, int64_t k) {
+  const int64_t bitmap = width / 8 + (width % 8 != 0);
+  if (width <= 256 && k < bitmap) return PositionEncoding::kUint8;
+  if (width <= 65536 && 2 * k < bitmap) return PositionEncoding::kUint16;
+  return PositionEncoding::kBitmap;
+}
+
+// Bytes of one row's positions.
+DCT_HOST_DEVICE constexpr int64_t position_bytes(int64_t width, int64_t k) {
+  switch (position_encoding(width, k)) {
+    case PositionEncoding::kUint8:
+      return k;
+    case PositionEncoding::kUint16:
+      return 2 * k;
+    default:
+      return width / 8 + (width % 8 != 0);
+  }
+}
+
+// Quantized rows: codes of all columns, then their scale.
 enum class RowFormat : uint8_t { kInt8, kInt4, kTernary, kSign };
 
 // Calls `function` with the format as a type: the one way from it to a template argument.
@@ -78,6 +106,11 @@ DCT_HOST_DEVICE inline Units units_of(int32_t largest_key) {
   const uint32_t exponent = biased < kUnitBits ? kUnitBits : biased;
   return {bits_to_float((253 + kUnitBits - exponent) << 23),
           bits_to_float((exponent - (kUnitBits - 1)) << 23)};
+}
+
+// Of a magnitude in units.
+DCT_HOST_DEVICE inline uint32_t whole_units(float magnitude) {
+  return static_cast<uint32_t>(static_cast<int32_t>(magnitude));
 }
 
 // The scale that travels: finite, and normal or 0. `x` is not negative.

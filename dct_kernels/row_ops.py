@@ -1,0 +1,216 @@
+"""The ops on rows: the k largest entries of each, or all of them in few bits.
+
+The body of each function checks its arguments; `define` then runs the op and returns its result.
+"""
+
+# mypy: disable-error-code="return"
+
+import torch
+from torch import Tensor
+
+from . import checks, row_layout
+from ._ops import define
+from .checks import FLOATS, UINT8
+
+
+@define(
+    "(Tensor x, SymInt k, ScalarType value_dtype) -> (Tensor values, Tensor positions)",
+    lambda x, k, value_dtype: (
+        x.new_empty(x.shape[0], k, dtype=value_dtype),
+        x.new_empty(x.shape[0], row_layout.position_bytes(x.shape[1], k), dtype=torch.uint8),
+    ),
+    differentiable=True,
+)
+def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The k entries of largest magnitude of every row, with their positions. Differentiable in x.
+
+    Exactly k per row, in column order (ties: the lower column; NaN ranks as infinity). The gradient
+    is `row_unpack` at the same positions.
+
+    Args:
+        x: float32, bfloat16 or float16 [B, d].
+        k: entries kept per row, 1 to d.
+        value_dtype: float32, bfloat16 or float16; values are rounded as `.to(value_dtype)` does.
+
+    Returns:
+        values [B, k] of value_dtype, and positions uint8 [B, w]: the smallest of a bitmap
+        (ceil(d / 8) bytes, least significant bit first), uint8 columns (d <= 256) and little-endian
+        uint16 columns (d <= 65,536), the first of these on a tie, by (d, k) alone.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+
+    Source: DCT (arXiv 2010.08899), model-parallel side; exact top-k per row is our reconstruction.
+
+    >>> row_pack(torch.tensor([[0.0, -2.0, 1.0, 3.0]]), 2, torch.float32)
+    (tensor([[-2.,  3.]]), tensor([[10]], dtype=torch.uint8))
+    """
+    _require_top_k("row_pack", x, k, value_dtype)
+
+
+@define(
+    "(Tensor x, Tensor positions, SymInt k, ScalarType value_dtype) -> Tensor",
+    lambda x, positions, k, value_dtype: x.new_empty(x.shape[0], k, dtype=value_dtype),
+    differentiable=True,
+)
+def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
+    """The entries of x at the positions of an earlier `row_pack`: a backward pass's message.
+
+    Positions are not trusted: a column that is not above every column accepted before it in its
+    row, or is >= d, gathers 0; bits past the k-th are ignored. The gradient is `row_unpack` at the
+    same positions.
+
+    Args:
+        x: float32, bfloat16 or float16 [B, d].
+        positions: uint8 [B, w] for this d and k.
+        k: entries per row, 1 to d.
+        value_dtype: float32, bfloat16 or float16.
+
+    Returns:
+        [B, k] of value_dtype.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+
+    Source: DCT (arXiv 2010.08899), model-parallel side: one mask for both directions.
+
+    >>> row_gather(torch.tensor([[0.0, 5.0, 6.0, 7.0]]), torch.tensor([[10]], dtype=torch.uint8), 2,
+    ...            torch.float32)
+    tensor([[5., 7.]])
+    """
+    _require_top_k("row_gather", x, k, value_dtype)
+    _require_positions("row_gather", positions, x.shape[1], k, ("x", x))
+
+
+@define(
+    "(Tensor values, Tensor positions, SymInt width, ScalarType dtype) -> Tensor",
+    lambda values, positions, width, dtype: values.new_empty(values.shape[0], width, dtype=dtype),
+    differentiable=True,
+)
+def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Put packed rows back in place, zeros elsewhere. Differentiable in values.
+
+    Positions are not trusted, as in `row_gather`: a column that cannot be accepted scatters
+    nothing. The gradient is `row_gather` at the same positions.
+
+    Args:
+        values: float32, bfloat16 or float16 [B, k].
+        positions: uint8 [B, w] for this width and k.
+        width: d, at least k.
+        dtype: of the result, float32, bfloat16 or float16.
+
+    Returns:
+        [B, width] of dtype.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+
+    Source: DCT (arXiv 2010.08899), model-parallel side.
+
+    >>> row_unpack(torch.tensor([[5.0, 7.0]]), torch.tensor([[10]], dtype=torch.uint8), 4,
+    ...            torch.float32)
+    tensor([[0., 5., 0., 7.]])
+    """
+    op = "row_unpack"
+    checks.require_tensor(op, "values", values, FLOATS, (2,))
+    checks.require_int(op, "width", width, 1, 2**31 - 1)
+    checks.require_int(op, "values.shape[1]", values.shape[1], 1, width)
+    checks.require_dtype(op, "dtype", dtype, FLOATS)
+    _require_positions(op, positions, width, values.shape[1], ("values", values))
+
+
+@define(
+    "(Tensor x, str format) -> Tensor",
+    lambda x, format: x.new_empty(
+        x.shape[0], row_layout.row_bytes(x.shape[1], format), dtype=torch.uint8
+    ),
+)
+def row_quantize(x: Tensor, format: str) -> Tensor:
+    """Every entry of every row in a few bits, with a scale per row. Not differentiable.
+
+    Formats, with bytes per row (docs/reference/ops.md has every bit):
+
+    - "int8", d + 2, and "int4", ceil(d / 2) + 2: 127 (or 7) steps up to the largest magnitude.
+    - "ternary", ceil(d / 5) + 2: -1, 0 or 1 times the mean of the magnitudes above .75 of the mean
+      of all; the others are 0.
+    - "sign", ceil(d / 8) + 2: -1 or 1 times the mean of all magnitudes.
+
+    A row with a NaN or an infinity dequantizes to NaN everywhere. A scale below 2**-126 is 0: such
+    a row becomes zeros.
+
+    Args:
+        x: float32, bfloat16 or float16 [B, d], d in 1 to 2**31 - 1.
+        format: one of the above.
+
+    Returns:
+        uint8 [B, w], w = dct_kernels.row_layout.row_bytes(d, format).
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+
+    Source: row-wise quantized exchange is FBGEMM's; ternary after TWN (arXiv 1605.04711), sign
+    after signSGD with a scale (arXiv 1901.09847); a bfloat16 scale and the order-free sums are our
+    reconstruction.
+
+    >>> row_quantize(torch.tensor([[0.0, -2.0, 1.0, 7.0]]), "int4")
+    tensor([[224, 113, 128,  63]], dtype=torch.uint8)
+    """
+    op = "row_quantize"
+    checks.require_tensor(op, "x", x, FLOATS, (2,))
+    checks.require_int(op, "x.shape[1]", x.shape[1], 1, 2**31 - 1)
+    checks.require_choice(op, "format", format, row_layout.FORMATS)
+
+
+@define(
+    "(Tensor rows, SymInt width, str format, ScalarType dtype) -> Tensor",
+    lambda rows, width, format, dtype: rows.new_empty(rows.shape[0], width, dtype=dtype),
+)
+def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
+    """The rows that `row_quantize` made: code times scale, rounded once. Not differentiable.
+
+    Rows are not trusted: any bytes give some number, NaN or infinity (docs/reference/ops.md).
+
+    Args:
+        rows: uint8 [B, w] for this width and format, at any address.
+        width: d, 1 to 2**31 - 1.
+        format: as given to `row_quantize`.
+        dtype: of the result, float32, bfloat16 or float16; rounded as `.to(dtype)` does, so
+            float16 overflows to infinity.
+
+    Returns:
+        [B, width] of dtype.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+
+    Source: that of `row_quantize`.
+
+    >>> row_dequantize(torch.tensor([[224, 113, 128, 63]], dtype=torch.uint8), 4, "int4",
+    ...                torch.float32)
+    tensor([[ 0., -2.,  1.,  7.]])
+    """
+    op = "row_dequantize"
+    checks.require_tensor(op, "rows", rows, UINT8, (2,))
+    checks.require_int(op, "width", width, 1, 2**31 - 1)
+    checks.require_choice(op, "format", format, row_layout.FORMATS)
+    checks.require_dtype(op, "dtype", dtype, FLOATS)
+    row_bytes = row_layout.row_bytes(width, format)
+    if rows.shape[1] != row_bytes:
+        rule = f"{row_bytes} bytes per row for width {width} and format {format}"
+        checks.fail(op, "rows", rule, rows.shape[1], verb="have")
+
+
+def _require_top_k(op: str, x: Tensor, k: int, value_dtype: torch.dtype) -> None:
+    checks.require_tensor(op, "x", x, FLOATS, (2,))
+    checks.require_int(op, "k", k, 1, x.shape[1])
+    checks.require_dtype(op, "value_dtype", value_dtype, FLOATS)
+
+
+def _require_positions(
+    op: str, positions: Tensor, width: int, k: int, like: tuple[str, Tensor]
+) -> None:
+    checks.require_tensor(op, "positions", positions, UINT8, (2,), like)
+    shape = [like[1].shape[0], row_layout.position_bytes(width, k)]
+    if list(positions.shape) != shape:
+        rule = f"shape {shape} for width {width} and k {k}"
+        checks.fail(op, "positions", rule, list(positions.shape), verb="have")
