@@ -38,19 +38,16 @@ transforms_are_active = torch._C._are_functorch_transforms_active
 NO_PASS = -1
 # The number of the backward pass under way in this thread, or NO_PASS. A nested pass has its own.
 backward_pass = torch._C._current_graph_task_id
+# The node of the graph that is evaluated in this thread; None after the last one of a pass.
+current_node = torch._C._current_autograd_node
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` at the end of the backward pass under way, before DDP waits for its hooks.
+def at_end_of_backward(callback: Callable[[bool], None]) -> None:
+    """Call callback(nested) at the end of the backward pass under way, before DDP waits for hooks.
 
-    Reentrant checkpointing nests backward passes. At the end of a nested one nothing is called.
+    `nested`: whether it is the end of a nested pass, as of reentrant checkpointing.
     """
-
-    def call() -> None:
-        if not _in_a_function():
-            callback()
-
-    Variable._execution_engine.queue_callback(call)
+    Variable._execution_engine.queue_callback(lambda: callback(_in_a_function()))
 
 
 def _in_a_function() -> bool:

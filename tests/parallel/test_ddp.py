@@ -5,6 +5,7 @@ import math
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -237,9 +238,18 @@ def test_exchanges_run_beside_the_backward_pass(rank, transport):
 
     all_gather = by_all_gather.all_gather
 
-    def waiting(*args, **options):
-        exchanged.append(came.wait(20))  # in vain, if the backward pass waited for this exchange
-        return all_gather(*args, **options)
+    class Waiting:
+        def __init__(self, *args, **options):
+            self.exchange = partial(all_gather, *args, **options)
+
+        def wait(self):
+            # In vain, if the backward pass waited for this exchange.
+            exchanged.append(came.wait(20))
+            return self.exchange()
+
+    def waiting(*args, async_op=False):
+        exchange = Waiting(*args)
+        return exchange if async_op else exchange.wait()
 
     model.register_comm_hook(state, hook)
     for step in range(4):

@@ -57,10 +57,12 @@ def test_a_separate_group_has_the_same_ranks_and_a_timeout_of_its_own(rank):
     dist.barrier(dist.new_group([0, 1, 2]))  # separate groups do not change the names of later ones
 
 
+@pytest.mark.parametrize(("transport", "own"), [("all_gather", 0), ("reduce_scatter", 1)])
 @on_ranks(2)
-def test_close_ends_thread_and_group(rank):
+def test_close_ends_thread_and_group(rank, transport, own):
+    """A state has a thread of its own if an exchange is more than one collective."""
     model = ddp(mlp())
-    state = DCTState(model, density=0.1)
+    state = DCTState(model, density=0.1, transport=transport)
     _train(rank, model, state)
 
     def held():
@@ -71,7 +73,7 @@ def test_close_ends_thread_and_group(rank):
     before = state.state_dict()
     for _ in range(2):
         state.close()
-        assert held() == (threads - 1, groups - 1)
+        assert held() == (threads - own, groups - 1)
     assert_same_states(before, state.state_dict())
     assert "DCT: density 0.1" in state.plan() and state.stats()["step"] == 4
     with pytest.raises(ValueError, match="state must be open, got a closed one"):

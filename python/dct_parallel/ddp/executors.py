@@ -42,17 +42,55 @@ class Executor(ABC):
     def submit(self, start: Start, result: _Result) -> Future[_Result]:
         """A future of `result` once the job is complete, or of the exception that it raises."""
 
-    def submit_after(self, call: Complete) -> Future[None]:
-        """Call this once all earlier jobs are complete."""
+    def submit_after(self, call: Complete) -> Future[None] | None:
+        """Call this once all earlier jobs are complete. Returns None if that is done."""
         return self.submit(lambda: call, None)
+
+    def complete(self) -> None:  # noqa: B027  # by default nothing
+        """Complete the jobs that only their submitter can complete."""
 
     @abstractmethod
     def close(self) -> object:
         """Finish the jobs, and end."""
 
 
+class InlineExecutor(Executor):
+    """The thread of the backward pass: for CPU tensors whose exchange is one collective.
+
+    A job starts when it is submitted, and its message is sent during the backward pass. `complete`
+    completes the jobs, in order. A thread of its own would contend for Python's lock.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[Complete, Any, Future[Any]]] = []
+
+    def submit(self, start: Start, result: _Result) -> Future[_Result]:
+        done: Future[_Result] = Future()
+        with below_autograd():
+            complete = start()
+        if complete is None:
+            done.set_result(result)
+        else:
+            self._under_way.append((complete, result, done))
+        return done
+
+    def submit_after(self, call: Complete) -> None:
+        self.complete()
+        call()
+
+    def complete(self) -> None:
+        under_way, self._under_way = self._under_way, []
+        with below_autograd():
+            for complete, result, done in under_way:
+                complete()
+                done.set_result(result)
+
+    def close(self) -> None:
+        self.complete()
+
+
 class ThreadExecutor(Executor):
-    """One thread, first in first out: for CPU tensors, whose collectives block their caller.
+    """One thread, first in first out: for CPU tensors whose exchange is several collectives.
 
     While a started job waits for its message, the next one starts. `close()` ends the thread once
     its jobs are done; Python's exit calls it at the latest.
@@ -105,9 +143,11 @@ class StreamExecutor(Executor):
         """Do nothing: the stream is torch's."""
 
 
-def executor_for(device: torch.device) -> Executor:
-    """The executor for tensors on this device."""
-    return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
+def executor_for(device: torch.device, sends_once: bool) -> Executor:
+    """The executor for tensors on this device. `sends_once`: whether a job is one collective."""
+    if device.type == "cuda":
+        return StreamExecutor(device)
+    return InlineExecutor() if sends_once else ThreadExecutor()
 
 
 def _stop(jobs: _Jobs, thread: threading.Thread) -> None:

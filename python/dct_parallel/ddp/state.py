@@ -29,13 +29,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
-from .._torch import NO_PASS, at_end_of_backward, backward_pass
+from .._torch import NO_PASS, at_end_of_backward, backward_pass, current_node
 from ..compressor import warn_of_eager
 from ..exchange.bucket import Complete, parameter_stats, run_now
 from ..exchange.checkpoint import Flat, Run
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import Optimizers, loss_scale_of
-from ..exchange.plan import describe, plan_table
+from ..exchange.plan import describe, keeps_owners, plan_table
 from ..exchange.settings import Settings
 from ..groups import refusing
 from .buckets import Buckets, reduce_parts
@@ -161,7 +161,8 @@ class DCTState:
         topology.open(self._ledger.run_id)
         self._buckets = Buckets(names, self.settings, topology, device)
         self._topology, self.node_group = topology, topology.node.group
-        self._executor = executor_for(device)
+        sends_once = not keeps_owners(self.settings, topology.between.size())
+        self._executor = executor_for(device, sends_once and topology.node.size == 1)
         self._ledger.submit = self._executor.submit_after
         self._names = names  # bound
         self._ddp = weakref.ref(ddp)
@@ -365,17 +366,21 @@ class DCTState:
         self._in_step, self._pass = True, NO_PASS
 
     def _await_end(self, bucket: dist.GradBucket) -> None:
-        """Call `_end_step` at the end of the backward pass that this bucket is of."""
+        """Call `_end_pass` at the end of the backward pass that this bucket is of."""
+        if current_node() is None and self._executor is not None:
+            self._executor.complete()  # DDP waits for this bucket before anything else is called
         backward = backward_pass()
         if backward == NO_PASS:  # for a rank that has joined, DDP calls the hook for each bucket
             if bucket.is_last():
-                self._end_step()
+                self._end_pass(nested=False)
         elif backward != self._pass:
             self._pass = backward
-            at_end_of_backward(self._end_step)
+            at_end_of_backward(self._end_pass)
 
-    def _end_step(self) -> None:
-        if self._in_step:  # not if called twice, in a pass with others nested in it
+    def _end_pass(self, nested: bool) -> None:
+        if self._executor is not None:
+            self._executor.complete()
+        if self._in_step and not nested:  # in a pass with others nested in it this is called twice
             self._in_step = False
             self._ledger.end()
 

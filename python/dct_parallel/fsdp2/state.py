@@ -282,10 +282,10 @@ class FullyShardState:
             self._pass = backward
             # FSDP may reduce gradients in a callback at the end of the backward pass. A callback
             # that is queued there comes last.
-            at_end_of_backward(lambda: at_end_of_backward(self._end_step))
+            at_end_of_backward(lambda nested: at_end_of_backward(self._end_step))
 
-    def _end_step(self) -> None:
-        if not self._in_step:  # called twice in a pass with others nested in it
+    def _end_step(self, nested: bool) -> None:
+        if nested or not self._in_step:  # called twice in a pass with others nested in it
             return
         # Reentrant checkpointing nests backward passes: this may be the end of an inner one.
         self._in_step = any(unit.in_backward for unit in self._units)
