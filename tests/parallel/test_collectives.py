@@ -5,6 +5,7 @@ import threading
 import time
 import warnings
 import weakref
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, collectives, dct_hook
-from dct_parallel.ddp.executors import ThreadExecutor
+from dct_parallel.ddp.executors import InlineExecutor, ThreadExecutor
 from ranks import Dictated, mlp, on_ranks, run_ranks
 from wire_meter import WireMeter
 
@@ -38,34 +39,41 @@ def test_dense_mean(rank):
     assert mean.tolist() == [1.5, 6.5]
 
 
+def _job(done, index):
+    time.sleep(0.002 * (index % 3))
+    done.append(("start", index, threading.current_thread().name))
+    if index == 5:
+        raise ValueError("job 5 fails")
+    return (lambda: done.append(("complete", index))) if index % 4 else None
+
+
 def test_a_worker_keeps_the_order_and_hands_on_errors():
-    """Jobs start in order, and are completed in order, after the next one has started at most.
-
-    What is to come after a job, as the copy of its results, comes before the next one.
-    """
+    """A job is complete before the next one starts."""
     worker, done = ThreadExecutor(), []
-
-    def job(index):
-        time.sleep(0.002 * (index % 3))
-        done.append(("start", index, threading.current_thread().name))
-        if index == 5:
-            raise ValueError("job 5 fails")
-        return (lambda: done.append(("complete", index, None))) if index % 4 else None
-
-    futures = [worker.submit(lambda index=index: job(index), index) for index in range(10)]
-    worker.submit_after(lambda: time.sleep(0.01) or done.append(("after", 10, None)))
-    worker.submit(lambda: done.append(("start", 11, "dct")), None).wait()
-    assert done.pop() == ("start", 11, "dct")
+    futures = [worker.submit(partial(_job, done, index), index) for index in range(10)]
+    worker.submit_after(lambda: done.append("after")).wait()
     with pytest.raises(RuntimeError, match="job 5 fails"):
         futures[5].wait()
     assert [f.wait() for f in futures if f is not futures[5]] == [0, 1, 2, 3, 4, 6, 7, 8, 9]
-    assert [(n, name) for what, n, name in done if what == "start"] == [
-        (index, "dct") for index in range(10)
-    ]
-    assert [n for what, n, _ in done if what != "start"] == [1, 2, 3, 6, 7, 9, 10]
-    for index in (1, 2, 3, 6, 7, 9):
-        at = done.index(("complete", index, None))
-        assert [n for what, n, _ in done[:at] if what == "start"][-1] in (index, index + 1)
+    expected = []
+    for index in range(10):
+        expected.append(("start", index, "dct"))
+        if index % 4 and index != 5:
+            expected.append(("complete", index))
+    assert done == [*expected, "after"]
+
+
+def test_inline_jobs_start_in_order_and_are_completed_in_order():
+    inline, done = InlineExecutor(), []
+    name = threading.current_thread().name
+    futures = [inline.submit(partial(_job, done, index), index) for index in range(4)]
+    with pytest.raises(ValueError, match="job 5 fails"):
+        inline.submit(partial(_job, done, 5), 5)
+    assert done == [("start", index, name) for index in (0, 1, 2, 3, 5)]
+    assert [future.done() for future in futures] == [True, False, False, False]
+    inline.submit_after(lambda: done.append("after")).wait()
+    assert done[5:] == [("complete", 1), ("complete", 2), ("complete", 3), "after"]
+    assert [future.wait() for future in futures] == [0, 1, 2, 3]
 
 
 def test_a_worker_ends_with_its_owner_and_keeps_nothing_alive():

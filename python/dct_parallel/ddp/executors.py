@@ -10,7 +10,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
@@ -23,16 +23,7 @@ _Result = TypeVar("_Result")
 Start = Callable[[], Complete | None]
 
 EXIT_SECONDS = 5  # to finish; if it takes longer, other ranks are gone
-
-
-class _Job(NamedTuple):
-    start: Start
-    result: Any
-    done: Future[Any]
-    ahead: bool = True  # whether the next job may start before this one is complete
-
-
-_Jobs = queue.SimpleQueue[_Job | None]  # None: the end
+_Jobs = queue.SimpleQueue[tuple[Start, Any, Future[Any]] | None]  # None: the end
 
 
 class Executor(ABC):
@@ -42,9 +33,10 @@ class Executor(ABC):
     def submit(self, start: Start, result: _Result) -> Future[_Result]:
         """A future of `result` once the job is complete, or of the exception that it raises."""
 
-    def submit_after(self, call: Complete) -> Future[None] | None:
-        """Call this once all earlier jobs are complete. Returns None if that is done."""
-        return self.submit(lambda: call, None)
+    def submit_after(self, call: Complete) -> Future[None]:
+        """Call this once all earlier jobs are complete."""
+        self.complete()
+        return self.submit(call, None)
 
     def complete(self) -> None:  # noqa: B027  # by default nothing
         """Complete the jobs that only their submitter can complete."""
@@ -74,10 +66,6 @@ class InlineExecutor(Executor):
             self._under_way.append((complete, result, done))
         return done
 
-    def submit_after(self, call: Complete) -> None:
-        self.complete()
-        call()
-
     def complete(self) -> None:
         under_way, self._under_way = self._under_way, []
         with below_autograd():
@@ -92,8 +80,9 @@ class InlineExecutor(Executor):
 class ThreadExecutor(Executor):
     """One thread, first in first out: for CPU tensors whose exchange is several collectives.
 
-    While a started job waits for its message, the next one starts. `close()` ends the thread once
-    its jobs are done; Python's exit calls it at the latest.
+    Only a thread can start the second collective of a bucket during the backward pass, in the same
+    order on every rank. `close()` ends the thread once its jobs are done; Python's exit calls it at
+    the latest.
     """
 
     def __init__(self) -> None:
@@ -107,13 +96,8 @@ class ThreadExecutor(Executor):
         done: Future[_Result] = Future()
         # DDP reads the future in C++, which knows an exception for one only from a callback.
         value = done.then(Future.value)
-        self._jobs.put(_Job(start, result, done))
+        self._jobs.put((start, result, done))
         return value
-
-    def submit_after(self, call: Complete) -> Future[None]:
-        done: Future[None] = Future()
-        self._jobs.put(_Job(lambda: call, None, done, ahead=False))
-        return done
 
     def close(self) -> None:
         self._end()
@@ -159,32 +143,22 @@ def _stop(jobs: _Jobs, thread: threading.Thread) -> None:
 
 
 def _serve(jobs: _Jobs) -> None:
-    under_way: tuple[Complete, _Job] | None = None  # started, not complete
     with torch.no_grad(), below_autograd():
-        while True:
-            if under_way is not None and (jobs.empty() or not under_way[1].ahead):
-                _complete(*under_way)
-                under_way = None
-            job = jobs.get()
-            before, under_way = under_way, None if job is None else _start(job)
-            if before is not None:
-                _complete(*before)
-            if job is None:
-                return
-            del job, before  # an idle thread must not keep the last job's tensors alive
+        while (item := jobs.get()) is not None:
+            _run(*item)
+            del item  # an idle thread must not keep the last job's tensors, nor its executor, alive
 
 
-def _start(job: _Job) -> tuple[Complete, _Job] | None:
+def _run(start: Start, result: Any, done: Future[Any]) -> None:
     try:
-        complete = job.start()
+        _finish(start)
     except Exception as error:
-        job.done.set_exception(error)
-        return None
+        done.set_exception(error)
+    else:
+        done.set_result(result)
+
+
+def _finish(start: Start) -> None:
+    complete = start()
     if complete is not None:
-        return complete, job
-    job.done.set_result(job.result)
-    return None
-
-
-def _complete(complete: Complete, job: _Job) -> None:
-    _start(_Job(complete, job.result, job.done))
+        complete()

@@ -177,7 +177,7 @@ class DCTState:
         return self._ledger.step if self._names else 0
 
     def close(self) -> None:
-        """Wait for the last step, and end the thread and the process groups of this state.
+        """Wait for the last step, and end the thread, if any, and the process groups of this state.
 
         It takes no further step; `stats` and the like still answer. Idempotent.
 
