@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from dct_parallel import DCTState, dct_hook
 from ranks import (
@@ -320,3 +322,39 @@ def test_dynamos_python_reducer_is_refused(rank):
     model, _ = hooked(DDP(mlp()))
     with pytest.raises(TypeError, match=r"GradBucket, got tuple, as with .*'python_reducer'"):
         model(torch.ones(1, 64)).sum().backward()
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+        self.use_reentrant = use_reentrant  # None: no checkpoints
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.use_reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(2)
+def test_the_order_of_hooks_and_ends_of_passes_changes_nothing(rank, transport):
+    """With static_graph DDP calls the first hooks after the pass; reentrant passes are nested."""
+    results = []
+    for static_graph, use_reentrant in itertools.product((False, True), (None, False, True)):
+        model = DDP(_Checkpointed(use_reentrant), bucket_cap_mb=0.02, static_graph=static_graph)
+        state = DCTState(model, density=0.1, transport=transport)
+        model.register_comm_hook(state, dct_hook)
+        for step in range(6):
+            model.zero_grad()
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x.requires_grad_()).square().mean().backward()
+        assert state.stats()["step"] == 6
+        results.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        state.close()
+    assert results[0].any()
+    assert all(torch.equal(results[0], result) for result in results[1:])

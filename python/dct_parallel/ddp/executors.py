@@ -43,7 +43,7 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> object:
-        """Finish the jobs, and end."""
+        """End; no job is submitted after it."""
 
 
 class InlineExecutor(Executor):
@@ -74,7 +74,8 @@ class InlineExecutor(Executor):
                 done.set_result(result)
 
     def close(self) -> None:
-        self.complete()
+        """Drop the jobs of a backward pass that raised; no other leaves any."""
+        self._under_way = []
 
 
 class ThreadExecutor(Executor):
@@ -117,9 +118,7 @@ class StreamExecutor(Executor):
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         done: Future[_Result] = Future(devices=[self._device])
         with torch.cuda.stream(self._stream), torch.no_grad(), below_autograd():
-            complete = start()
-            if complete is not None:
-                complete()
+            _finish(start)
             done.set_result(result)
         return done
 

@@ -22,7 +22,7 @@ _OVERFLOW, _NON_FINITE = FLAG_OVERFLOW << 24, FLAG_NON_FINITE << 24
 class ExchangeResult(NamedTuple):
     """The payloads that this rank received in one exchange, and the entries that it sent."""
 
-    damaged: Sequence[str]  # payloads that this rank could not use, each with its sender
+    damaged: Sequence[str]  # payloads that this rank could not use, each with its possible senders
     non_finite: bool  # whether a sender had a NaN or Inf
     counts: Sequence[int]  # entries that this rank packed, per range
     numel: int  # elements of these ranges
