@@ -106,9 +106,20 @@ def has_step_hooks(optimizer: object) -> bool:
     return isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
-def comm_hook_states(ddp: DistributedDataParallel) -> list[Any]:
-    """The states of the communication hooks that were registered with this DDP."""
-    return [state for _, state in getattr(ddp, "_comm_hooks", [(None, None)])]
+def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """DDP's own list of its communication hooks, each with its state; it grows with them."""
+    return ddp._comm_hooks
+
+
+def expects_sparse_gradients(ddp: DistributedDataParallel) -> bool:
+    """Whether a module of this DDP has sparse gradients."""
+    return any(ddp._build_params_for_reducer()[1])
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> set[nn.Parameter]:
+    """The parameters whose dense gradients this DDP reduces. Allocates its buckets for a moment."""
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    return {parameter for bucket in buckets for parameter in bucket.parameters()}
 
 
 def fsdp_groups(module: "FSDPModule") -> list[Any]:

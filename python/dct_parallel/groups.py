@@ -49,7 +49,17 @@ def require_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup
     if not isinstance(group, dist.ProcessGroup):
         rule = "a process group that this rank is in"
         raise ValueError(f"dct::{op}: group must be {rule}, got {group!r}")
+    if not exists(group):
+        raise ValueError(f"dct::{op}: group must exist, got one that was destroyed")
     return group
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """Whether the group has not been destroyed, by itself or with all groups."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except KeyError:
+        return False
 
 
 def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.optim import SGD
 
-from dct_parallel import DCTState
+from dct_parallel import DCTAverager, DCTState
 from dct_parallel.exchange import ledger as ledger_module
 from dct_parallel.groups import PeerError, exchange, refusing, require_same
 from entry_points import Hook, LocalSteps, Sharded
-from ranks import ddp, entry, mlp, on_ranks, shorten_timeouts
+from ranks import assert_same, ddp, entry, mlp, on_ranks, shorten_timeouts
 
 SIZES, NUMBERS = [5000], torch.ones(5000)
 MUST = "must be the same on every rank, got"
@@ -73,7 +74,43 @@ def test_loads_that_differ_are_named_by_every_rank(rank):
             training.state.load_state_dict((first, second)[rank])
         with pytest.raises(ValueError) as error:
             training.step(NUMBERS)
-        assert str(error.value) == f"dct::load_state_dict: {rule}"
+        assert str(error.value) == f"dct::dct_hook: {rule}"
+
+
+@on_ranks(2)
+def test_steps_that_are_set_are_compared(rank):
+    """The optimizer's state, not the averager's, is loaded: PostLocalSGDOptimizer sets the step."""
+    model = nn.Linear(16, 4)
+    averager = DCTAverager(model, period=2)
+    optimizer = PostLocalSGDOptimizer(SGD(model.parameters(), lr=0.1), averager)
+    saved = optimizer.state_dict()
+    for steps, error in (((40, 40), None), ((6, 8), "6 on rank 0, 8 on rank 1")):
+        optimizer.load_state_dict({**saved, "step": steps[rank]})
+        assert averager.step == steps[rank]
+        optimizer.step()
+        if error is None:
+            optimizer.step()
+            assert averager.step == steps[rank] + 2
+            assert_same(torch.cat([p.flatten() for p in model.parameters()]))
+            continue
+        with pytest.raises(ValueError, match=f"dct::average_parameters: step {MUST} {error}"):
+            optimizer.step()
+    with pytest.raises(TypeError, match="dct::DCTAverager: step must be an integer"):
+        averager.step = 2.0
+    with pytest.raises(ValueError, match="dct::DCTAverager: step must be in "):
+        averager.step = -1
+
+
+@pytest.mark.parametrize("call", ["flush", "average_parameters", "dct_hook"])
+@on_ranks(2)
+def test_the_first_comparison_of_ranks_is_named_after_the_call(rank, call):
+    """Rank 0 alone calls something, and nobody has loaded anything."""
+    run = (Hook if call == "dct_hook" else LocalSteps)(SIZES, density=0.1)
+    shorten_timeouts(1)
+    if rank == 0:
+        rule = f"dct::{call}: every rank must do the same within 1 s, got nothing from rank 1"
+        with pytest.raises(PeerError, match=rule):
+            run.state.flush() if call == "flush" else run.step(NUMBERS)
 
 
 @pytest.mark.parametrize("point", [Hook, LocalSteps, partial(Sharded, mesh=(2, 1))])

@@ -268,6 +268,42 @@ def test_wrappers_do_not_enter_names(rank):
     assert list(entry(state.state_dict())["parameters"]) == names[1:]
 
 
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.last.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)) + self.frozen)
+
+
+@pytest.mark.parametrize("ignored", [["first.weight"], ["last.weight"], ["middle.weight"], []])
+@on_ranks(2)
+def test_it_takes_the_parameters_that_ddp_averages(rank, ignored):
+    """DDP ignores one name of a tied weight, which it averages; requires_grad changes later."""
+    gradients = []
+    for compressed in (False, True):
+        torch.manual_seed(1)
+        module = _Tied()
+        DDP._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        model = DDP(module, find_unused_parameters=True)
+        module.frozen.requires_grad_(True)  # DDP does not average it
+        module.middle.weight.requires_grad_(not ignored)  # but this one, unless it is ignored
+        if compressed:
+            hooked(model, density=1, format="float32", start_step=0)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+        model(x).square().mean().backward()
+        gradients.append({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
+    plain, exchanged = gradients
+    assert plain.keys() == exchanged.keys() and "first.weight" in plain
+    for name, gradient in plain.items():
+        torch.testing.assert_close(exchanged[name], gradient)
+        if name == "first.weight":
+            assert_same(exchanged[name])
+
+
 @on_ranks(2)
 def test_a_state_made_before_its_ddp(rank):
     """The state is handed over first, as Lightning's DDPStrategy does."""

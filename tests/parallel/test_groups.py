@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,17 @@ from torch.distributed.fsdp import fully_shard
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
 from dct_parallel.groups import separate_group, timeout_of
-from ranks import assert_same, assert_same_states, ddp, mlp, on_ranks, shard_mesh, train, weights
+from entry_points import Hook, LocalSteps, NodeMesh, Sharded
+from ranks import (
+    assert_same,
+    assert_same_states,
+    ddp,
+    mlp,
+    on_ranks,
+    shard_mesh,
+    train,
+    weights,
+)
 
 
 def _train(rank, model, state, steps=4):
@@ -88,6 +99,67 @@ def test_close_ends_thread_and_group(rank, transport, own):
     del model, state
     gc.collect()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+POINTS = [Hook, NodeMesh, partial(Sharded, mesh=(2, 1)), LocalSteps]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@on_ranks(2)
+def test_without_groups_a_state_still_answers_and_can_be_saved(rank, point):
+    """After destroy_process_group, between a step and the next one, as programs end."""
+    other = point([5000], start_step=0, density=0.1)
+    run = point([5000], start_step=0, density=0.1)
+    numbers = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
+    for training in (other, run):
+        training.step(numbers)
+    told = {name: getattr(other.state, name)() for name in ("plan", "stats", "state_dict")}
+    dist.destroy_process_group()
+    assert run.state.plan() == told["plan"] and run.state.stats() == told["stats"]
+    saved, expected = (
+        next(iter(state.get("ranks", state.get("replicas")).values()))
+        for state in (run.state.state_dict(), told["state_dict"])
+    )
+    assert saved.keys() == expected.keys()
+    for name, values in expected["parameters"].items():
+        found = saved["parameters"][name]["residual"]
+        assert torch.equal(_own(found), _own(values["residual"])) and _own(found).any()
+    if point is LocalSteps:
+        text = "dct::load_state_dict: group must exist, got one that was destroyed"
+        with pytest.raises(ValueError, match=text):
+            run.state.load_state_dict(told["state_dict"])
+    else:
+        run.state.close()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _own(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@on_ranks(2)
+def test_modules_can_be_moved_and_converted(rank, swap):
+    """Sharded ones are always swapped, which torch refuses for tensors with weak references."""
+    mesh, unsharded = shard_mesh(2, 1), nn.Linear(16, 4)
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    sharded, averaged = (
+        fully_shard(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), mesh=mesh["shard"])
+        for _ in range(2)
+    )
+    group = mesh["replicate"].get_group()
+    states = [
+        dct_fully_shard_hook(sharded, mesh=mesh),
+        DCTAverager(averaged, process_group=group),
+        DCTAverager(unsharded),
+    ]
+    for module in (sharded, averaged, unsharded):
+        before = [_own(p).clone() for p in module.parameters()]
+        module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()})
+        module.to("cpu").to(torch.bfloat16).to(torch.float32)
+        for parameter, value in zip(module.parameters(), before, strict=True):
+            assert torch.equal(_own(parameter), value.bfloat16().float())
+    del states
 
 
 def _dct_state(mesh):

@@ -1,6 +1,7 @@
 """The ledger of a step without a network: results of buckets, and when they are read."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def _begun():
     loss_scale.watch([parameter])
     group, cpu = torch.distributed.group.WORLD, torch.device("cpu")
     ledger = StepLedger("op", group, cpu, Settings(0.1, "bfloat16"), {}, loss_scale)
-    ledger.begin()
+    ledger.begin("test")
 
     def skip():
         parameter.grad = torch.tensor([torch.inf])
@@ -73,7 +74,8 @@ def test_damage_raises_at_the_end_of_the_next_backward_pass(rank):
     for seen in (True, False):
         ledger, _ = _begun()
         ledger.sent[0] = _Bucket(FINE._replace(damaged=["a hole from rank 3"]))
-        calls = [ledger.end, ledger.begin, ledger.end] if seen else [ledger.begin, ledger.begin]
+        begin = partial(ledger.begin, "test")
+        calls = [ledger.end, begin, ledger.end] if seen else [begin, begin]
         for call in calls[:-1]:
             call()
             ledger.sent[0] = _Bucket(FINE)

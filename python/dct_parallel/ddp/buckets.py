@@ -53,7 +53,7 @@ class Buckets:
         until it has seen in which order gradients come, DDP has all parameters in one bucket.
 
         Raises:
-            ValueError: the hook belongs to a different model, or the gradient is sparse.
+            ValueError: the hook belongs to a different model.
         """
         parameters = cast(list[Parameter], bucket.parameters())  # "tensors", by torch's stubs
         if index in self._layouts and _same(parameters, self._layouts[index][0]):
@@ -63,7 +63,7 @@ class Buckets:
             parts = {i: own for i, (own, _) in self._layouts.items() if here.issuperset(own)}
             if sum(map(len, parts.values())) == len(parameters):
                 return parts
-        plan = self._new_plan(bucket, parameters)
+        plan = self._new_plan(parameters)
         self._layouts = {i: known for i, known in self._layouts.items() if i < index}
         self._layouts[index] = parameters, plan
         return None
@@ -135,16 +135,11 @@ class Buckets:
             if name in states
         }
 
-    def _new_plan(self, bucket: dist.GradBucket, parameters: Sequence[Parameter]) -> BucketPlan:
+    def _new_plan(self, parameters: Sequence[Parameter]) -> BucketPlan:
         if any(parameter not in self._names for parameter in parameters):
             raise ValueError(
                 "dct::dct_hook: state must be made from the DDP that the hook is registered with"
                 ", got a bucket of a different model"
-            )
-        if bucket.buffer().layout != torch.strided:
-            raise ValueError(
-                "dct::dct_hook: gradient must be dense, got a sparse one: build embeddings with "
-                "sparse=False"
             )
         return self._plan_of(parameters)
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
-from .._torch import comm_hook_states
+from .._torch import expects_sparse_gradients, reduced_parameters
 from ..exchange.plan import unwrapped
 
 
@@ -26,12 +26,16 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
         raise TypeError(
             f"dct::DCTState: ddp must be a DistributedDataParallel, got {type(ddp).__name__}"
         )
-    names = {}
-    for name, parameter in ddp.module.named_parameters():
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore:
-            name = unwrapped(name)
-            checks.require_dtype("DCTState", f"parameter {name}", parameter.dtype, checks.FLOATS)
-            names[parameter] = name
+    if expects_sparse_gradients(ddp):
+        raise ValueError(
+            "dct::DCTState: gradients of ddp must be dense (build embeddings with sparse=False), "
+            "got sparse ones"
+        )
+    reduced = reduced_parameters(ddp)  # names do not tell: DDP may ignore one name of a tied weight
+    named = ddp.module.named_parameters()
+    names = {parameter: unwrapped(name) for name, parameter in named if parameter in reduced}
+    for parameter, name in names.items():
+        checks.require_dtype("DCTState", f"parameter {name}", parameter.dtype, checks.FLOATS)
     device = device_of(names)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"dct::DCTState: ddp must be on the CPU or on CUDA, got {device}")
@@ -41,11 +45,6 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
 def device_of(names: dict[Parameter, str]) -> torch.device:
     """The device of the parameters; DDP has at least one."""
     return next(iter(names)).device
-
-
-def has_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a hook is registered with this DDP. A copy of it has the record, but no hook."""
-    return any(not getattr(state, "copied", False) for state in comm_hook_states(ddp))
 
 
 def to_logical(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ on every rank. The host reads the results of a step (damage, overflow) at the en
 """
 
 import warnings
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
-from .._torch import NO_PASS, at_end_of_backward, backward_pass, current_node
+from .._torch import NO_PASS, at_end_of_backward, backward_pass, comm_hooks, current_node
 from ..compressor import warn_of_eager
 from ..exchange.bucket import Complete, parameter_stats, run_now
 from ..exchange.checkpoint import Flat, Run
@@ -41,7 +40,7 @@ from ..groups import refusing
 from .buckets import Buckets, reduce_parts
 from .executors import Executor, Start, executor_for
 from .node import Topology
-from .parameters import device_of, has_hook, named_parameters
+from .parameters import device_of, named_parameters
 
 
 class DCTState:
@@ -165,7 +164,7 @@ class DCTState:
         self._executor = executor_for(device, sends_once and topology.node.size == 1)
         self._ledger.submit = self._executor.submit_after
         self._names = names  # bound
-        self._ddp = weakref.ref(ddp)
+        self._hooks = comm_hooks(ddp)
 
     def _group_with(self, ddp: DistributedDataParallel | None) -> dist.ProcessGroup | None:
         """The ranks to average over; None if they are not known without a DDP."""
@@ -315,7 +314,7 @@ class DCTState:
             "local_size": self._topology.node.size,
         }
         sizes = {name: Flat(parameter.numel()) for parameter, name in self._names.items()}
-        return Run("rank", dist.get_rank(), same, sizes)
+        return Run("rank", self._ledger.rank, same, sizes)
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings, because DDP, process groups and threads cannot be copied."""
@@ -361,7 +360,7 @@ class DCTState:
         return mean
 
     def _begin_step(self) -> None:
-        self._ledger.begin()
+        self._ledger.begin("dct_hook")
         self._buckets.begin()
         self._in_step, self._pass = True, NO_PASS
 
@@ -398,8 +397,9 @@ class DCTState:
         self._ledger.finish()
 
     def _warn_if_unused(self) -> None:
-        ddp = self._ddp()
-        if self._warned or ddp is None or has_hook(ddp):
+        # A copied DDP has a list of hooks with copied states, but no hook is called.
+        registered = any(not getattr(state, "copied", False) for _, state in self._hooks)
+        if self._warned or registered:
             return
         if any(parameter.grad is not None for parameter in self._names):
             self._warned = True
@@ -426,7 +426,7 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
 
     Raises:
         TypeError: `state` is not a DCTState, or `bucket` not a GradBucket.
-        ValueError: `state` is closed, not bound or of a different model, or a gradient is sparse.
+        ValueError: `state` is closed, not bound or of a different model.
         RuntimeError: this rank received a damaged payload, in the step before or earlier. The
             weights took that step without it, or its damaged blocks: load a checkpoint into a new
             state.

@@ -172,7 +172,7 @@ class Sharded(NamedTuple):
         parameter, mesh = self.piece.parameter, self.piece.parameter.device_mesh
         rows = parameter.shape[self.piece.dim]
         shard = zeros(rows, device_mesh=mesh, placements=[Shard(0)])
-        shard.to_local().fill_(mesh.get_local_rank())
+        shard.to_local().fill_(mesh.get_coordinate()[0])  # needs no process group
         saved: dict[str, Any] = {"packed": self.packed, "shard": shard}
         for key, value in ((_RESIDUAL, state.residual), (_OWNER, state.owner)):
             if value is not None:

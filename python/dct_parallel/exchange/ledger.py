@@ -43,6 +43,7 @@ class StepLedger:
             compare everything but to_compare["shard"] with this rank.
 
     Attributes:
+        rank: of this process; known after its process groups are destroyed.
         run_id: made by the first rank when training starts, and kept in checkpoints.
         step: steps begun.
         packed: compressed steps before the one that was begun last; negative while steps are dense.
@@ -77,6 +78,7 @@ class StepLedger:
         self._recent = RecentStats()
         values = {"version": __version__, **to_compare, **settings.to_compare()}
         values |= {"start_step": start_step, "grad_scaler": "given" if loss_scale else "none"}
+        self.rank = dist.get_rank()
         self.run_id = uuid.uuid4().hex
         with refusing(op, shards):
             self._join(values, group)
@@ -107,10 +109,11 @@ class StepLedger:
         self._results: tuple[int, StepResults] | None = None  # posted, of the step of this number
         self._compared = False  # whether ranks resume from the same step
 
-    def begin(self, number: int | None = None) -> None:
+    def begin(self, op: str, number: int | None = None) -> None:
         """Begin a step, on every rank. Does not wait for the exchanges of the last one.
 
         Args:
+            op: the call that begins it, for errors.
             number: as errors call it; by default steps are counted from 0.
 
         Raises:
@@ -118,7 +121,7 @@ class StepLedger:
             RuntimeError: this rank received a damaged payload in a step that was read, or it is not
                 known whether the last step was skipped.
         """
-        self.compare()
+        self.compare(op)
         self._post()
         self.require_intact()
         self._settle()
@@ -129,14 +132,14 @@ class StepLedger:
         self.packed = self.step - self._start_step
         self.step += 1
 
-    def compare(self) -> None:
+    def compare(self, op: str) -> None:
         """Raise on every rank if they do not resume from the same step of the same run.
 
-        Only the first time, and after a load: then it waits for all ranks, to the group's timeout.
+        Only the first time, and after `load` or `resume_at`: then it waits for all ranks, up to the
+        group's timeout. Errors call it `op`, which every rank must have called.
         """
         if not self._compared:
             values = {"checkpoint": self._checkpoint, "run_id": self.run_id, "step": self._start}
-            op = "load_state_dict"
             with refusing(op, self._shards):
                 require_same(op, self._exchange(op, values, self._group))
             if self._shards is not None:
@@ -224,6 +227,14 @@ class StepLedger:
             "overflow": self._recent.overflow,
             "wire_bytes": step_bytes(plans),
         }
+
+    def resume_at(self, step: int, start: int) -> None:
+        """Continue this run at `step`, which the caller counts as `start`, without a checkpoint.
+
+        All ranks call it, each at its own time.
+        """
+        self._start = start
+        self._resume_at(step)
 
     def load(self, entry: Mapping[str, Any], step: int | None = None) -> None:
         """Resume from a checkpoint's entry; at `step`, if the entry counts something else.

@@ -271,7 +271,7 @@ class FullyShardState:
                 flat.copy_(dense_mean(flat, torch.bfloat16, self._group))
 
     def _begin_step(self) -> None:
-        self._ledger.begin()
+        self._ledger.begin(OP)
         self._end_order()  # if the end of the last step was not seen
         self._in_step, self._pass = True, NO_PASS
 
@@ -301,7 +301,7 @@ class FullyShardState:
             self._last_order, self._order = self._order, []
 
     def _compare_last_step(self) -> None:
-        """Compare the units of the last step. Collective.
+        """Compare the units of the last step. Collective, unless the groups were destroyed.
 
         Raises:
             RuntimeError: this rank received a damaged payload, in the last step or before; then the
@@ -309,7 +309,7 @@ class FullyShardState:
         """
         self._ledger.read()
         self._ledger.require_intact()
-        if self._last_order:
+        if self._last_order and groups.exists(self._after_step):
             order, self._last_order = self._last_order, []
             agree(order, self._after_step)
 

@@ -1,6 +1,7 @@
 """Weights of ranks that train on their own, averaged every few steps by compressed changes."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -67,7 +68,8 @@ class DCTAverager(ModelAverager):
         step_ahead: continue from weights plus this rank's residual (docs/guide/choosing.md).
 
     Attributes:
-        step: calls of `average_parameters`.
+        step: calls of `average_parameters`. May be set, on every rank, to continue from that step,
+            as the `load_state_dict` of `PostLocalSGDOptimizer` does.
         period: as given.
         wire_bytes: bytes per averaging of the rank that sends most, always the same. Besides, all
             ranks reduce 8 bytes (shards twice): either all of them apply an averaging or none.
@@ -77,6 +79,8 @@ class DCTAverager(ModelAverager):
         RuntimeError: a different rank raised, as the text says, or did not construct its averager
             within the group's timeout.
     """
+
+    _step = 0
 
     def __init__(
         self,
@@ -135,6 +139,17 @@ class DCTAverager(ModelAverager):
         self._unaveraged = 0  # steps since the last averaging
         self._bucket = self._new_bucket({})
 
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        checks.require_int(_OP, "step", step, 0, 2**31 - 1)
+        if step != self._step:  # ModelAverager sets 0 before there is a ledger
+            self._ledger.resume_at(step // self.period, step)
+            self._step = step
+
     @torch.no_grad()
     def average_parameters(
         self, params: Iterable[Parameter] | Iterable[dict[str, Parameter]] | None = None
@@ -164,7 +179,7 @@ class DCTAverager(ModelAverager):
         averages = (self.step + 1) % self.period == 0
         if averages:
             self._weights.require_same("average_parameters")
-        self.step += 1
+        self._step += 1
         self._unaveraged += 1
         if averages:
             self._average()
@@ -186,13 +201,14 @@ class DCTAverager(ModelAverager):
         """
         self._ledger.require_intact()
         self._weights.require_same("flush")
-        self._ledger.compare()
+        self._ledger.compare("flush")
         pending = self._weights.change_from(self._start(self._base))
         self._bucket.add_pending(pending)
-        base = dense_mean(pending, torch.float32, self.process_group).add_(self._base)
-        if on_any(
-            not self._weights.is_representable(base).all(), self._device, *self._shard_groups
-        ):
+        with self._collective("flush"):
+            base = dense_mean(pending, torch.float32, self.process_group).add_(self._base)
+            overflows = not self._weights.is_representable(base).all()
+            overflows = on_any(overflows, self._device, *self._shard_groups)
+        if overflows:
             raise RuntimeError("dct::flush: weights must be finite on every rank, got NaN or Inf")
         torch._foreach_zero_(self._bucket.residuals())
         self._base = base
@@ -265,6 +281,7 @@ class DCTAverager(ModelAverager):
             RuntimeError: this averager received a damaged payload: load into a new one.
         """
         self._ledger.require_intact()
+        groups.require_group("load_state_dict", self.process_group)
         entry, states = self._run().find(state)
         owned = any(own.owner is not None and own.owner.any() for own in states.values())
         if self._step_ahead and owned and self._plan.transport == "all_gather":
@@ -273,7 +290,7 @@ class DCTAverager(ModelAverager):
                 "dct::load_state_dict: transport must be reduce_scatter, as in the saved run, "
                 "with step_ahead (or flush, and start anew), got all_gather"
             )
-        self.step = entry["step"]
+        self._step = entry["step"]
         self._ledger.load(entry, self.step // self.period)
         self._bucket = self._new_bucket(states)
         bases = [base for name in self._plan.names if (base := states[name].base) is not None]
@@ -288,7 +305,7 @@ class DCTAverager(ModelAverager):
         sizes = zip(self._plan.names, self._plan.sizes, strict=True)
         ranks = {"world_size": self.process_group.size(), "local_size": 1}
         same = {**self._run_settings, "density": self._settings.density, **ranks}
-        return Run("rank", dist.get_rank(), same, {name: Flat(numel) for name, numel in sizes})
+        return Run("rank", self._ledger.rank, same, {name: Flat(numel) for name, numel in sizes})
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -303,11 +320,12 @@ class DCTAverager(ModelAverager):
     def _average(self) -> None:
         """Exchange the changes of the weights. If that fails, undo it."""
         moved = self._weights.change_from(self._start(self._base))
-        self._ledger.begin(self.step // self.period)
+        self._ledger.begin("average_parameters", self.step // self.period)
         base = None
         try:
             self._ledger.sent[0] = self._bucket
-            self._bucket.start(moved)
+            with self._collective("average_parameters"):
+                self._bucket.start(moved)
             del moved  # is in the residual; the mean needs as much memory
             base = self._receive()
             start = self._start(base)  # needs memory, so before ranks agree
@@ -337,7 +355,8 @@ class DCTAverager(ModelAverager):
     def _receive(self) -> Tensor:
         """The base after the exchange. Waits for the payloads; changes no weights."""
         mean = torch.empty_like(self._base)
-        self._bucket.finish(mean)
+        with self._collective("average_parameters"):
+            self._bucket.finish(mean)
         self._ledger.look()
         base = mean.add_(self._base)
         self._ledger.non_finite |= not self._weights.is_representable(base).all()
@@ -350,7 +369,19 @@ class DCTAverager(ModelAverager):
         """
         self._ledger.require_intact()
         among = self.process_group, *self._shard_groups
-        self._ledger.non_finite = on_any(self._ledger.non_finite, self._device, *among)
+        with self._collective("average_parameters"):
+            self._ledger.non_finite = on_any(self._ledger.non_finite, self._device, *among)
+
+    @contextlib.contextmanager
+    def _collective(self, op: str) -> Iterator[None]:
+        """Name the call, the step and the likely cause if a collective inside fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"dct::{op}: every rank must call {op} after the same step, here {self.step}, and "
+                f"keep running, got {error}"
+            ) from error
 
     def _drop_overflow(self, base: Tensor) -> None:
         """Drop the entries of residuals that would overflow the weights again."""
