@@ -116,7 +116,7 @@ def expects_sparse_gradients(ddp: DistributedDataParallel) -> bool:
     return any(ddp._build_params_for_reducer()[1])
 
 
-def reduced_parameters(ddp: DistributedDataParallel) -> set[nn.Parameter]:
+def reduced_parameters(ddp: DistributedDataParallel) -> set[Tensor]:
     """The parameters whose dense gradients this DDP reduces. Allocates its buckets for a moment."""
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     return {parameter for bucket in buckets for parameter in bucket.parameters()}

@@ -181,11 +181,12 @@ class _Weights:
             return
         mean = self._flat() - self._base
         if everything:
+            self.ledger.compare(_OP)  # after a load
             self._bucket.add_pending(mean)
             mean = dense_mean(mean, mean.dtype, self._group)
             torch._foreach_zero_(self._bucket.residuals())
         else:
-            self.ledger.begin()
+            self.ledger.begin(_OP)
             self.ledger.sent[0] = self._bucket
             self._bucket.reduce(mean)
             self.ledger.finish()
