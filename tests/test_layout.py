@@ -1,6 +1,7 @@
-"""Which module may import which, and what a wheel contains."""
+"""Which module may import which, what no call may leave to defaults, and what a wheel contains."""
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._device import _device_constructors
 
 import dct_kernels
 
@@ -120,6 +123,64 @@ def test_private_names_of_torch_stand_in_one_file(package):
         if name.partition(".")[0] == package and (found := [*_private_names_of_torch(tree)])
     }
     assert users.keys() == {f"{package}._torch"}, users
+
+
+FACTORIES = {function.__name__ for function in _device_constructors()}
+# Types of tensors have a dtype but no device; these take the default dtype as well.
+LEGACY = {"Tensor"} | {
+    f"{kind}Tensor" for kind in ("Float", "Double", "Long", "Int", "Bool", "Byte")
+}
+MODULES_OF_TORCH = {
+    name
+    for name, found in vars(torch.nn).items()
+    if inspect.isclass(found) and "dtype" in inspect.signature(found).parameters
+}
+
+
+def _left_to_defaults(tree):
+    """The calls of torch in a file that make a tensor without a dtype or a device."""
+    from_torch = {
+        name: source for source, name in _imports(tree) if (source or "").startswith("torch")
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        root, *path = ast.unparse(node.func).split(".")
+        name, given = (path or [root])[-1], {keyword.arg for keyword in node.keywords}
+        if root != "torch" and root not in from_torch:
+            continue
+        if name in LEGACY:
+            yield node.lineno, ast.unparse(node)
+        elif name in FACTORIES | MODULES_OF_TORCH:
+            device = given & {"device", "device_mesh"}  # a DTensor is on the devices of its mesh
+            if "dtype" not in given or not device:
+                yield node.lineno, ast.unparse(node)
+
+
+def test_the_rule_of_defaults_finds_calls():
+    bad = (
+        "torch.zeros(3, device=x.device)",
+        "torch.zeros(3, dtype=x.dtype)",
+        "torch.tensor([1.0], **options)",
+        "torch.distributed.tensor.ones(3, device_mesh=mesh)",
+        "zeros(3)",
+        "torch.FloatTensor(3)",
+        "nn.Linear(3, 4)",
+    )
+    good = ("torch.zeros_like(x)", "x.new_zeros(3)", "tl.zeros(3)", "range(3)", "nn.ReLU()")
+    imports = "import torch; from torch import nn; from torch.distributed.tensor import zeros\n"
+    found = _left_to_defaults(ast.parse(imports + "\n".join(bad + good)))
+    assert sorted(found) == list(enumerate(bad, start=2))
+
+
+def test_every_tensor_has_a_stated_dtype_and_device():
+    """Neither torch.set_default_dtype nor torch.set_default_device may change what is made."""
+    found = [
+        f"{name}:{line}: {call}"
+        for name, (_, tree) in MODULES.items()
+        for line, call in _left_to_defaults(tree)
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_a_wheel_holds_every_module(tmp_path):

@@ -63,9 +63,8 @@ def _write(
         index.numel(),
         bytes(40),
     )
-    edges = torch.arange(0, numel + layout.BLOCK, layout.BLOCK, device=row.device)[
-        : layout.range_blocks(numel, 1) + 1
-    ]
+    blocks = torch.arange(layout.range_blocks(numel, 1) + 1, dtype=torch.int64, device=row.device)
+    edges = blocks * layout.BLOCK
     starts = torch.searchsorted(index, edges)
     sections = [
         (0, torch.tensor(list(header), dtype=torch.uint8, device=row.device)),
@@ -133,14 +132,14 @@ def _add(
     bad_starts[0] |= first[0] != 0
     bad_starts[-1] |= end[-1] != count
 
-    block = torch.arange(blocks, device=row.device)
+    block = torch.arange(blocks, dtype=torch.int64, device=row.device)
     length = (numel - block * layout.BLOCK).clamp(max=layout.BLOCK)
     # More entries than elements cannot ascend strictly: bad without looking.
     bad_positions = ~bad_starts & (end - first > length)
     block = block[~bad_starts & ~bad_positions]
     entries = (end - first)[block]
     owner = block.repeat_interleave(entries)
-    place = torch.arange(owner.numel(), device=row.device)
+    place = torch.arange(owner.numel(), dtype=torch.int64, device=row.device)
     place -= (entries.cumsum(0) - entries).repeat_interleave(entries)
     entry = first[owner] + place
     position = _section(row, offsets.positions, count, torch.uint16).to(torch.int64)[entry]

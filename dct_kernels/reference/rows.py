@@ -64,6 +64,6 @@ def _decode_bitmap(positions: Tensor, width: int, k: int) -> Tensor:
     bits = ((positions.unsqueeze(2) >> shifts) & 1).flatten(1)[:, :width].to(torch.bool)
     slots = bits.cumsum(1) - 1
     row, column = (bits & (slots < k)).nonzero(as_tuple=True)
-    columns = torch.full((positions.shape[0], k), -1, device=positions.device)
+    columns = torch.full((positions.shape[0], k), -1, dtype=torch.int64, device=positions.device)
     columns[row, slots[row, column]] = column
     return columns

@@ -39,7 +39,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
 
 def on_any(said: bool, device: torch.device, *groups: dist.ProcessGroup) -> bool:
     """Whether any rank of these groups, a grid's rows and columns, says so. 8 bytes per group."""
-    flag = torch.tensor([int(said)], device=device)
+    flag = torch.tensor([int(said)], dtype=torch.int64, device=device)
     for group in groups:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group)
     return bool(flag)

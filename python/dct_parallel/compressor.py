@@ -125,7 +125,7 @@ class Compressor:
         self.capacity, self.max_samples = capacity, max_samples
         self.step = 0
         start = 0.0 if density == 1 else math.inf
-        self.threshold = torch.full((ranges,), start, device=device)
+        self.threshold = torch.full((ranges,), start, dtype=torch.float32, device=device)
         self.seen = torch.zeros(ranges, dtype=torch.int32, device=device)
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self._layout = payload_layout(numel, capacity, value_dtype, ranges)

@@ -82,6 +82,6 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
         return made
 
     # init_device_mesh would give the groups torch's default timeout, half an hour on the CPU.
-    nodes = torch.arange(ranks).view(-1, local_size)
+    nodes = torch.arange(ranks, dtype=torch.int64, device="cpu").view(-1, local_size)
     groups = [along(nodes.t()), along(nodes)]
     return DeviceMesh.from_group(groups, device_type, mesh=nodes, mesh_dim_names=NODES)

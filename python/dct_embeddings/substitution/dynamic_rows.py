@@ -116,7 +116,8 @@ class DynamicFeatureRows(SharedRows):
         """The initial rows [n, d] of these features, int32 or int64 [n]."""
         checks.require_tensor(_OP, "ids", ids, (torch.int32, torch.int64))
         ids = ids.long()
-        column = torch.arange(1, 1 + self.width, device=ids.device) + (self._seed << 32)
+        column = torch.arange(1, 1 + self.width, dtype=torch.int64, device=ids.device)
+        column += self._seed << 32
         drawn = mix(mix(ids).unsqueeze(1) ^ mix(column)) >> 39  # 24 bits
         return (drawn.to(self.weight.dtype) * 2.0**-23 - 1) * self._bound
 
@@ -163,7 +164,8 @@ class DynamicFeatureRows(SharedRows):
         self.weight[first:end] = self.initial(ids)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *_: Any) -> None:
-        destination[f"{prefix}owner"] = torch.tensor([self.group.rank(), self.group.size()])
+        owner = [self.group.rank(), self.group.size()]
+        destination[f"{prefix}owner"] = torch.tensor(owner, dtype=torch.int64, device="cpu")
         destination[f"{prefix}ids"] = self.ids().clone()
         for name, tensor in self._per_row().items():  # a view would save all of the storage
             destination[prefix + name] = tensor.detach()[1 : 1 + len(self)].clone()

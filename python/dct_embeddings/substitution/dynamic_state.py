@@ -53,7 +53,7 @@ def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
     if any(state.keys() != states[0].keys() for state in states):
         got = ", ".join(sorted({name for state in states for name in state}))
         raise ValueError(f"dct::{op}: states must have the same names, got {got}")
-    merged = {"owner": torch.tensor([MERGED, ranks])}
+    merged = {"owner": torch.tensor([MERGED, ranks], dtype=torch.int64, device="cpu")}
     for name, first in states[0].items():
         if name == "owner":
             continue

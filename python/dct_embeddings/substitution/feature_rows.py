@@ -122,13 +122,14 @@ class FeatureRows(SharedRows):
         self._rows, self.last_id = len(weight), len(weight) - 1
         self._multiplier = _multiplier(self._rows)
         self.weight = nn.Parameter(weight.detach()[self.ids().to(weight.device)])
-        owner = torch.tensor([self.group.rank(), ranks, self._rows], device=weight.device)
-        register_identity(_OP, self, "owner", owner)
+        owner = [self.group.rank(), ranks, self._rows]
+        identity = torch.tensor(owner, dtype=torch.int64, device=weight.device)
+        register_identity(_OP, self, "owner", identity)
 
     def ids(self) -> Tensor:
         first, end = (self._first_number(self.group.rank() + i) for i in (0, 1))
         inverse = pow(self._multiplier, -1, self._rows)
-        return torch.arange(first, end) * inverse % self._rows
+        return torch.arange(first, end, dtype=torch.int64, device="cpu") * inverse % self._rows
 
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         number = ids.long() * self._multiplier % self._rows

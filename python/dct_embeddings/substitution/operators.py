@@ -29,7 +29,7 @@ class Bags:
 
     def sums(self, rows: Tensor) -> Tensor:
         """The sum of every bag's rows [n, w], in their order: [samples, fields, w]; 0 if empty."""
-        each = torch.arange(len(rows), device=rows.device)
+        each = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
         pooled = F.embedding_bag(each, rows, self._starts, mode="sum")
         return pooled.view(*self._shape, rows.shape[1]).transpose(1, 2).flatten(0, 1)
 
@@ -130,8 +130,9 @@ class FirstLayer(SubstituteOperator):
 
     y[b] = weight @ the bag sums of all fields. Result [batch, out_features]. Sends `out_features`
     numbers per sample in each direction; `SumPooledEmbedding` with a Linear after it sends fields x
-    width. Its weight [out_features, fields * width], of the rows' dtype, is on every rank, with
-    torch's initial values. One all-reduce sums its gradient over ranks.
+    width. Its weight [out_features, fields * width] is on every rank, with torch's initial values:
+    float32 on the CPU. Move it to the rows' dtype and device with `to`. One all-reduce sums its
+    gradient over ranks.
 
     Args:
         fields: the number of fields in `lengths`.
@@ -147,7 +148,9 @@ class FirstLayer(SubstituteOperator):
         super().__init__(width, first)
         checks.require_int("FirstLayer", "fields", fields, 1, MOST)
         checks.require_int("FirstLayer", "out_features", out_features, 1, MOST)
-        self.weight = nn.Linear(fields * width, out_features, bias=False).weight
+        inputs = fields * width
+        linear = nn.Linear(inputs, out_features, bias=False, dtype=torch.float32, device="cpu")
+        self.weight = linear.weight
 
     def require_fit(self, weight: Tensor, fields: int) -> None:
         expected, dtype = self.weight.shape[1] // self.width, self.weight.dtype

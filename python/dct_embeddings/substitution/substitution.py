@@ -137,7 +137,8 @@ class EquivalentSubstitution(nn.Module):
         self._require_usable(ids, lengths)
         rank, ranks, bags = self.rows.group.rank(), self.rows.group.size(), lengths.numel()
         owners, names = self.rows.owners(ids)
-        bag = torch.repeat_interleave(torch.arange(bags, device=ids.device), lengths.flatten())
+        bag = torch.arange(bags, dtype=torch.int64, device=ids.device)
+        bag = bag.repeat_interleave(lengths.flatten())
         lengths_of, names_of, _ = by_rank(owners * bags + bag, names, [bags] * ranks)
         if self.aggregate == "all_reduce":
             local, checksum = names_of[rank], _checksum(ids, lengths)
@@ -219,5 +220,5 @@ def _set_of(names: Sequence[str]) -> int:
 
 def _checksum(ids: Tensor, lengths: Tensor) -> int:
     values = torch.cat([ids.long(), lengths.flatten().long()])
-    place = torch.arange(len(values), device=values.device)
+    place = torch.arange(len(values), dtype=torch.int64, device=values.device)
     return int(((values ^ place * 0x9E3779B1) * (2 * place + 1)).sum()) % 2**52

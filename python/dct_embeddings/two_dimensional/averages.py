@@ -156,7 +156,7 @@ def _union(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Each replica sends 8 bytes to each other one, then 4 per row of the replica with the most rows.
     """
-    count = torch.tensor([len(rows)], device=rows.device)
+    count = torch.tensor([len(rows)], dtype=torch.int64, device=rows.device)
     counts = count.new_empty(group.size(), 1)
     all_gather(counts, count, group)
     most = int(counts.max())

@@ -107,7 +107,7 @@ class ShardedEmbeddingBags(nn.Module):
         self.weight = nn.Parameter(torch.cat([part.detach() for part in parts]))
         dist.broadcast(self.weight.detach(), group=replicas, group_src=0)
         self._number_rows(rows)
-        owned = torch.tensor(self._local, dtype=torch.int64).view(-1, 3)
+        owned = torch.tensor(self._local, dtype=torch.int64, device="cpu").view(-1, 3)
         register_identity(_OP, self, "owned", owned.to(self.weight.device))
 
     def shards(self) -> dict[Shard, Tensor]:
@@ -195,7 +195,7 @@ class ShardedEmbeddingBags(nn.Module):
 
         The host waits for the check of ids.
         """
-        bags = torch.arange(lengths.numel(), device=ids.device)
+        bags = torch.arange(lengths.numel(), dtype=torch.int64, device=ids.device)
         bag = torch.repeat_interleave(bags, lengths.flatten(), output_size=len(ids))
         table = bag // max(batch, 1)
         unknown = ((ids < 0) | (ids >= self._first.diff()[table])).nonzero()
@@ -222,7 +222,7 @@ class ShardedEmbeddingBags(nn.Module):
         inside = [rows_of(of_rank[:i]) for of_rank in self.plan for i in range(len(of_rank))]
         found = sorted(zip(starts, range(len(shards)), inside, strict=True))
         self._places = [[p for _, p, _ in found if shards[p].table == t] for t in range(len(rows))]
-        by_row = torch.tensor(found, device=self.weight.device).t().contiguous()
+        by_row = torch.tensor(found, dtype=torch.int64, device=self.weight.device).t().contiguous()
         self.register_buffer("_first", by_row.new_tensor(first), persistent=False)
         self.register_buffer("_shards", by_row, persistent=False)
 

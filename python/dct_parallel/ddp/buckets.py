@@ -104,7 +104,8 @@ class Buckets:
             known |= bucket.states()
         states = {}
         for parameter, name in self._names.items():
-            state = known.get(name, SegmentState(torch.zeros(parameter.numel())))
+            zeros = torch.zeros(parameter.numel(), dtype=torch.float32, device="cpu")
+            state = known.get(name, SegmentState(zeros))
             states[name] = state.map(partial(to_logical, parameter=parameter))
         return {name: state.map(torch.clone) for name, state in states.items()}
 

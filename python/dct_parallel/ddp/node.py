@@ -142,7 +142,8 @@ class NodeBucket(Bucket):
         """{name: copies, as long as the parameter}, 0 outside of this rank's part."""
 
         def placed(name: str, part: Tensor) -> Tensor:
-            piece, whole = self._pieces[name], torch.zeros(self._sizes[name])
+            piece = self._pieces[name]
+            whole = torch.zeros(self._sizes[name], dtype=torch.float32, device="cpu")
             whole[piece.low : piece.high] = part
             return whole
 
@@ -156,7 +157,7 @@ class NodeBucket(Bucket):
     def _of_others(self, name: str, states: dict[str, SegmentState]) -> Tensor:
         """The residuals of a state for other ranks' parts, as shares of the mean over nodes."""
         if name not in states:
-            return torch.zeros(self._sizes[name])
+            return torch.zeros(self._sizes[name], dtype=torch.float32, device="cpu")
         owed = states[name].share(self.plan.ranks).clone()
         if name in self._pieces:
             piece = self._pieces[name]

@@ -121,7 +121,9 @@ def all_reduce_compressed(
     ranks, device = group.size(), tensor.device
     plan = plan_bucket(["tensor"], [tensor.numel()], settings, ranks)
     bucket = Bucket(plan, group, device, 0, {})
-    scale = None if op == ReduceOp.AVG else torch.full((1,), float(ranks), device=device)
+    scale = None
+    if op == ReduceOp.SUM:
+        scale = torch.full((1,), ranks, dtype=torch.float32, device=device)
     work = CompressedWork(bucket, tensor, residual, scale)
     if async_op:
         return work

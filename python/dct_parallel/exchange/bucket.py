@@ -1,6 +1,7 @@
 """One bucket: a flat tensor packed, exchanged and unpacked in place."""
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -179,18 +180,19 @@ class Bucket:
         """{name: see `DCTState.parameter_stats`}, of the last `reduce`. Waits for the device."""
         if self.codec.step == self._first_step or not self.plan.names:
             return {}
-        sizes, bounds = self.plan.sizes, torch.tensor(self.plan.bounds[:-1])
-        ranges = torch.searchsorted(torch.tensor(self.plan.range_bounds[1:]), bounds, right=True)
+        sizes, ends = self.plan.sizes, self.plan.range_bounds[1:-1]
+        ranges = [bisect_right(ends, low) for low in self.plan.bounds[:-1]]
         sent = torch.empty_like(self.codec.residual)
         self.codec.unpack(self.codec.payload.unsqueeze(0), sent)
-        counts = [part.count_nonzero() / max(part.numel(), 1) for part in sent.split(sizes)]
+        counts = [part.count_nonzero().float() / max(part.numel(), 1) for part in sent.split(sizes)]
         norms = torch._foreach_norm(self.codec.residual.split(sizes))
+        thresholds = self.codec.threshold.tolist()
         columns = {
-            "density": torch.stack(counts),
-            "threshold": self.codec.threshold[ranges.clamp(max=self.plan.ranges - 1)],
-            "residual_norm": torch.stack(norms),
+            "density": torch.stack(counts).tolist(),
+            "threshold": [thresholds[index] for index in ranges],
+            "residual_norm": torch.stack(norms).tolist(),
         }
-        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        rows = zip(*columns.values(), strict=True)
         return {
             name: dict(zip(columns, row, strict=True))
             for name, row in zip(self.plan.names, rows, strict=True)

@@ -171,7 +171,7 @@ class Sharded(NamedTuple):
 
         parameter, mesh = self.piece.parameter, self.piece.parameter.device_mesh
         rows = parameter.shape[self.piece.dim]
-        shard = zeros(rows, device_mesh=mesh, placements=[Shard(0)])
+        shard = zeros(rows, dtype=torch.float32, device_mesh=mesh, placements=[Shard(0)])
         shard.to_local().fill_(mesh.get_coordinate()[0])  # needs no process group
         saved: dict[str, Any] = {"packed": self.packed, "shard": shard}
         for key, value in ((_RESIDUAL, state.residual), (_OWNER, state.owner)):
@@ -382,10 +382,10 @@ def _read(
         for flat, path in paths.items():
             stored = metadata.state_dict_metadata[flat]
             if path[0] == "parameters" and isinstance(part := parameters.get(path[1]), Sharded):
-                zeros = torch.zeros(part.piece.padded)
+                zeros = torch.zeros(part.piece.padded, dtype=torch.float32, device="cpu")
                 values[flat] = part.saved(SegmentState(zeros, zeros)).get(path[-1])
             elif isinstance(stored, TensorStorageMetadata):
-                values[flat] = torch.empty(stored.size, dtype=stored.properties.dtype)
+                values[flat] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")

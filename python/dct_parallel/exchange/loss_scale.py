@@ -137,4 +137,6 @@ class LossScale:
 
 
 _READY = OptState.READY
-_SKIPPED, _APPLIED = HostCopy(torch.tensor([True])), HostCopy(torch.tensor([False]))
+_SKIPPED, _APPLIED = (
+    HostCopy(torch.tensor([skipped], dtype=torch.bool, device="cpu")) for skipped in (True, False)
+)

@@ -42,8 +42,8 @@ class Quantized:
         warn_of_eager(device.type)
         longest = range_bounds(numel, ranges, 0)[1] if row_of is None else row_of
         self._format = format
-        self.residual = torch.zeros(numel, device=device)
-        self.threshold = torch.zeros(ranges, device=device)
+        self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.threshold = torch.zeros(ranges, dtype=torch.float32, device=device)
         nbytes = quantized_payload_bytes(longest, format)
         shape = (ranges, nbytes) if ranges > 1 else (nbytes,)
         self.payload = torch.zeros(shape, dtype=torch.uint8, device=device)

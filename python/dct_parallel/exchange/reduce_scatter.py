@@ -116,7 +116,7 @@ class ReduceScatter(Transport):
             self._owner.take_back(mean)
 
     def owner_state(self, index: int) -> Tensor:
-        residual = torch.zeros(self._plan.sizes[index])
+        residual = torch.zeros(self._plan.sizes[index], dtype=torch.float32, device="cpu")
         if index in self._owned:
             at, piece = self._owned[index]
             own = self._owner.residual[at:][: piece.high - piece.low]

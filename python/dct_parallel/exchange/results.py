@@ -36,7 +36,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._copied = tensor, None
         if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()

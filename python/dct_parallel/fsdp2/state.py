@@ -45,8 +45,8 @@ def agree(order: Sequence[int], group: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: ranks exchanged different units, or in a different order: on all of them.
     """
-    digest = zlib.crc32(bytes(torch.tensor(order, dtype=torch.int32).view(torch.uint8).tolist()))
-    said = torch.tensor([digest, -digest])
+    digest = zlib.crc32(repr(list(order)).encode())
+    said = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
     dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
     highest, lowest = said.tolist()
     if highest != -lowest:

@@ -110,7 +110,7 @@ def _start(
         return lambda: sum_gradients(receive().view(ranks, rows, codec.gradient_bytes))
 
     def sum_gradients(messages: Tensor) -> Tensor:
-        total = torch.zeros(rows, width, device=messages.device)
+        total = torch.zeros(rows, width, dtype=torch.float32, device=messages.device)
         for message in messages:  # in rank order, so that the bits are the same every time
             total += codec.decode_gradient(message, torch.float32)
         return total.to(dtype)

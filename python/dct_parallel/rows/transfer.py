@@ -46,7 +46,7 @@ def exchange_numbers(
     """
     width, encoded = len(numbers[0]), [_encode(value) for value in settings.values()]
     # float64 holds densities, and every count of rows that fit into memory, exactly.
-    sent = torch.tensor([[*row, *encoded] for row in numbers], dtype=torch.float64)
+    sent = torch.tensor([[*row, *encoded] for row in numbers], dtype=torch.float64, device="cpu")
     received = torch.empty_like(sent, device=device)
     dist.all_to_all_single(received, sent.to(device), group=group)
     columns = received[:, width:].t().tolist()
