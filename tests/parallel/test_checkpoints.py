@@ -228,8 +228,15 @@ def test_what_is_pending_moves_to_other_numbers_of_ranks(tmp_path):
         run_ranks(_loaded, ranks, jobs)
 
 
+CALLS = {
+    Hook: ["dct_hook"],
+    Sharded: ["dct_fully_shard_hook"],
+    LocalSteps: ["average_parameters", "flush"],
+}
+
+
 def _told(rank, make, settings):
-    run, saved = make(SIZES, density=0.05, start_step=0, **settings), []
+    run, saved, calls = make(SIZES, density=0.05, start_step=0, **settings), [], CALLS[make]
     for step in range(4):
         saved.append(run.state.state_dict())
         run.step(_numbers(step, rank))
@@ -238,12 +245,12 @@ def _told(rank, make, settings):
         "checkpoint must be the same on every rank, got none on rank 0, one of 2 ranks on rank 1"
     )
     for steps, text in (((2, 3), step), ((None, 3), loaded)):
-        for call in ("step", "flush")[: 1 + (make is LocalSteps)]:
+        for op in calls:
             run = make(SIZES, density=0.05, start_step=0, **settings)
             if steps[rank] is not None:
                 run.state.load_state_dict(saved[steps[rank]])
-            with pytest.raises(ValueError, match=f"dct::load_state_dict: {text}"):
-                if call == "flush":
+            with pytest.raises(ValueError, match=f"dct::{op}: {text}"):
+                if op == "flush":
                     run.state.flush()
                 for step in range(2):  # ranks that average are a step apart
                     run.step(_numbers(step, rank))
