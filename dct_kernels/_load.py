@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import _torch, reference
+from . import _torch, checks, reference
 from ._ops import OPS, checked, library, schemas_digest
 
 BACKENDS = ("eager", "cpp", "cuda", "triton")
@@ -47,12 +47,12 @@ def backend_of(device: torch.device | str) -> str:
     The same for the life of the process. Whether the device is there is not looked at.
 
     Raises:
-        RuntimeError: torch knows no such device.
+        ValueError: torch knows no such device.
 
     >>> backend_of("cpu")
     'cpp'
     """
-    key = torch.device(device).type.upper()
+    key = checks.require_device("backend_of", device).type.upper()
     compiled = _COMPILED.get(key)
     if compiled is None or not _torch.has_kernel("dct::mask_pack", key):
         return "eager"

@@ -4,8 +4,10 @@ Shared by the public functions, the backends in Python and packages that use the
 checks trace under torch.compile; `memory` checks addresses, which exist only when the op runs.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -13,6 +15,29 @@ from . import _torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT32, INT32, UINT8 = (torch.float32,), (torch.int32,), (torch.uint8,)
+
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def names_keywords(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Decorates a public function: an argument too many is named, if it is meant by keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    first = next(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    op = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        if len(args) > positional:
+            value = shown(args[positional])
+            fail(
+                op, first, f"given by keyword (write {first}={value})", "it by position", TypeError
+            )
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def fail(
@@ -27,19 +52,19 @@ def require_type(
 ) -> None:
     """`value` is of this kind, which `rule` says in words."""
     if not isinstance(value, kind):
-        fail(op, arg, rule, _kind(value), TypeError)
+        fail(op, arg, rule, shown(value), TypeError)
 
 
 def require_int(op: str, arg: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        fail(op, arg, "an integer", _kind(value), TypeError)
+        fail(op, arg, "an integer", shown(value), TypeError)
     if value < low or value > high:
         fail(op, arg, f"in [{low}, {high}]", value)
 
 
 def require_number(op: str, arg: str, value: object) -> None:
     if not isinstance(value, (float, int, torch.SymFloat)) or isinstance(value, bool):
-        fail(op, arg, "a number", _kind(value), TypeError)
+        fail(op, arg, "a number", shown(value), TypeError)
 
 
 def require_density(op: str, density: float) -> None:
@@ -50,7 +75,7 @@ def require_density(op: str, density: float) -> None:
 
 def require_dtype(op: str, arg: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
     if not isinstance(dtype, torch.dtype):
-        fail(op, arg, either([str(one) for one in allowed]), _kind(dtype), TypeError)
+        fail(op, arg, either([str(one) for one in allowed]), shown(dtype), TypeError)
     if dtype not in allowed:
         fail(op, arg, either([_name(one) for one in allowed]), dtype, TypeError)
 
@@ -145,9 +170,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _kind(value: object) -> str:
-    """Its type; or a string as it was given, because 'bfloat16' is not torch.bfloat16."""
-    return repr(value) if isinstance(value, str) else type(value).__name__
+def shown(value: object) -> str:
+    """A value of a wrong type, for errors: numbers, strings and None as given, else the type."""
+    short = isinstance(value, (int, float, complex, str, type(None)))
+    return repr(value) if short else type(value).__name__
 
 
 def either(names: Sequence[str]) -> str:

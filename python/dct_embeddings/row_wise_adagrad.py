@@ -177,6 +177,7 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
     Source: two-dimensional sparse parallelism (arXiv 2508.03854); scale and delay are derived here.
     """
 
+    @checks.names_keywords
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],

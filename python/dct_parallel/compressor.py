@@ -94,6 +94,7 @@ class Compressor:
     (tensor([0], dtype=torch.int32), tensor([ 0., -3.,  0.,  0.]))
     """
 
+    @checks.names_keywords
     def __init__(
         self,
         numel: int,
@@ -115,7 +116,8 @@ class Compressor:
         if max_samples is None:
             max_samples = default_samples(density)
         checks.require_int("Compressor", "max_samples", max_samples, 1, 2**31 - 1)
-        warn_of_eager(torch.device(device).type)
+        device = checks.require_device("Compressor", device)
+        warn_of_eager(device.type)
         if capacity is None:
             _, largest = range_bounds(numel, ranges, 0)
             capacity = default_capacity(largest, density)

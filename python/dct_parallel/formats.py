@@ -18,7 +18,7 @@ def require_format(
     """
     if not isinstance(format, (str, torch.dtype)):
         raise TypeError(
-            f"dct::{op}: {arg} must be a string or a torch.dtype, got {type(format).__name__}"
+            f"dct::{op}: {arg} must be a string or a torch.dtype, got {checks.shown(format)}"
         )
     name = next((name for name, dtype in DTYPES.items() if dtype == format), str(format))
     if name not in formats:

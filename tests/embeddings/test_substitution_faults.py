@@ -234,7 +234,7 @@ def test_ranks_that_disagree_all_fail(rank):
     ):
         with pytest.raises(ValueError, match=re.escape(text or OWNER)):
             call()
-    text = "input accepted must be the same on every rank, got True on rank 0, False on rank 1"
+    text = "every rank must accept its input, got an error on rank 1: see the output there"
     for of in (layer, together):
         wrong = "ids[0] must be in [0, 9], got 10" if rank else text
         _refused(OWNER + wrong, lambda of=of: of(ids + 7 * rank, lengths))
@@ -247,7 +247,7 @@ def test_ranks_that_disagree_all_fail(rank):
 def test_lengths_that_wrap_around_are_refused(rank):
     """Lengths whose sum is that of the ids in int64, on one rank, and from others."""
     ids, lengths = torch.tensor([3, 9, 1]), torch.tensor([[1, 1, 1]])
-    told = "input accepted must be the same on every rank, got True on rank 0, False on rank 1"
+    told = "every rank must accept its input, got an error on rank 1: see the output there"
     for aggregate in ("reduce_scatter", "all_reduce"):
         layer = _layer(aggregate=aggregate)
         for wrong, total in (
@@ -299,7 +299,7 @@ def test_first_layers_fit_rows_and_fields(rank):
     _refused(text, lambda: layer(ids, lengths), TypeError)
     layer.operators.double()
     _refused(f"{owner}lengths must have 2 fields, got 1", lambda: layer(ids, lengths.view(1, 4)))
-    told = "input accepted must be the same on every rank, got True on rank 0, False on rank 1"
+    told = "every rank must accept its input, got an error on rank 1: see the output there"
     text = f"{owner}lengths must have 2 fields, got 1" if rank else OWNER + told
     _refused(text, lambda: layer(ids, lengths.view(1, 4) if rank else lengths))
     assert len(rows) == 0

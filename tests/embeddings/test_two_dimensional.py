@@ -304,8 +304,10 @@ def test_ids_and_lengths_that_are_refused(rank):
     turns = torch.tensor([[2**62, 2**62], [2**62, 2**62 + 3]])
     assert wraps.sum() == turns.sum() == len(IDS)  # in int64; the true sums are 2**64 more
     more, negative = torch.tensor([[4, 0], [0, 0]]).int(), torch.tensor([[2, 2], [-1, 0]])
-    alone, elements = "input accepted must be the same on every rank, got", "ids must have {} el"
-    other = f"{alone} False on rank 0, True on rank 1"
+    other, elements = (
+        "every rank must accept its input, got an error on rank 0",
+        "ids must have {} el",
+    )
     below = r"ids\[0\] must be in \[0, 3\], .* table 0, got -1"
     cases = [
         (r"ids\[1\] must be in \[0, 3\], the rows of table 1, got 4", [3, 4, 1], LENGTHS),

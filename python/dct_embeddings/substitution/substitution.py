@@ -161,7 +161,7 @@ class EquivalentSubstitution(nn.Module):
                 operator.require_fit(self.rows.weight, len(lengths))
         except (TypeError, ValueError):
             with contextlib.suppress(ValueError):
-                self._agree([0] * self.rows.group.size(), (0, 0), 0, usable=False)
+                self._agree([0] * self.rows.group.size(), (0, 0), 0, refused=True)
             raise
 
     def _require_room(self, names: Tensor) -> None:
@@ -181,7 +181,7 @@ class EquivalentSubstitution(nn.Module):
         shape: Sequence[int],
         ids: int,
         checksum: int = 0,
-        usable: bool = True,
+        refused: bool = False,
     ) -> tuple[list[int], bool]:
         """Send rank r counts[r]; every rank raises if the other arguments do not agree.
 
@@ -195,7 +195,6 @@ class EquivalentSubstitution(nn.Module):
         fields, batch = shape
         trained = [name for name, p in self.named_parameters() if p.requires_grad]
         settings = {
-            "input accepted": usable,
             "fields": fields,
             "batch": batch,
             "training": self.rows.training,
@@ -207,7 +206,7 @@ class EquivalentSubstitution(nn.Module):
         limits = [] if capacity is None else [ids, capacity - len(self.rows)]
         numbers = [[count, *limits] for count in counts]
         device, group = self.rows.weight.device, self._ids_group.get()
-        received = exchange_numbers(_OP, numbers, settings, device, group)
+        received = exchange_numbers(_OP, numbers, settings, device, group, refused)
         arriving, *limits_of_ranks = zip(*received, strict=True)
         tight = bool(limits_of_ranks) and sum(limits_of_ranks[0]) > min(limits_of_ranks[1])
         return list(arriving), tight

@@ -78,6 +78,7 @@ class ShardedEmbeddingBags(nn.Module):
     _first: Tensor
     _shards: Tensor
 
+    @checks.names_keywords
     def __init__(
         self,
         tables: Sequence[Tensor],
@@ -126,7 +127,7 @@ class ShardedEmbeddingBags(nn.Module):
 
         Raises:
             ValueError, TypeError: an argument is out of its range on this rank. The other ranks of
-                the group raise as well, because "input accepted" differs.
+                the group raise as well, and name this rank.
             ValueError: batch, or whether gradients are enabled, differs between the ranks of the
                 group; on every rank of it.
             ValueError: received lengths do not add up to the received ids (without `dedup`).
@@ -137,7 +138,7 @@ class ShardedEmbeddingBags(nn.Module):
             bag, place, rows = self._locate(ids, lengths, batch)
         except (TypeError, ValueError):
             with contextlib.suppress(ValueError):
-                self._exchange_counts([(0, 0)] * len(self.plan), 0, usable=False)
+                self._exchange_counts([(0, 0)] * len(self.plan), 0, refused=True)
             raise
         if self.dedup:
             return self._distinct(place, rows, lengths)
@@ -181,13 +182,14 @@ class ShardedEmbeddingBags(nn.Module):
             looked_up.register_hook(lambda grad: grad / len(self.plan))
         return looked_up
 
-    def _exchange_counts(self, counts: _Pairs, batch: int, usable: bool = True) -> _Pairs:
+    def _exchange_counts(self, counts: _Pairs, batch: int, refused: bool = False) -> _Pairs:
         """Send rank r its number of ids, and the common length of their bags or -1.
 
-        Returns the pair that each rank sends this one. Every rank raises if one is not `usable`.
+        Returns the pair that each rank sends this one. Every rank raises if one has `refused`.
         """
-        settings = {"input accepted": usable, "batch": batch, "gradients": torch.is_grad_enabled()}
-        received = exchange_numbers(_OP, counts, settings, self.weight.device, self._group)
+        settings = {"batch": batch, "gradients": torch.is_grad_enabled()}
+        device, group = self.weight.device, self._group
+        received = exchange_numbers(_OP, counts, settings, device, group, refused)
         return [(count, common) for count, common in received]
 
     def _locate(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:

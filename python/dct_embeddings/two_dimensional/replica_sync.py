@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dct_kernels import checks
-from dct_parallel.exchange.settings import Settings
+from dct_parallel.exchange.settings import FORMATS, Settings
+from dct_parallel.formats import require_format
 from dct_parallel.groups import refusing
 
 from ..groups import require_same_in_mesh
@@ -50,6 +51,7 @@ class ReplicaSync:
         RuntimeError: an argument is out of its range on a different rank, as the text says.
     """
 
+    @checks.names_keywords
     def __init__(
         self,
         bags: ShardedEmbeddingBags,
@@ -63,6 +65,7 @@ class ReplicaSync:
         checks.require_type(_OP, "bags", bags, ShardedEmbeddingBags, "ShardedEmbeddingBags")
         with refusing(_OP, *bags.mesh.get_all_groups()):
             checks.require_int(_OP, "every", every, 1, 2**63 - 1)
+            format = require_format(_OP, "format", format, FORMATS)
             settings = Settings.checked(_OP, density, format, transport)
             compresses = density is not None or settings.every_entry
             if compresses:

@@ -6,7 +6,7 @@ order of the indices.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,9 +23,12 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
         TypeError, ValueError: not a DDP, or a parameter that cannot be compressed, by name.
     """
     if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            f"dct::DCTState: ddp must be a DistributedDataParallel, got {type(ddp).__name__}"
-        )
+        rule = "a DistributedDataParallel"
+        if hasattr(ddp, "reshard"):  # an FSDPModule, which takes a second to import
+            rule += " (for a model that fully_shard was applied to, use dct_fully_shard_hook)"
+        elif isinstance(ddp, nn.Module):
+            rule += " (wrap the module in one first)"
+        checks.fail("DCTState", "ddp", rule, checks.shown(ddp), TypeError)
     if expects_sparse_gradients(ddp):
         raise ValueError(
             "dct::DCTState: gradients of ddp must be dense (build embeddings with sparse=False), "

@@ -89,6 +89,7 @@ class DCTState:
 
     copied = False  # by deepcopy or pickle
 
+    @checks.names_keywords
     def __init__(
         self,
         ddp: DistributedDataParallel | None = None,

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -11,10 +12,11 @@ from torch.distributed import ReduceOp
 
 from dct_kernels import checks
 
-from ..groups import require_group
+from ..formats import require_format
+from ..groups import exchange, require_group, require_same, timeout_of
 from .bucket import Bucket, StepResults, run_now
 from .plan import plan_bucket
-from .settings import Settings
+from .settings import FORMATS, Settings
 
 _OP = "all_reduce_compressed"
 
@@ -66,6 +68,7 @@ class CompressedWork:
             raise
 
 
+@checks.names_keywords
 @torch.no_grad()
 def all_reduce_compressed(
     tensor: Tensor,
@@ -106,19 +109,24 @@ def all_reduce_compressed(
         None, or with `async_op` an object with `wait()`.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range here; nothing has changed. The other
-            ranks wait until the group's timeout, as in torch's own.
+        ValueError, TypeError: an argument is out of its range on this rank; nothing has changed.
+            The other ranks wait until the group's timeout, as in torch's own.
+        ValueError: ranks differ in size, dtype, format or op; nothing has changed. They compare a
+            combination the first time that they have it, through the group's store.
+        RuntimeError: only some ranks have a combination for the first time; at the group's timeout.
         RuntimeError: from the collective, if a rank is gone: the residual has back what was sent,
             and holds tensor + residual. Or this rank received a damaged message: then the tensor is
             not the sum, and what was sent is in no residual. NaN and Inf raise nothing: in few bits
             the 64 entries around them are NaN on every rank; this rank's residual is kept there.
     """
-    settings = Settings.checked(_OP, 1.0, format)
+    settings = Settings.checked(_OP, 1.0, require_format(_OP, "format", format, FORMATS))
     _require(tensor, residual)
     if isinstance(op, int) or op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise ValueError(f"dct::{_OP}: op must be ReduceOp.SUM or ReduceOp.AVG, got {op}")
     group = require_group(_OP, group)
     ranks, device = group.size(), tensor.device
+    values = {"numel": tensor.numel(), "dtype": str(tensor.dtype), "op": str(op)}
+    _compare({**values, "format": settings.format}, group, device)
     plan = plan_bucket(["tensor"], [tensor.numel()], settings, ranks)
     bucket = Bucket(plan, group, device, 0, {})
     scale = None
@@ -129,6 +137,18 @@ def all_reduce_compressed(
         return work
     work.wait()
     return None
+
+
+# {group: what its ranks have compared}
+_compared: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
+
+
+def _compare(values: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise on every rank if `values` differ; compared the first time that this rank has them."""
+    known = _compared.setdefault(group, set())
+    if tuple(values.values()) not in known:
+        require_same(_OP, exchange(_OP, values, group, timeout_of(group, device)))
+        known.add(tuple(values.values()))
 
 
 def _require(tensor: Tensor, residual: Tensor | None) -> None:

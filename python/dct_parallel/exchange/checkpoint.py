@@ -260,12 +260,24 @@ class Run(NamedTuple):
             checks.fail(op, "state", f"a {here}'s", f"a {there}'s")
         entry = checked(op, saved, _TABLES[here])
         for key, value in self.same.items():
+            if key == "density" and (entry[key] == 1) != (value == 1):
+                here, saved_by = _sent(value), _sent(entry[key])
+                checks.fail(
+                    op,
+                    "format",
+                    f"one that sends {here}, as in this run",
+                    f"a state of one that sends {saved_by}",
+                )
             if entry[key] != value and not (any_size and key in _SIZES):
                 checks.fail(op, key, f"{value}, as in this run{_SIZES.get(key, '')}", entry[key])
         if difference := entry["parameters"].keys() ^ self.parameters.keys():
             got = f"a difference in {', '.join(sorted(difference))}"
             checks.fail(op, "parameters", "those of this model", got)
         return entry, _states(op, entry, self.parameters)
+
+
+def _sent(density: float) -> str:
+    return "every entry" if density == 1 else f"the largest entries (density {density})"
 
 
 def _made(holder: str, number: object, entry: Entry, version: object = VERSION) -> dict[str, Any]:
@@ -314,6 +326,7 @@ def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -
         states: every rank's `DCTState.state_dict()` in any order, for example from
             `torch.load(path, weights_only=True)`, or a folder that `torch.distributed.checkpoint`
             wrote. A generator or a folder is read rank by rank, with two ranks' states in memory.
+            torch.distributed.checkpoint unpickles a folder: only read one that you trust.
         key: in a folder, the name the state was saved under, {"dct": state}; dots go deeper.
 
     Raises:
@@ -369,6 +382,7 @@ def _read(
     import torch.distributed.checkpoint as dcp  # late: it takes a second to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    checks.require_type(op, "key", key, str, "a string")
     metadata = dcp.FileSystemReader(folder).read_metadata()
     prefix, version = (*key.split("."), f"{holder}s"), f"{key}.version"
     found: dict[str, dict[str, tuple[str, ...]]] = {}  # {rank or replica: {key of DCP: path}}

@@ -22,6 +22,7 @@ OP = "dct_fully_shard_hook"  # in errors of this folder
 DIMENSIONS = ("replicate", "shard")
 
 
+@checks.names_keywords
 def dct_fully_shard_hook(
     model: nn.Module,
     *,

@@ -220,7 +220,8 @@ class FullyShardState:
         the paper does not change the number of ranks.
 
         Args:
-            folder: written by `torch.distributed.checkpoint`.
+            folder: written by `torch.distributed.checkpoint`, which unpickles it: only read one
+                that you trust.
             key: the name the state was saved under, {"dct": state}; dots go deeper.
 
         Raises:

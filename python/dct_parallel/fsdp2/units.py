@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
@@ -141,12 +142,13 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
     Raises:
         TypeError, ValueError: a module or parameter that was wrapped otherwise, by name.
     """
-    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    named = model.named_modules() if isinstance(model, nn.Module) else ()
+    modules = [(name, m) for name, m in named if isinstance(m, FSDPModule)]
     if not modules:
-        raise TypeError(
-            f"dct::{OP}: model must be a module that fully_shard was applied to, got "
-            f"{type(model).__name__}"
-        )
+        rule = "a module that fully_shard was applied to"
+        if isinstance(model, DistributedDataParallel):
+            rule += " (of a DDP, register dct_hook with a DCTState)"
+        checks.fail(OP, "model", rule, checks.shown(model), TypeError)
     for _, module in modules:
         module.reshard()
     names = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}

@@ -82,6 +82,7 @@ class DCTAverager(ModelAverager):
 
     _step = 0
 
+    @checks.names_keywords
     def __init__(
         self,
         module: nn.Module,

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dct_kernels import checks
+
 from ..groups import GroupForBackward, require_group
 from .codecs import RowCodec
 from .packing import require_rows
@@ -21,6 +23,7 @@ from .transfer import (
 )
 
 
+@checks.names_keywords
 def all_gather_rows(
     x: Tensor,
     widths: Sequence[int] | None = None,
@@ -55,6 +58,7 @@ def all_gather_rows(
     return all_gather_rows_async(x, widths, format=format, group=group).wait()
 
 
+@checks.names_keywords
 def all_gather_rows_async(
     x: Tensor,
     widths: Sequence[int] | None = None,

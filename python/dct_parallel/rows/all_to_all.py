@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dct_kernels import checks
+
 from ..groups import GroupForBackward, require_group
 from .codecs import RowCodec
 from .packing import require_rows
@@ -13,6 +15,7 @@ from .row_format import RowFormat
 from .transfer import Receive, Transfer, exchange_numbers, require_counts, start_all_to_all
 
 
+@checks.names_keywords
 def all_to_all_rows(
     x: Tensor,
     splits: Sequence[int],
@@ -60,6 +63,7 @@ def all_to_all_rows(
     return all_to_all_rows_async(x, splits, output_splits, format=format, group=group).wait()
 
 
+@checks.names_keywords
 def all_to_all_rows_async(
     x: Tensor,
     splits: Sequence[int],

@@ -114,6 +114,7 @@ class RowPack(nn.Module):
         ValueError, TypeError: an argument is out of its range; the text names it.
     """
 
+    @checks.names_keywords
     def __init__(
         self,
         density: float | None = None,

@@ -14,7 +14,7 @@ from dct_kernels import checks
 from .._torch import transforms_are_active, unwrap_dead_wrappers
 from ..collectives import all_gather
 from ..formats import ROW_FORMATS
-from ..groups import GroupForBackward
+from ..groups import GroupForBackward, named
 
 # How `RowFormat.settings_to_compare` writes a format: of rows, and of gradients if it differs.
 _FORMAT_PAIRS = [", ".join(dict.fromkeys(pair)) for pair in product(ROW_FORMATS, repeat=2)]
@@ -37,19 +37,24 @@ def exchange_numbers(
     settings: Mapping[str, Setting],
     device: torch.device,
     group: dist.ProcessGroup,
+    refused: bool = False,
 ) -> list[list[int]]:
     """Send numbers[r] to rank r, and return the numbers received from each rank.
 
-    All ranks send equally many numbers. If `settings` differ between ranks, every rank raises
-    before any of them waits for a message of the wrong size. This takes one all-to-all, of 8 bytes
-    per number and setting; the host waits for its result.
+    All ranks send equally many numbers. If `settings` differ between ranks, or a rank has `refused`
+    its input, every rank raises before any of them waits for a message of the wrong size. This
+    takes one all-to-all, of 8 bytes per number and setting; the host waits for its result.
     """
-    width, encoded = len(numbers[0]), [_encode(value) for value in settings.values()]
+    width, encoded = len(numbers[0]), [_encode(value) for value in (refused, *settings.values())]
     # float64 holds densities, and every count of rows that fit into memory, exactly.
     sent = torch.tensor([[*row, *encoded] for row in numbers], dtype=torch.float64, device="cpu")
     received = torch.empty_like(sent, device=device)
     dist.all_to_all_single(received, sent.to(device), group=group)
-    columns = received[:, width:].t().tolist()
+    refusals, *columns = received[:, width:].t().tolist()
+    if any(refusals):
+        senders = named(rank for rank, has_refused in enumerate(refusals) if has_refused)
+        rule = "every rank must accept its input"
+        raise ValueError(f"dct::{op}: {rule}, got an error on {senders}: see the output there")
     for (name, value), column in zip(settings.items(), columns, strict=True):
         if len(set(column)) > 1:
             ranks = enumerate(column)
