@@ -84,6 +84,7 @@ def _gathered(link: Link) -> float:
     return 1 / (link.gathered * link.bandwidth) + link.per_byte
 
 
+LARGEST = 2**31  # elements of a part; a payload has fewer than 2^32 entries
 PERIOD = 10  # of local steps, the default of DCTAverager
 PACK_BYTES = 12  # per element: the residual is read and written, the gradient read
 OWNER_BYTES = 8  # per element of a sum that is packed again: its residual is read and written
@@ -98,13 +99,17 @@ class Method(NamedTuple):
     Attributes:
         call: as the guide writes it, with DENSITY for the option's.
         settings: of DCT; a density of 0 is the option's. None for a dense all-reduce.
-        adamw: suitable for AdamW and momentum (docs/guide/transformers.md).
+        optimizer: the only one for which the guide recommends the method, or None.
+        ranks: the most ranks for which the guide recommends the method.
+        loss: minus that of float32, as the guide has it.
         period: of local steps, or 1.
     """
 
     call: str
     settings: Settings | None = None
-    adamw: bool = True
+    optimizer: str | None = None
+    ranks: float = math.inf
+    loss: str = ""
     period: int = 1
 
 
@@ -112,12 +117,27 @@ class Method(NamedTuple):
 METHODS = {
     "dense": Method("float32 DDP"),
     "bf16": Method("DDP with bf16_compress_hook"),
-    "dct": Method("DCTState(ddp, density=DENSITY)", Settings(0.0, "bfloat16"), adamw=False),
-    "int8": Method('DCTState(ddp, format="int8")', Settings(1.0, "int8")),
-    "int4": Method('DCTState(ddp, format="int4")', Settings(1.0, "int4")),
-    "ternary": Method('DCTState(ddp, format="ternary")', Settings(1.0, "ternary"), adamw=False),
+    "dct": Method(
+        "DCTState(ddp, density=DENSITY)",
+        Settings(0.0, "bfloat16"),
+        "sgd",
+        loss="-0.0001 ± 0.0004 in log loss at density 0.005 on 2 ranks (docs/guide/choosing.md)",
+    ),
+    "int4": Method(
+        'DCTState(ddp, format="int4")',
+        Settings(1.0, "int4"),
+        "adamw",
+        loss="-0.0013 ± 0.0030 on 2 ranks and -0.0000 ± 0.0003 on 4 after 3,000 steps "
+        "(docs/guide/transformers.md)",
+    ),
     "local": Method(
-        f"DCTAverager(model, period={PERIOD})", Settings(1.0, "ternary"), period=PERIOD
+        f"DCTAverager(model, period={PERIOD})",
+        Settings(1.0, "ternary"),
+        "adamw",
+        ranks=2,
+        loss="+0.0450 ± 0.0127 after 600 steps and +0.0093 ± 0.0011 after 3,000 "
+        "(docs/guide/transformers.md)",
+        period=PERIOD,
     ),
 }
 DENSE_BYTES = {"dense": 4, "bf16": 2}  # of an element
@@ -165,10 +185,12 @@ class Model:
             wire, sent = all_reduce(link, ranks, nbytes), 2 * (ranks - 1) * nbytes / ranks
         else:
             plan = self.plan(name, ranks)
-            before, after = self._kernels(plan)
-            wire, sent = all_gather(link, ranks, plan.payload_bytes), plan.wire_bytes
+            parts = self.numel / plan.numel
+            before, after = (parts * of for of in self._kernels(plan))
+            payload, sent = parts * plan.payload_bytes, parts * plan.wire_bytes
+            wire = all_gather(link, ranks, payload)
             if plan.transport == "reduce_scatter":
-                wire += all_to_all(link, ranks, plan.payload_bytes * plan.owners / ranks)
+                wire += all_to_all(link, ranks, payload * plan.owners / ranks)
         if method.period > 1:  # after the optimizer's step nothing is left to hide behind
             before += LOCAL_PACK_BYTES * self.numel / copy
             after += LOCAL_UNPACK_BYTES * self.numel / copy
@@ -177,21 +199,21 @@ class Model:
         return Step(self.compute, *(of / method.period for of in (before, wire, after, sent)))
 
     def plan(self, name: str, ranks: int) -> BucketPlan:
-        """The messages of a DCT method, by the formulas of dct_parallel."""
-        known = METHODS[name].settings
+        """The messages of a DCT method for one part of the model, by dct_parallel's formulas."""
+        known, numel = METHODS[name].settings, min(self.numel, LARGEST)
         settings = dataclasses.replace(known, density=known.density or self.density)
-        transport = transport_for(settings, self.numel, ranks)
-        return BucketPlan(("model",), (self.numel,), settings, transport, ranks)
+        transport = transport_for(settings, numel, ranks)
+        return BucketPlan(("model",), (numel,), settings, transport, ranks)
 
     def _kernels(self, plan: BucketPlan) -> tuple[float, float]:
         """Seconds of packing and of unpacking on each rank."""
         ranks, payload, every = plan.ranks, plan.payload_bytes, plan.settings.every_entry
         # A sparse payload is small compared with the gradient.
-        packed, unpacked = PACK_BYTES * self.numel + every * plan.owners * payload, 4 * self.numel
+        packed, unpacked = PACK_BYTES * plan.numel + every * plan.owners * payload, 4 * plan.numel
         if plan.transport == "all_gather":
             unpacked += ranks * payload
         else:
-            owned = self.numel / plan.owners
+            owned = plan.numel / plan.owners
             if every:  # the owner sums its range and packs it again in one pass
                 unpacked += (ranks + 1) * payload + OWNER_BYTES * owned + plan.owners * payload
             else:
@@ -203,6 +225,10 @@ class Model:
         return packed / kernels.mask_pack, unpacked / kernels.scatter_unpack
 
 
-def methods_for(optimizer: str) -> list[str]:
-    """The methods that are suitable for the optimizer, "sgd" or "adamw"."""
-    return [name for name, method in METHODS.items() if method.adamw or optimizer == "sgd"]
+def methods_for(optimizer: str, ranks: int) -> list[str]:
+    """The methods that the guide recommends for "sgd" or "adamw", and float32 and bfloat16."""
+    return [
+        name
+        for name, method in METHODS.items()
+        if method.optimizer in (None, optimizer) and ranks <= method.ranks
+    ]

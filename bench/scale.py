@@ -4,7 +4,6 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -14,8 +13,9 @@ from bench.rates import describe_rate, parse_rate
 from bench.tables import table, times
 
 FASTER = 1.05  # with a smaller ratio two methods count as equally fast
-NOTE = "Times and bytes only. The effect on the loss: docs/guide/{}.md."
-PAGES = {"sgd": "choosing", "adamw": "transformers"}
+# By default communication hides behind the backward pass, which is assumed to take this part of the
+# compute, except for the last of DDP's buckets.
+BACKWARD, BUCKET_BYTES = 2 / 3, 25 * 2**20
 
 DESCRIPTION = """\
 Predict the time of a training step for float32 and bfloat16 all-reduce, DCTState and DCTAverager.
@@ -42,7 +42,7 @@ def parser() -> Parser:
     add = parser.add_argument
     add(
         "--parameters",
-        type=number(int, lambda n: 1 <= n < 2**32, "an integer in [1, 2^32)"),
+        type=number(int, lambda n: 1 <= n <= 2**40, "an integer in [1, 2^40]"),
         default=25_000_000,
         help="of the model",
     )
@@ -57,8 +57,7 @@ def parser() -> Parser:
         "--optimizer",
         choices=("sgd", "adamw"),
         default="sgd",
-        help="adamw (or momentum) leaves out the sparse hook and the ternary hook, whose loss is "
-        "higher with it",
+        help="selects the methods that the guide recommends for it; sgd is without momentum",
     )
     add(
         "--ranks",
@@ -89,10 +88,9 @@ def parser() -> Parser:
     add(
         "--overlap",
         type=number(float, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
-        default=0.0,
         metavar="F",
-        help="fraction of compute behind which the wire can hide: 0 for one bucket, up to the "
-        "share of the backward pass with many",
+        help="fraction of compute that communication overlaps with, with and without a hook "
+        "(default: 2/3, the backward pass, except for the last of DDP's 25 MB buckets)",
     )
     return parser
 
@@ -103,30 +101,40 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or ("gpu" if torch.cuda.is_available() else "cpu")
     kernels = {"cpu": CPU, "gpu": H200}[device]
     compute = options.compute_ms / 1e3
-    model = Model(options.parameters, compute, kernels, options.density, options.overlap)
-    methods = methods_for(options.optimizer)
+    overlap = options.overlap
+    if overlap is None:
+        overlap = BACKWARD * (1 - 1 / math.ceil(4 * options.parameters / BUCKET_BYTES))
+    model = Model(options.parameters, compute, kernels, options.density, overlap)
 
     def steps(ranks: int, rate: float) -> dict[str, Step]:
         link: Link = link_of(device, rate)
         if options.alpha_us is not None:
             link = link._replace(alpha=options.alpha_us / 1e6)
+        methods = methods_for(options.optimizer, ranks)
         return {method: model.step(method, ranks, link) for method in methods}
 
-    print(f"{options.parameters:,} parameters, {options.compute_ms:g} ms of compute; {device}:")
+    print(f"{options.parameters:,} parameters, {options.compute_ms:g} ms of compute, of which")
+    print(f"{overlap:.0%} overlap with communication; {device}:")
     print(f"{SOURCES[device]}. Predicted, lower bounds.\n")
     if len(options.ranks) == len(options.rates) == 1:
         (ranks,), (rate,) = options.ranks, options.rates
         found = steps(ranks, rate)
         print(f"{_table(found, options.density)}\n")
         print(f"{sentence(ranks, rate, found, options.density)}.")
+        fastest = {best(found)}
     else:
+        cells = [[steps(ranks, rate) for rate in options.rates] for ranks in options.ranks]
         rows = [
-            [f"{ranks:,}", *map(_winner, map(partial(steps, ranks), options.rates))]
-            for ranks in options.ranks
+            [f"{ranks:,}", *map(_winner, row)]
+            for ranks, row in zip(options.ranks, cells, strict=True)
         ]
         print("The fastest method, and its speed over float32 DDP\n")
         print(table(["ranks", *map(describe_rate, options.rates)], rows))
-    print(NOTE.format(PAGES[options.optimizer]))
+        fastest = {best(found) for row in cells for found in row}
+    for name in filter(fastest.__contains__, METHODS):
+        if METHODS[name].loss:
+            called = _called(name, options.density)
+            print(f"The loss with {called}, minus float32's: {METHODS[name].loss}.")
     return 0
 
 

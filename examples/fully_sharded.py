@@ -1,4 +1,4 @@
-"""FSDP2: two replicas of a model, each cut over two ranks; 1 % of the gradient entries cross.
+"""FSDP2: two replicas of a model, each cut over two ranks; they exchange 0.5 % of the gradients.
 
     torchrun --nproc-per-node 4 examples/fully_sharded.py FOLDER 40
     torchrun --nproc-per-node 4 examples/fully_sharded.py FOLDER 80
@@ -52,7 +52,7 @@ def train(rank, folder, stop):
     for block in model[:2]:
         fully_shard(block, mesh=mesh["shard"])  # not the whole mesh: torch would do both
     fully_shard(model, mesh=mesh["shard"])
-    state = dct_fully_shard_hook(model, mesh=mesh, density=0.01)  # from here on an ordinary loop
+    state = dct_fully_shard_hook(model, mesh=mesh, density=0.005)  # from here on an ordinary loop
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
 
     if os.path.exists(os.path.join(folder, ".metadata")):

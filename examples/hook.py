@@ -1,4 +1,4 @@
-"""Data parallel: two ranks train one model, and 1 % of the gradient entries cross.
+"""Data parallel: two ranks train one model, and each sends 0.5 % of its gradient entries.
 
     torchrun --nproc-per-node 2 examples/hook.py
 
@@ -9,6 +9,7 @@ fraction of entries that was sent, and the bytes that a rank sends in a step.
 import gc
 import os
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def train(rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 1))
     ddp = DistributedDataParallel(model)
-    state = DCTState(ddp, density=0.01)
+    state = DCTState(ddp, density=0.005)
     ddp.register_comm_hook(state, dct_hook)  # from here on an ordinary training loop
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
 
@@ -49,7 +50,8 @@ def train(rank):
 
 
 def main():
-    dist.init_process_group("gloo")
+    # If a rank is missing, the others raise an error after 5 minutes instead of gloo's 30.
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     train(dist.get_rank())
     gc.collect()  # the model ends before its process group
     dist.destroy_process_group()

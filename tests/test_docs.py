@@ -107,6 +107,13 @@ def test_calls_fit_the_signatures():
     assert found > 40
 
 
+def test_two_machines_wait_as_long_in_the_guide_as_in_the_program():
+    timeout = "timeout=timedelta(minutes=5)"
+    assert f'init_process_group("gloo", {timeout})' in (ROOT / "examples/hook.py").read_text()
+    page = PAGES["guide/cluster.md"].read_text()
+    assert f"`{timeout}`" in page and "within 300 s" in page
+
+
 @pytest.mark.parametrize(
     "page",
     [*ROOT.glob("*.md"), *ROOT.glob("*/README.md")],

@@ -130,11 +130,68 @@ def test_the_answer_is_a_sentence(capsys):
         "and sends 25.3 kB per rank, 1.63x as fast as float32 DDP (82.1 ms, 4.00 MB) and 1.32x as "
         "fast as DDP with bf16_compress_hook (66.1 ms, 2.00 MB).\n"
     ) in said
-    assert re.search(r"DCTAverager\(model, period=10\) +\| 50.2 ms +\| 1.6x +\| 23.5 kB", said)
+    assert scale.main([*given, "--rates", "1gbit", "--optimizer", "adamw"]) == 0
+    row = r"DCTAverager\(model, period=10\) +\| 50.2 ms +\| 1.6x +\| 23.5 kB"
+    assert re.search(row, capsys.readouterr().out)
     assert scale.main([*given, "--rates", "400gbit"]) == 0
     assert "It does not help: on 2 ranks at 400 Gbit/s a step with float32 DDP" in (
         capsys.readouterr().out
     )
+
+
+HOOK, INT4 = "DCTState(ddp, density=0.005)", 'DCTState(ddp, format="int4")'
+LOCAL = "DCTAverager(model, period=10)"
+GUIDE = {page.stem: page.read_text() for page in (ROOT / "docs" / "guide").glob("*.md")}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "calls", "page"),
+    [
+        ("sgd", 2, {HOOK}, "choosing"),
+        ("sgd", 4, {HOOK}, "choosing"),
+        ("sgd", 8, {HOOK}, "choosing"),
+        ("adamw", 2, {INT4, LOCAL}, "transformers"),
+        ("adamw", 4, {INT4}, "transformers"),
+        ("adamw", 8, {INT4}, "transformers"),
+    ],
+)
+def test_recommendations_are_those_of_the_guide(optimizer, ranks, calls, page, capsys):
+    """Their loss is in the page's row of the call."""
+    assert "use int4 with 4 ranks or more" in GUIDE["transformers"]
+    given = ["--ranks", str(ranks), "--rates", "1gbit", "--device", "gpu"]
+    assert scale.main([*given, "--optimizer", optimizer]) == 0
+    said = capsys.readouterr().out
+    assert set(re.findall(r"^\| (DCT\S+\(.*?\)) ", said, re.M)) == calls
+    ((taken, loss),) = re.findall(r"^The loss with (.*?), minus float32's: (.*)\.$", said, re.M)
+    assert f"a step with {taken} takes" in said
+    assert taken in calls and loss.endswith(f"(docs/guide/{page}.md)")
+    if optimizer == "sgd":
+        row = next(line for line in GUIDE[page].splitlines() if "| SGD | 0.5 %" in line)
+    else:
+        row = next(line for line in GUIDE[page].splitlines() if f"`{taken}`" in line)
+    figures = re.findall(r"[+-][\d.]+ ± [\d.]+", loss)
+    assert figures and set(figures) <= set(re.findall(r"[+-][\d.]+ ± [\d.]+", row))
+
+
+@pytest.mark.parametrize("method", MODES)
+def test_a_large_model_is_as_many_smaller_ones(method):
+    link, of = Link(0.0, 1e9), (2**31, 2**40)
+    small, large = (Model(numel, 0.0, H200).step(method, 4, link) for numel in of)
+    assert large == pytest.approx([512 * part for part in small])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "overlap"), [(5_000_000, 0), (25_000_000, 50), (7_000_000_000, 67)]
+)
+def test_all_buckets_but_the_last_overlap_with_the_backward_pass(parameters, overlap, capsys):
+    """Buckets of 25 MB: 1, 4 and 1,069."""
+    given = ["--parameters", str(parameters), "--compute-ms", "900", "--device", "gpu"]
+    assert scale.main([*given, "--ranks", "2", "--rates", "1gbit"]) == 0
+    said = capsys.readouterr().out
+    assert f"of which\n{overlap}% overlap with communication" in said
+    dense = float(re.search(r"float32 DDP +\| ([\d,.]+) ms", said)[1].replace(",", ""))
+    wire = 4 * parameters / 125e6 * 1e3  # milliseconds of an all-reduce of 2 ranks
+    assert dense == pytest.approx(wire + 900 * (1 - overlap / 100), rel=0.005)
 
 
 @pytest.mark.parametrize(

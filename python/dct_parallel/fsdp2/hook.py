@@ -42,15 +42,16 @@ def dct_fully_shard_hook(
         for block in model.blocks:
             fully_shard(block, mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])
-        state = dct_fully_shard_hook(model, mesh=mesh, density=0.005)
+        state = dct_fully_shard_hook(model, mesh=mesh, format="int4")  # AdamW
 
     Call it on every rank, once all modules are wrapped on the shard dimension only and the model is
     on its device. FSDP reduces gradients over the shard dimension, densely; then each rank's shards
     are averaged over the replicate dimension like `DCTState`'s (DCT, arXiv 2010.08899), in one
-    message per wrapped module. The mean is bitwise the same on every replica. Mutates FSDP's
-    reduced gradients, in place. Replicas must be equal at the start: FSDP broadcasts nothing. Keep
-    the state's `state_dict()` in the checkpoint. Memory: 4 bytes per parameter *of a shard*, and
-    each module's payload once per replica. Rules and limits: docs/guide/fsdp2.md.
+    message per wrapped module. With AdamW pass `format="int4"`, with SGD a `density`. The mean is
+    bitwise the same on every replica. Mutates FSDP's reduced gradients, in place. Replicas must be
+    equal at the start: FSDP broadcasts nothing. Keep the state's `state_dict()` in the checkpoint.
+    Memory: 4 bytes per parameter *of a shard*, and each module's payload once per replica. Rules
+    and limits: docs/guide/fsdp2.md.
 
     Args:
         model: all trainable parameters are in modules that `fully_shard` was applied to.
