@@ -282,7 +282,7 @@ def test_settings_that_are_refused(rank):
     for text, arguments, error in (
         ("name must be a string", (1, optimizer, "sum"), TypeError),
         ("key must be a string", ("sum", optimizer, ["sum"]), TypeError),
-        (f"{rule}NoneType", ("sum", None, "sum"), TypeError),
+        (f"{rule}None", ("sum", None, "sum"), TypeError),
         (tensor.format("sums"), ("sum", optimizer, "sums"), ValueError),
         (tensor.format("sum"), ("sum", others, "sum"), ValueError),
     ):
@@ -301,9 +301,9 @@ def test_states_that_are_not_merged(rank):
     for text, states, error in (
         (f" {every} 0 of 1, 0 of 1", [saved] * 2, ValueError),
         (f" {every} none", [], ValueError),
-        (" must be a sequence of states, got int", 5, TypeError),
+        (" must be a sequence of states, got 5", 5, TypeError),
         (" must be a sequence of states, got OrderedDict", saved, TypeError),
-        (f"[1] {state}, got int", [saved, 5], TypeError),
+        (f"[1] {state}, got 5", [saved, 5], TypeError),
         (f"{prefix} owner, ids, weight", [{}], ValueError),
         (f"{prefix} owner, ids, weight", [prefixed.state_dict()], ValueError),
         (f"{prefix} ids", [other.state_dict()], ValueError),

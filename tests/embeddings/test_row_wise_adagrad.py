@@ -208,7 +208,7 @@ def _table(dtype=torch.float32, shape=(4, 2)):
     return nn.Parameter(torch.zeros(shape, dtype=dtype))
 
 
-PARAMS = "params must be tensors or parameter groups, got int"
+PARAMS = "params must be tensors or parameter groups, got 5"
 SCALED = "dct::MomentumScaledRowWiseAdagrad: "
 
 

@@ -206,8 +206,8 @@ def test_plans_and_settings_that_are_refused(rank):
         ("plan must hold every row of table 0 once, got rows 1 to 2 on rank 0", twice, ValueError),
         (r"plan\[1\] must have at least one shard", [[Shard(0, 0, 4)], []], ValueError),
         ("plan must be the same on every rank, got .* on rank", OWN[:: 1 - 2 * rank], ValueError),
-        ("plan must be lists of shards, one for each rank, got int", 5, TypeError),
-        (r"plan\[1\] must be shards, got int", [OWN[0], 5], TypeError),
+        ("plan must be lists of shards, one for each rank, got 5", 5, TypeError),
+        (r"plan\[1\] must be shards, got 5", [OWN[0], 5], TypeError),
         (rf"plan\[0\]\[0\] {shard} int", [[5], OWN[1]], TypeError),
         (rf"plan\[1\]\[0\] {shard} \(0, 1\)", [OWN[0], [(0, 1)]], ValueError),
     ):
@@ -216,7 +216,7 @@ def test_plans_and_settings_that_are_refused(rank):
     for text, tables, changed, error in (
         ("mesh must have dimensions", two, {"mesh": flat}, ValueError),
         (r"tables\[1\] must have width 3", mixed, {}, ValueError),
-        ("tables must be tensors, got int", 5, {}, TypeError),
+        ("tables must be tensors, got 5", 5, {}, TypeError),
         ("exchange must be callable, got str", two, {"exchange": "int8"}, TypeError),
         ("dedup must be the same on every rank, got False", two, {"dedup": rank == 1}, ValueError),
     ):
@@ -379,10 +379,10 @@ def test_plans():
     with pytest.raises(ValueError, match=r"rows\[0\] must be in"):
         plan_shards([0, 2], 2)
     for text, arguments in (
-        ("rows must be integers, one for each table, got int", (5, 1)),
+        ("rows must be integers, one for each table, got 5", (5, 1)),
         (r"rows\[1\] must be an integer, got 'x'", ([5, "x"], 1)),
         ("ranks must be an integer, got 'x'", ([5], "x")),
-        ("row_wise must be numbers of tables, got int", ([5], 1, 0)),
+        ("row_wise must be numbers of tables, got 5", ([5], 1, 0)),
         (r"row_wise\[1\] must be an integer, got 'x'", ([5], 1, [0, "x"])),
     ):
         with pytest.raises(TypeError, match="dct::plan_shards: " + text):

@@ -12,7 +12,9 @@ from oracle import quantized_payload as oracle
 from torch.distributed import ReduceOp
 
 from dct_parallel import all_reduce_compressed, collectives
+from dct_parallel.exchange import all_reduce
 from dct_parallel.exchange.quantized import FORMATS
+from dct_parallel.groups import PeerError
 from ranks import on_ranks, run_ranks
 from wire_meter import WireMeter
 
@@ -137,6 +139,7 @@ def test_arguments_are_checked_before_anything_changes(rank):
         (ValueError, r"residual must have shape \[6\], as the tensor, got \[3\]", (x, r[:3]), {}),
         (ValueError, "residual must share no memory with tensor, got 24", (x, x), {}),
         (ValueError, "format must be .* got 'int5'", (x, r), {"format": "int5"}),
+        (TypeError, "format must be a string or a torch.dtype, got None", (x, r), {"format": None}),
         (TypeError, "tensor must be a plain tensor .* got Mine", (x.as_subclass(Mine),), {}),
         (ValueError, "tensor must be on the CPU or CUDA, got meta", (x.to("meta"),), {}),
         (ValueError, "op must be .* got 1", (x, r), {"op": 1}),
@@ -148,6 +151,41 @@ def test_arguments_are_checked_before_anything_changes(rank):
     assert (x == 1).all() and (r == 0).all()
     all_reduce_compressed(x, r, format="bfloat16")
     assert (x == 2).all()
+
+
+@on_ranks(2)
+def test_ranks_compare_what_they_reduce_once(rank):
+    """Each combination of size, dtype, format and op; the next call with equal ones works."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    compared, exchanged = [], all_reduce.exchange
+
+    def counted(op, values, *args):
+        compared.append(values)
+        return exchanged(op, values, *args)
+
+    same = "must be the same on every rank, got"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(all_reduce, "exchange", counted)
+        for numel, dtype, format, text in (
+            (1000, torch.float32, "float32", None),
+            (1000 + 1000 * rank, torch.float32, "int8", f"numel {same} 1000 on rank 0, 2000 on"),
+            (1000, (torch.float32, torch.bfloat16)[rank], "int8", f"dtype {same} torch.float32"),
+            (1000, torch.float32, ("int8", "ternary")[rank], f"format {same} int8 on rank 0, tern"),
+        ):
+            x, residual = torch.ones(numel, dtype=dtype), torch.zeros(numel)
+            for _ in range(2):
+                if text is None:
+                    all_reduce_compressed(x.fill_(1), residual, format=format, group=group)
+                    assert (x == 2).all()
+                else:
+                    with pytest.raises(ValueError, match=f"dct::all_reduce_compressed: {text}"):
+                        all_reduce_compressed(x, residual, format=format, group=group)
+                    assert (x == 1).all() and not residual.any()
+        assert len(compared) == 1 + 3 * 2
+        if rank == 0:
+            text = "every rank must do the same within 1 s, got nothing from rank 1"
+            with pytest.raises(PeerError, match=text):
+                all_reduce_compressed(torch.ones(5), format="int4", group=group)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -207,6 +245,7 @@ def test_damage_raises_on_its_receiver(rank):
 @on_ranks(2)
 def test_a_rank_that_is_gone(rank):
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    all_reduce_compressed(_grad(0, 0), format="ternary", group=group)
     if rank == 0:
         x, residual = _grad(0, 0), torch.zeros(NUMEL)
         with pytest.raises(RuntimeError):

@@ -24,8 +24,8 @@ def test_ranks_with_other_settings_raise(rank):
     [
         (nn.Linear(2, 2), {"period": 0}, ValueError, "period must be "),
         (nn.Linear(2, 2), {"period": 2**31}, ValueError, r"period must be in \[1, 2147483647\]"),
-        (nn.Linear(2, 2), {"period": 0.5}, TypeError, "period must be an integer, got float"),
-        (nn.Linear(2, 2), {"step_ahead": 1}, TypeError, "step_ahead must be a bool, got int"),
+        (nn.Linear(2, 2), {"period": 0.5}, TypeError, "period must be an integer, got 0.5"),
+        (nn.Linear(2, 2), {"step_ahead": 1}, TypeError, "step_ahead must be a bool, got 1"),
         (nn.Linear(2, 2), {"density": 0.0}, ValueError, "density must be "),
         (nn.Linear(2, 2), {"format": torch.float16}, ValueError, "format must be "),
         (nn.Linear(2, 2).double(), {}, TypeError, "parameter weight must be float32, .* float64"),

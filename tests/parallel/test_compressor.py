@@ -254,7 +254,7 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_written():
         compressor.pack([1, 2])
     assert torch.equal(compressor.payload, before) and not compressor.residual.any()
     out = torch.ones(100)
-    with pytest.raises(TypeError, match=r"Compressor.unpack: payloads must be a tensor, got int"):
+    with pytest.raises(TypeError, match=r"Compressor.unpack: payloads must be a tensor, got 5"):
         compressor.unpack(5, out)
     with pytest.raises(ValueError, match="payloads must have at least 1 payload, got 0"):
         compressor.unpack(compressor.payload.new_empty(0, compressor.payload.numel()), out)

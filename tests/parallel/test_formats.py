@@ -17,7 +17,7 @@ from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook
         ("sign", ValueError, "'float32', 'bfloat16', 'int8', 'int4' or 'ternary', got 'sign'"),
         (torch.float16, ValueError, "'ternary', got torch.float16"),
         (torch.int8, ValueError, "'ternary', got torch.int8"),
-        (3, TypeError, "a string or a torch.dtype, got int"),
+        (3, TypeError, "a string or a torch.dtype, got 3"),
     ],
 )
 def test_others_are_refused(format, error, got):

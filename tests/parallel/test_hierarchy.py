@@ -104,7 +104,7 @@ def test_wrong_meshes_and_states_are_named(rank):
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for error, text, arguments in (
         (ValueError, "process_group must be None with a mesh", {"process_group": dist.group.WORLD}),
-        (TypeError, "mesh must be a DeviceMesh, got int", {"mesh": 2}),
+        (TypeError, "mesh must be a DeviceMesh, got 2", {"mesh": 2}),
         (ValueError, r"mesh must have dimensions \('node', 'local'\), got", {"mesh": other}),
     ):
         with pytest.raises(error, match=text):

@@ -147,13 +147,13 @@ def test_non_finite_entries_cross():
 KNOWN = "'float32', 'bfloat16', 'float16', 'int8', 'int4', 'ternary' or 'sign'"
 POSITIONS = torch.ones(1, 3, 1, dtype=torch.uint8)
 WRONG = [
-    (lambda x: pack_rows(x, 2.0), TypeError, "k must be an integer, got float"),
+    (lambda x: pack_rows(x, 2.0), TypeError, "k must be an integer, got 2.0"),
     (
         lambda x: pack_rows(x.double(), 2),
         TypeError,
         "x must be float32, bfloat16 or float16, got fl",
     ),
-    (lambda x: pack_rows(None, 1), TypeError, "dct::pack_rows: x must be a tensor, got NoneType"),
+    (lambda x: pack_rows(None, 1), TypeError, "dct::pack_rows: x must be a tensor, got None"),
     (lambda x: RowUnpack(8, torch.int8), TypeError, "dct::RowUnpack: dtype must be float32"),
     (lambda x: pack_rows(x, 0), ValueError, "dct::row_pack: k must be in [1, 8], got 0"),
     (lambda x: pack_rows(x, 9), ValueError, "dct::row_pack: k must be in [1, 8], got 9"),
@@ -198,7 +198,7 @@ WRONG = [
     (lambda x: RowFormat("int5", "int4"), ValueError, f"forward must be {KNOWN}, got 'int5'"),
     (lambda x: RowFormat("int4", "int5"), ValueError, f"backward must be {KNOWN}, got 'int5'"),
     (lambda x: RowFormat(torch.int8), ValueError, f"forward must be {KNOWN}, got torch.int8"),
-    (lambda x: RowFormat(8), TypeError, "forward must be a string or a torch.dtype, got int"),
+    (lambda x: RowFormat(8), TypeError, "forward must be a string or a torch.dtype, got 8"),
     (lambda x: RowFormat("int4", density=0.5), ValueError, "'float16' with a density, got 'int4'"),
     (lambda x: RowFormat(None, "int4", 0.5), ValueError, "None with a density, got 'int4'"),
     (lambda x: RowFormat(density=0), ValueError, "density must be in (0, 1], got 0"),

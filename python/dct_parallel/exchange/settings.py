@@ -78,7 +78,7 @@ class Settings:
             warnings.warn(
                 f"DCT: density is a fraction, and 1 sends every entry in {FORMAT}; 1 % is 0.01. "
                 f'If you mean 1, say format="{FORMAT}"; "int4" sends a quarter of its bytes.',
-                stacklevel=3,  # of an entry point's caller
+                stacklevel=4,  # the caller of an entry point, which `names_keywords` wraps
             )
         return Settings(float(density), format, policy, refresh_every, transport)
 

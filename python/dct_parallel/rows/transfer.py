@@ -1,5 +1,6 @@
 """The parts that all exchanges of rows share: counts, gradients, and a collective in flight."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -45,16 +46,17 @@ def exchange_numbers(
     its input, every rank raises before any of them waits for a message of the wrong size. This
     takes one all-to-all, of 8 bytes per number and setting; the host waits for its result.
     """
-    width, encoded = len(numbers[0]), [_encode(value) for value in (refused, *settings.values())]
+    width = len(numbers[0])
+    encoded = [math.nan if refused else _encode(value) for value in settings.values()]
     # float64 holds densities, and every count of rows that fit into memory, exactly.
     sent = torch.tensor([[*row, *encoded] for row in numbers], dtype=torch.float64, device="cpu")
     received = torch.empty_like(sent, device=device)
     dist.all_to_all_single(received, sent.to(device), group=group)
-    refusals, *columns = received[:, width:].t().tolist()
-    if any(refusals):
-        senders = named(rank for rank, has_refused in enumerate(refusals) if has_refused)
-        rule = "every rank must accept its input"
-        raise ValueError(f"dct::{op}: {rule}, got an error on {senders}: see the output there")
+    columns = received[:, width:].t().tolist()
+    refusals = [rank for first in columns[:1] for rank, x in enumerate(first) if math.isnan(x)]
+    if refusals:
+        rule, got = "every rank must accept its input", f"an error on {named(refusals)}"
+        raise ValueError(f"dct::{op}: {rule}, got {got}: see the output there")
     for (name, value), column in zip(settings.items(), columns, strict=True):
         if len(set(column)) > 1:
             ranks = enumerate(column)
