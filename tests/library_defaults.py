@@ -16,7 +16,8 @@ def seen_by_packages(dtype, device="cpu"):
     if (dtype, device) == (torch.float32, "cpu"):
         yield
         return
-    with torch.device(device), _OfOthers(), _default_dtype(dtype):
+    given = contextlib.nullcontext() if device == "cpu" else torch.device(device)
+    with given, _OfOthers(), _default_dtype(dtype):
         yield
 
 
@@ -43,6 +44,6 @@ class _OfOthers(TorchFunctionMode):
 def _caller():
     """The first package up the stack that is not torch, which may call nn.Linear, say."""
     frame = sys._getframe(2)
-    while (package := frame.f_globals["__name__"].partition(".")[0]) == "torch":
+    while (package := frame.f_globals.get("__name__", "").partition(".")[0]) == "torch":
         frame = frame.f_back
     return package
