@@ -5,7 +5,6 @@ import math
 import random
 import threading
 import time
-import warnings
 from functools import partial
 
 import pytest
@@ -211,7 +210,6 @@ def test_a_nan_is_passed_on_but_not_kept(rank):
 
 @on_ranks(2)
 def test_a_compiled_model_trains_like_an_eager_one(rank):
-    warnings.filterwarnings("ignore", "The .grad attribute")  # of dynamo in a TorchFunctionMode
     results = []
     for wrap in (torch.compile, lambda model, backend: model):
         model, _ = hooked(DDP(mlp()), density=0.1)
