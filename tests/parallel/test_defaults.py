@@ -53,29 +53,28 @@ def _step(rank, entry, number):
 
 
 def _steps(rank, _, make, **settings):
-    entry = make(SIZES, start_step=0, **settings)
+    entry, resumed = (make(SIZES, start_step=0, **settings) for _ in range(2))
     figures = "stats" if make in (LocalSteps, Sharded) else "parameter_stats"
     results = [_step(rank, entry, 0), entry.state.stats(), getattr(entry.state, figures)()]
     saved = entry.file()
-    entry.state.flush() if make is LocalSteps else entry.state.take_back()
-    results += [saved, entry.state.state_dict()]
-    entry.load(saved)
-    return *results, _step(rank, entry, 1), entry.state.state_dict()
+    resumed.load(saved)
+    results += [saved, _step(rank, resumed, 1)]
+    resumed.state.flush() if make is LocalSteps else resumed.state.take_back()
+    return *results, resumed.state.state_dict(), _step(rank, resumed, 2)
 
 
 def _folders(rank, folder, make, **settings):
     """By torch.distributed.checkpoint: this rank's own state, and the mean of all of them."""
-    entry = make(SIZES, start_step=0, **settings)
+    entry, resumed = (make(SIZES, start_step=0, **settings) for _ in range(2))
     results = [_step(rank, entry, 0)]
     dcp.save(entry.parts(), checkpoint_id=folder)
-    results += [_step(rank, entry, 1)]
-    dcp.load(entry.parts(), checkpoint_id=folder)
-    results += [entry.state.state_dict()]
+    dcp.load(resumed.parts(), checkpoint_id=folder)
+    results += [resumed.state.state_dict(), _step(rank, resumed, 1)]
     if make is Sharded:
-        entry.state.load_merged(folder)
+        resumed.state.load_merged(folder)
     else:
-        entry.state.load_state_dict(merge_states(folder))
-    return *results, entry.state.state_dict(), _step(rank, entry, 2)
+        resumed.state.load_state_dict(merge_states(folder))
+    return *results, resumed.state.state_dict(), _step(rank, resumed, 1)
 
 
 def _all_reduce(rank, _, **settings):
