@@ -199,13 +199,15 @@ def _same_bits(rank, dtype, device, folder):
             assert ours == theirs, (entry_point, settings, index)
 
 
+def _raw(tensor):
+    return tensor.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes()
+
+
 def _bits(results):
     """(dtype, device, bytes) of each tensor, and each number; texts hold run ids."""
     leaves = (getattr(leaf, "_local_tensor", leaf) for leaf in tree_leaves(results))
     return [
-        (leaf.dtype, leaf.device, bytes(leaf.detach().flatten().clone().untyped_storage()))
-        if isinstance(leaf, torch.Tensor)
-        else leaf
+        (leaf.dtype, leaf.device, _raw(leaf)) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
         if not isinstance(leaf, str)
     ]
