@@ -79,6 +79,8 @@ class WireMeter:
         self._group = group
         self._lock = threading.Lock()
         self._bytes = 0
+        # A torch function mode, as of set_default_device, makes isend call itself.
+        self._calling = threading.local()
         self._originals: dict[str, Callable[..., Any]] = {}
 
     def take(self) -> int:
@@ -104,6 +106,8 @@ class WireMeter:
 
         @functools.wraps(collective)
         def counting(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._calling, "now", False):
+                return collective(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             group = bound.arguments["group"]
@@ -112,7 +116,11 @@ class WireMeter:
             if counted and ranks > 0:  # else this rank is not of that group: the call does nothing
                 with self._lock:
                     self._bytes += count(bound.arguments, ranks)
-            return collective(*args, **kwargs)
+            self._calling.now = True
+            try:
+                return collective(*args, **kwargs)
+            finally:
+                self._calling.now = False
 
         return counting
 

@@ -9,6 +9,7 @@ import forked
 import hypothesis
 import pytest
 import torch
+from library_defaults import seen_by_packages
 
 # For bench, a package of the root. Last, because `make abi`, `make cuda` and `make sanitize` test a
 # dct_kernels that is installed or built elsewhere.
@@ -52,7 +53,19 @@ def pytest_runtest_makereport(item):
     return report
 
 
+def pytest_configure(config):
+    defaults = seen_by_packages(getattr(torch, config.getoption("--default-dtype")))
+    defaults.__enter__()
+    config.add_cleanup(lambda: defaults.__exit__(None, None, None))
+
+
 def pytest_addoption(parser):
+    parser.addoption(
+        "--default-dtype",
+        choices=["float32", "float64", "bfloat16"],
+        default="float32",
+        help="torch's default dtype as the packages see it; tests themselves see float32",
+    )
     parser.addoption(
         "--ptx-seed",
         type=int,

@@ -10,6 +10,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
+from library_defaults import seen_by_packages
 
 context = multiprocessing.get_context("forkserver")
 # The second imports the first, where it finds its extra packages. DDP's constructor imports dynamo.
@@ -33,9 +34,10 @@ def run_forked(function, calls, timeout):
     seconds, or once a process has failed and the others had 10 more to do so.
     """
     start()
+    dtype = torch.get_default_dtype()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_call, args=(function, call, number, folder))
+            context.Process(target=_call, args=(function, call, number, folder, dtype))
             for number, call in enumerate(calls)
         ]
         for process in processes:
@@ -59,12 +61,13 @@ def run_forked(function, calls, timeout):
         return [torch.load(result, weights_only=False) for result in results]
 
 
-def _call(function, call, number, folder):
+def _call(function, call, number, folder, default_dtype):
     # Collections pass over what was imported: it stays, and its memory is shared with others.
     gc.freeze()
     try:
         torch.set_num_threads(1)
-        torch.save(function(*call), f"{folder}/result{number}")
+        with seen_by_packages(default_dtype):
+            torch.save(function(*call), f"{folder}/result{number}")
     except BaseException as error:
         text = traceback.format_exc() + _values(error)
         Path(folder, f"error{number}").write_text(f"rank {number}: {text}")

@@ -42,14 +42,14 @@ FORMATS = [
 
 def _start():
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(-16, 17, (ROWS, WIDTH), generator=generator) / 8
+    return torch.randint(-16, 17, (ROWS, WIDTH), generator=generator).float() / 8
 
 
 def _batch(number, rank):
     """Ids, one a bag, and what the gradient of each of their rows is."""
     generator = torch.Generator().manual_seed(2 * number + rank)
     ids = torch.randint(ROWS, (IDS,), generator=generator)
-    return ids, torch.randint(-2, 3, (IDS, 1, WIDTH), generator=generator) / 4
+    return ids, torch.randint(-2, 3, (IDS, 1, WIDTH), generator=generator).float() / 4
 
 
 class _Oracle:

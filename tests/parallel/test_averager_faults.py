@@ -153,7 +153,7 @@ def test_where_a_rank_is_killed_the_others_raise_and_can_save_all_they_have(tran
 @on_ranks(2)
 def test_finite_changes_that_overflow_are_refused_and_forgotten(rank, dtype):
     """In the sum of ranks, or in the weights' dtype; what else changed is not lost."""
-    tenths = torch.arange(300) / 10
+    tenths = torch.arange(300.0) / 10
     for format, transport in (
         *(("float32", None), ("bfloat16", "reduce_scatter"), ("int4", "reduce_scatter")),
         *((few, None) for few in ("int8", "int4", "ternary")),

@@ -169,7 +169,7 @@ def test_nan_in_one_shard_stops_all_ranks_alike(rank):
         before = _flat(model)
         with torch.no_grad():
             for own in _locals(model):
-                own += torch.randint(-8, 9, own.shape, generator=generator) / 8.0
+                own += torch.randint(-8, 9, own.shape, generator=generator).float() / 8
             _locals(model)[0][0, 0] = before[0]  # this one does not move
             moved[1:] += (_flat(model) - before)[1:]
             if (step, rank) in ((4, 3), (8, 0)):

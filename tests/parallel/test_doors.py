@@ -25,9 +25,9 @@ NUMEL, WIDTH, STEPS = 35 * 1024, 512, 2  # three blocks, or two in each half: th
 def _numbers(step, rank):
     """Of very different sizes, from row to row and within one."""
     generator = torch.Generator().manual_seed(10 * step + rank)
-    sizes = 10.0 ** torch.randint(-3, 3, (NUMEL // 1024,), generator=generator)
+    sizes = 10.0 ** torch.randint(-3, 3, (NUMEL // 1024,), generator=generator).float()
     x = torch.randn(NUMEL, generator=generator) * sizes.repeat_interleave(1024)
-    x *= 2.0 ** torch.randint(-8, 3, (NUMEL,), generator=generator)
+    x *= 2.0 ** torch.randint(-8, 3, (NUMEL,), generator=generator).float()
     return x * (torch.arange(NUMEL) // 64 % 8 == 0)  # zeros cost the oracle no time
 
 

@@ -16,9 +16,9 @@ NUMELS = (0, 1, 1023, 1024, 1025, BLOCK - 1, BLOCK, BLOCK + 1, 50_000)
 def _numbers(numel, seed=0):
     """Of very different sizes, from row to row and within one."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = 10.0 ** torch.randint(-6, 4, (numel // ROW + 1,), generator=generator)
+    sizes = 10.0 ** torch.randint(-6, 4, (numel // ROW + 1,), generator=generator).float()
     x = torch.randn(numel, generator=generator) * sizes.repeat_interleave(ROW)[:numel]
-    return x * 2.0 ** torch.randint(-12, 3, (numel,), generator=generator)
+    return x * 2.0 ** torch.randint(-12, 3, (numel,), generator=generator).float()
 
 
 def _sent(codec):

@@ -401,7 +401,8 @@ def _read(
             elif isinstance(stored, TensorStorageMetadata):
                 values[flat] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
         try:
-            with warnings.catch_warnings():
+            # DCP computes offsets of shards on the default device.
+            with warnings.catch_warnings(), torch.device("cpu"):
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 dcp.load(values, checkpoint_id=folder, no_dist=not parameters)
         except dcp.CheckpointException as error:  # a BaseException, on all ranks
