@@ -382,7 +382,7 @@ def test_plans():
         ("rows must be integers, one for each table, got 5", (5, 1)),
         (r"rows\[1\] must be an integer, got 'x'", ([5, "x"], 1)),
         ("ranks must be an integer, got 'x'", ([5], "x")),
-        ("row_wise must be numbers of tables, got 5", ([5], 1, 0)),
+        ("row_wise must be numbers of tables, got 0", ([5], 1, 0)),
         (r"row_wise\[1\] must be an integer, got 'x'", ([5], 1, [0, "x"])),
     ):
         with pytest.raises(TypeError, match="dct::plan_shards: " + text):
