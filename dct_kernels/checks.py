@@ -117,6 +117,19 @@ def require_tensor(
         fail(op, arg, "contiguous", f"strides {tuple(tensor.stride())}")
 
 
+def is_plain(value: object) -> bool:
+    """Whether it is a dense tensor or parameter with memory, and of no other class."""
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return plain and value.layout is torch.strided and not (value.is_meta or value.is_quantized)  # type: ignore[attr-defined]
+
+
+def require_plain(op: str, arg: str, value: object) -> None:
+    require_type(op, arg, value, torch.Tensor, "a tensor")
+    if not is_plain(value):
+        got = f"{value.layout} {type(value).__name__} on {value.device}"  # type: ignore[attr-defined]
+        fail(op, arg, "a plain dense tensor", got, TypeError)
+
+
 def require_numel(op: str, arg: str, tensor: torch.Tensor, numel: int, why: str) -> None:
     """`tensor` has `numel` elements; `why` is such as "like x" or "(one per segment)"."""
     if tensor.numel() != numel:

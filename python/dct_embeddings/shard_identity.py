@@ -5,6 +5,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from dct_kernels import checks
+
 
 def register_identity(op: str, module: nn.Module, name: str, identity: Tensor) -> None:
     """Keep the integers of `identity` as a buffer of the module, which its states contain.
@@ -26,7 +28,7 @@ def _require_same(
     op: str, name: str, module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: object
 ) -> None:
     expected, saved = module.get_buffer(name).tolist(), state.get(prefix + name)
-    found = saved.tolist() if isinstance(saved, Tensor) else saved
+    found = saved.tolist() if isinstance(saved, Tensor) and checks.is_plain(saved) else saved
     if found is not None and found != expected:
         rule = f"{expected}, as in this module"
         raise ValueError(f"dct::{op}: {name} of the state must be {rule}, got {found}")

@@ -322,6 +322,30 @@ def test_states_that_are_not_merged(rank):
         _refused(text, lambda wrong=wrong: merge_feature_rows(wrong))
 
 
+class _Other(torch.Tensor):
+    """A tensor of another class."""
+
+
+@on_ranks(2)
+def test_rows_of_another_rank_are_refused_unless_the_state_is_merged(rank):
+    rows, ids = DynamicFeatureRows(1, 50), torch.arange(40)
+    own = ids[rows.owners(ids)[0] == rank]
+    state = {"owner": torch.tensor([rank, 2]), "ids": own, "weight": torch.ones(len(own), 1)}
+    rows.load_state_dict(state)
+    assert rows.ids().tolist() == own.tolist()
+    foreign = ids[rows.owners(ids)[0] != rank][:1]
+    more = {"ids": torch.cat([own, foreign]), "weight": torch.zeros(len(own) + 1, 1)}
+    text = f"state['ids'] must be of rank {rank}'s rows, as the owner of the state, got "
+    _refused(
+        f"{text}{foreign.item()} of rank {1 - rank}",
+        lambda: rows.load_state_dict(state | more),
+        RuntimeError,
+    )
+    assert all(torch.equal(part, state[name]) for name, part in rows.state_dict().items())
+    rows.load_state_dict(state | more | {"owner": torch.tensor([-1, 2])})
+    assert rows.ids().tolist() == own.tolist() and not rows.state_dict()["weight"].any()
+
+
 @on_ranks(1)
 def test_ids_and_states_that_are_refused_leave_what_was_there(rank):
     rows = DynamicFeatureRows(1, 3)
@@ -365,6 +389,13 @@ def test_ids_and_states_that_are_refused_leave_what_was_there(rank):
         ("ids", torch.tensor([1, 2, -1]), "ids[2] must be in [0, 9223372036854775807], got -1"),
         ("per_row.sum", torch.zeros(2), "state['per_row.sum'] must have shape (3,), got (2,)"),
         ("weight", torch.zeros(3, 2), "state['weight'] must have shape (3, 1), got (3, 2)"),
+        ("weight", torch.zeros(3, 1).cfloat(), "must be numbers like torch.float32, got torch.c"),
+        ("weight", torch.zeros(3, 1).int(), "must be numbers like torch.float32, got torch.int32"),
+        *(
+            (name, change(state[name]), f"state['{name}'] must be a plain dense tensor, got torch.")
+            for name in ("owner", "ids", "weight", "per_row.sum")
+            for change in (lambda x: x.to("meta"), torch.Tensor.to_sparse, _Other)
+        ),
     ):
         _refused(text, lambda s=state | {name: value}: rows.load_state_dict(s), RuntimeError)
     assert all(torch.equal(part, before[name]) for name, part in rows.state_dict().items())

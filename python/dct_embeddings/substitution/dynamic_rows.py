@@ -208,6 +208,10 @@ class DynamicFeatureRows(SharedRows):
             )
         ids = state["ids"].to(self.weight.device)
         for name, tensor in per_row.items():
+            saved = state[name].dtype
+            if saved.is_complex or saved.is_floating_point != tensor.is_floating_point():
+                rule = f"numbers like {tensor.dtype}"
+                raise TypeError(f"dct::{_OP}: state[{name!r}] must be {rule}, got {saved}")
             shape = (len(ids), *tensor.shape[1:])
             if state[name].shape != shape:
                 got = tuple(state[name].shape)
@@ -215,7 +219,13 @@ class DynamicFeatureRows(SharedRows):
         self.require_ids(_OP, ids)
         if len(ids.unique()) != len(ids):
             raise ValueError(f"dct::{_OP}: state['ids'] must be distinct, got some ids twice")
-        local = (self.owners(ids)[0] == this).nonzero().squeeze(1)
+        owners = self.owners(ids)[0]
+        others = (owners != this).nonzero().squeeze(1)
+        if rank != MERGED and len(others):
+            index, rule = int(others[0]), f"of rank {this}'s rows, as the owner of the state"
+            found = f"{int(ids[index])} of rank {int(owners[index])}"
+            raise ValueError(f"dct::{_OP}: state['ids'] must be {rule}, got {found}")
+        local = (owners == this).nonzero().squeeze(1)
         if len(local) > self.capacity:
             rule = f"at least {len(local)}, the rows of the state"
             raise ValueError(f"dct::{_OP}: capacity must be {rule}, got {self.capacity}")

@@ -19,7 +19,7 @@ def require_state(op: str, arg: str, state: Mapping[str, Tensor]) -> None:
         rule = "a DynamicFeatureRows.state_dict(), with no prefix to its names"
         raise ValueError(f"dct::{op}: {arg} must be {rule}, got one without {', '.join(missing)}")
     for name, tensor in state.items():
-        checks.require_type(op, f"{arg}[{name!r}]", tensor, Tensor, "a tensor")
+        checks.require_plain(op, f"{arg}[{name!r}]", tensor)
     owner, ids = state["owner"], state["ids"]
     if owner.shape != (2,):
         checks.fail(op, f"{arg}['owner']", "[rank, ranks]", f"shape {tuple(owner.shape)}")

@@ -62,14 +62,10 @@ def _described(value: Any) -> str:
         return reprlib.repr(value)
     text = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} {type(value).__name__}"
     value = value.to_local() if hasattr(value, "to_local") else value
-    if not _is_plain(value):
+    if not checks.is_plain(value):
         return f"{text}, {value.layout} on {value.device}"
     wrong = value[~value.isfinite()]
     return f"{text} with {wrong[0].item()}" if len(wrong) else text
-
-
-def _is_plain(value: object) -> bool:
-    return type(value) is Tensor and value.layout is torch.strided and not value.is_meta
 
 
 def _tensor(shape: Sequence[int], local: Sequence[int] | None = None) -> Field:
@@ -83,7 +79,7 @@ def _tensor(shape: Sequence[int], local: Sequence[int] | None = None) -> Field:
     def holds(v: Any) -> bool:
         if local is not None:
             v = v.to_local() if hasattr(v, "to_local") and v.shape == torch.Size(shape) else None
-        like = _is_plain(v) and v.dtype == torch.float32 and v.shape == own
+        like = checks.is_plain(v) and v.dtype == torch.float32 and v.shape == own
         return like and bool(v.isfinite().all())
 
     return Field(rule, holds)
