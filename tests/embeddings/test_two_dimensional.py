@@ -280,7 +280,7 @@ def test_rows_and_bytes_of_a_lookup(rank):
     with WireMeter() as meter:
         out = once(often, of_often)
         # Counts; the other's distinct ids; the rows that the other asks for: 1 and 3 of the tables.
-        assert meter.take() == 40 + 4 * (3, 1)[rank] + (1, 3)[rank] * WIDTH * 8
+        assert meter.take() == 32 + 4 * (3, 1)[rank] + (1, 3)[rank] * WIDTH * 8
     bags_of_2 = [two[0][3], two[0][3], two[1][0], two[1][[0, 3, 1]].sum(0)]
     assert torch.allclose(out.transpose(0, 1).flatten(0, 1), torch.stack(bags_of_2), atol=1e-15)
     out.sum().backward()
