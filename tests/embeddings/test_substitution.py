@@ -238,7 +238,7 @@ def test_bytes_by_formula_which_are_the_same_for_twice_the_ids(rank, kind):
             loss.backward()
             foreign = int((~torch.isin(ids, layer.rows.ids())).sum())
             others = ranks - 1
-            assert ids_meter.take() == others * (48 + 4 * FIELDS * 2) + 4 * foreign
+            assert ids_meter.take() == others * (40 + 4 * FIELDS * 2) + 4 * foreign
             assert forward == others * 2 * SENT[kind] * 8
             of_operators = sum(p.nbytes for p in layer.operators.parameters())
             assert partials_meter.take() == forward + 2 * others * of_operators // ranks
@@ -251,7 +251,7 @@ def test_bytes_by_formula_which_are_the_same_for_twice_the_ids(rank, kind):
     layer = _layer(kind, torch.float64, aggregate="all_reduce", ids_group=groups[0])
     with WireMeter(groups[0]) as ids_meter, WireMeter(layer.rows.group) as partials_meter:
         out = layer(*_bags([_sample(0, number) for number in range(2 * ranks)]))
-        assert ids_meter.take() == others * 56
+        assert ids_meter.take() == others * 48
         assert partials_meter.take() == 2 * others * 2 * ranks * SENT[kind] * 8 // ranks
         sum(result.sum() for result in out).backward()
         assert ids_meter.take() == 0

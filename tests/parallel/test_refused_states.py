@@ -350,3 +350,17 @@ def test_merged_is_the_mean_of_what_nodes_have_not_sent():
         expected = nodes.double().mean(0) + (owned.double().sum(0) if owners else 0)
         assert torch.equal(merged["parameters"]["p"]["residual"], expected.float())
         assert merged["local_size"] == 1 and merged["parameters"]["p"]["owner_residual"] == ()
+
+
+@pytest.mark.parametrize("point", [Hook, LocalSteps])
+def test_a_state_of_another_kind_of_format_is_named(one_rank, point):
+    """The largest entries, and every entry: not only the density differs."""
+    sparse, whole = point([5000], density=0.01), point([5000], density=1, format="int4")
+    every, largest = "one that sends every entry", r"one that sends the largest .*density 0.01\)"
+    for run, saved, here, there in (
+        (whole, sparse, every, largest),
+        (sparse, whole, largest, every),
+    ):
+        text = f"format must be {here}, as in this run, got a state of {there}"
+        with pytest.raises(ValueError, match=f"dct::load_state_dict: {text}"):
+            run.state.load_state_dict(saved.state.state_dict())

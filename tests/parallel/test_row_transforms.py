@@ -1,5 +1,7 @@
 """torch.func and torch.compile through the functions and modules for rows."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -15,6 +17,7 @@ from dct_parallel import (
     pack_rows,
     unpack_rows,
 )
+from dct_parallel.formats import ROW_FORMATS
 from ranks import on_ranks
 
 WIDTH = 32
@@ -29,11 +32,12 @@ def _pack_modules(x):
     return RowUnpack(WIDTH)(*RowPack(0.1)(x))
 
 
-def _quantize_modules(x):
-    return RowDequantize(WIDTH, FEW_BITS)(RowQuantize(FEW_BITS)(x))
+def _quantize_modules(x, format=FEW_BITS):
+    return RowDequantize(WIDTH, format)(RowQuantize(format)(x))
 
 
 CUTS = [_functions, _pack_modules, _quantize_modules]
+CUTS += [partial(_quantize_modules, format=format) for format in ROW_FORMATS]
 
 
 def _loss(y):
@@ -65,6 +69,41 @@ def test_compiled_without_a_graph_break(cut):
     y, gradient = _autograd(cut, x)
     found = _autograd(torch.compile(cut, backend="aot_eager", fullgraph=True), x)
     assert torch.equal(found[0], y) and torch.equal(found[1], gradient)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_exported_with_dynamic_sizes(cut):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return cut(x)
+
+    sizes = {dim: torch.export.Dim(name, min=2, max=99) for dim, name in enumerate("ab")}
+    exported = torch.export.export(Model(), (torch.randn(2, 3, WIDTH),), dynamic_shapes=(sizes,))
+    x = torch.randn(5, 4, WIDTH)
+    assert torch.equal(exported.module()(x), cut(x))
+
+
+@pytest.mark.parametrize("exchange", [all_to_all_rows, all_gather_rows])
+def test_compiled_exchanges_run_eagerly(one_rank, exchange):
+    counts = ([4], [4]) if exchange is all_to_all_rows else ([WIDTH],)
+
+    def cut(x):
+        return exchange(x + 1, *counts, format=FEW_BITS) * 2
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return cut(x)
+
+    torch._dynamo.reset()
+    x = torch.randn(4, WIDTH)
+    y, gradient = _autograd(cut, x)
+    found = _autograd(torch.compile(cut, backend="aot_eager"), x)
+    assert torch.equal(found[0], y) and torch.equal(found[1], gradient)
+    rule = f"dct::{exchange.__name__}: the exchange must run eagerly"
+    with pytest.raises(Exception, match=rf"{rule} \(torch.compile without fullgraph=True"):
+        torch.compile(cut, backend="aot_eager", fullgraph=True)(x)
+    with pytest.raises(RuntimeError, match=f"{rule}, got torch.export"):
+        torch.export.export(Model(), (x,))
 
 
 @pytest.mark.parametrize("dim", [0, 1])

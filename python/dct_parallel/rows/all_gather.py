@@ -17,12 +17,14 @@ from .transfer import (
     Receive,
     Transfer,
     exchange_numbers,
+    exchange_of_rows,
     require_counts,
     start_all_gather,
     start_all_to_all,
 )
 
 
+@exchange_of_rows
 @checks.names_keywords
 def all_gather_rows(
     x: Tensor,
@@ -58,6 +60,7 @@ def all_gather_rows(
     return all_gather_rows_async(x, widths, format=format, group=group).wait()
 
 
+@exchange_of_rows
 @checks.names_keywords
 def all_gather_rows_async(
     x: Tensor,

@@ -12,9 +12,17 @@ from ..groups import GroupForBackward, require_group
 from .codecs import RowCodec
 from .packing import require_rows
 from .row_format import RowFormat
-from .transfer import Receive, Transfer, exchange_numbers, require_counts, start_all_to_all
+from .transfer import (
+    Receive,
+    Transfer,
+    exchange_numbers,
+    exchange_of_rows,
+    require_counts,
+    start_all_to_all,
+)
 
 
+@exchange_of_rows
 @checks.names_keywords
 def all_to_all_rows(
     x: Tensor,
@@ -63,6 +71,7 @@ def all_to_all_rows(
     return all_to_all_rows_async(x, splits, output_splits, format=format, group=group).wait()
 
 
+@exchange_of_rows
 @checks.names_keywords
 def all_to_all_rows_async(
     x: Tensor,

@@ -111,7 +111,7 @@ def dequantize(message: Tensor, width: int, format: str, dtype: torch.dtype) -> 
 def _as_bytes(values: Tensor) -> Tensor:
     # Flat first: without rows, an op may return strides that cannot be viewed as bytes.
     nbytes = values.shape[1] * values.itemsize
-    return values.flatten().view(torch.uint8).view(len(values), nbytes)
+    return values.flatten().view(torch.uint8).view(values.shape[0], nbytes)  # len() is not dynamic
 
 
 def _as_floats(message: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,10 +1,11 @@
 """The parts that all exchanges of rows share: counts, gradients, and a collective in flight."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,26 @@ def _decode(number: float, like: Setting) -> object:
     if isinstance(like, str):
         return _FORMAT_PAIRS[int(number)]
     return type(like)(number) if isinstance(like, int) else number or None
+
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def exchange_of_rows(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Decorates an exchange: torch.compile runs it eagerly, and torch.export is refused."""
+    op = function.__name__
+    rule = f"dct::{op}: the exchange must run eagerly"
+    reason = f"{rule} (torch.compile without fullgraph=True breaks the graph here)"
+
+    @functools.wraps(function)
+    def exchange(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        if torch.compiler.is_exporting():
+            raise RuntimeError(f"{rule}, got torch.export")
+        return function(*args, **kwargs)
+
+    eager: Callable[_Parameters, _Result] = torch.compiler.disable(exchange, reason=reason)
+    return eager
 
 
 TensorFunction = Callable[[Tensor], Tensor]
