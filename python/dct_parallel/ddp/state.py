@@ -33,6 +33,7 @@ from .._torch import NO_PASS, at_end_of_backward, backward_pass, current_node
 from ..compressor import warn_of_eager
 from ..exchange.bucket import Complete, parameter_stats, run_now
 from ..exchange.checkpoint import Flat, Run
+from ..exchange.first_step import FirstStep
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import Optimizers, loss_scale_of
 from ..exchange.plan import describe, keeps_owners, plan_table
@@ -158,6 +159,7 @@ class DCTState:
             self._loss_scale,
             self.start_step,
         )
+        self._ledger.first_step = FirstStep("DCTState", names, self.settings, self._loss_scale)
         topology.open(self._ledger.run_id)
         self._buckets = Buckets(names, self.settings, topology, device)
         self._topology, self.node_group = topology, topology.node.group
@@ -188,6 +190,7 @@ class DCTState:
             self._executor.close()
             self._executor, self._ledger.submit = None, run_now
             self._topology.close()
+            self._ledger.end_first_step()
         if self._names:
             self._finish_last_step("close")
 

@@ -18,6 +18,7 @@ from dct_kernels import __version__
 from .._torch import span
 from ..groups import exchange, refusing, require_same, timeout_of
 from .bucket import Bucket, StepResults, Submit, run_now
+from .first_step import FirstStep
 from .loss_scale import LossScale
 from .plan import BucketPlan, step_bytes
 from .results import RecentStats
@@ -48,6 +49,7 @@ class StepLedger:
         packed: compressed steps before the one that was begun last; negative while steps are dense.
         sent: {number: bucket} of the step, in which its buckets are entered as they are sent.
         scales: of the gradients of the step, and its inverse; None if there is none.
+        first_step: checks the first steps of optimizers; None once it has.
         submit: runs a function after the exchanges of the step so far, if they run elsewhere.
         non_finite: whether a gradient of the step that was read last was not finite.
 
@@ -73,6 +75,7 @@ class StepLedger:
         self._start_step = start_step
         self._group, self._shards, self._device = group, shards, device
         self._loss_scale = loss_scale
+        self.first_step: FirstStep | None = None
         self.submit: Submit = run_now
         self._recent = RecentStats()
         values = {"version": __version__, **to_compare, **settings.to_compare()}
@@ -122,6 +125,8 @@ class StepLedger:
         self._post()
         self.require_intact()
         self._settle()
+        if self.first_step is not None and self.first_step.seen:
+            self.end_first_step()
         self._number = self.step if number is None else number
         self.scales = self._loss_scale.begin() if self._loss_scale else (None, None)
         self.sent, self._posted = {}, 0  # those of the last step were applied, or taken back
@@ -215,6 +220,12 @@ class StepLedger:
             self._results[1].wait_posted()  # taking back overwrites headers
         while self.sent:
             self.sent.popitem()[1].take_back()
+
+    def end_first_step(self) -> None:
+        """Watch optimizers no longer."""
+        if self.first_step is not None:
+            self.first_step.close()
+            self.first_step = None
 
     def stats(self, plans: Sequence[BucketPlan]) -> dict[str, float | int | None]:
         """Means of the last 100 steps, and the bytes of a step: see `DCTState.stats`."""
