@@ -222,6 +222,7 @@ class DCTState:
           None before any.
         - `wire_bytes`: bytes sent per rank and compressed step, with a mesh those to other nodes.
           Messages have a fixed size, so this is the same in every step and on ranks of equal part.
+          None before any.
 
         Raises:
             ValueError: the state is not bound to a DDP yet.

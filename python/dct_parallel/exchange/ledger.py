@@ -229,11 +229,12 @@ class StepLedger:
 
     def stats(self, plans: Sequence[BucketPlan]) -> dict[str, float | int | None]:
         """Means of the last 100 steps, and the bytes of a step: see `DCTState.stats`."""
+        compressed = self.packed >= 0 and self.step > self._start
         return {
             "step": self.step,
             "density": self._recent.density,
             "overflow": self._recent.overflow,
-            "wire_bytes": step_bytes(plans),
+            "wire_bytes": step_bytes(plans) if compressed else None,
         }
 
     def load(self, entry: Mapping[str, Any], step: int | None = None) -> None:

@@ -143,8 +143,8 @@ class FullyShardState:
     def stats(self) -> dict[str, float | int | None]:
         """Means of the last 100 steps on this rank, and the bytes of a step; see `DCTState.stats`.
 
-        `wire_bytes`: bytes sent per rank to other replicas in a compressed step. Besides, FSDP
-        sends its own messages inside a shard group, and all ranks reduce 16 bytes.
+        `wire_bytes`: bytes sent per rank to other replicas in a compressed step; None before any.
+        Besides, FSDP sends its own messages inside a shard group, and all ranks reduce 16 bytes.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
