@@ -250,7 +250,7 @@ class DCTState:
         """Return the entries of the last step to the residuals, for a step that you do not apply.
 
         Otherwise they would be lost: gradients of the step, and of many steps before it.
-        Call it on every rank, after the backward pass and before the next one:
+        Call it on every rank, after the backward pass and before the next one; it waits for all:
 
             norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             if not norm.isfinite():  # on all ranks, as their gradients are the same
@@ -262,12 +262,15 @@ class DCTState:
         NaN and Inf are dropped, in few bits with the 64 gradients that share a scale; with a mesh,
         so is the rest of that entry of the node's mean. If several backward passes were exchanged,
         as DDP adds them up, all of them are taken back. Called again, or after a GradScaler skipped
-        the step, it does nothing.
+        the step, it does nothing. If an exchange failed, it does not wait for other ranks.
 
         Raises:
-            ValueError: the state is not bound to a DDP yet.
-            RuntimeError: a payload was damaged.
+            ValueError: the state is not bound to a DDP yet, or ranks have taken different steps.
+            RuntimeError: a payload was damaged, or a rank did not call this within the group's
+                timeout. Nothing was taken back.
         """
+        self._require_usable("take_back")
+        self._ledger.compare_step("take_back")
         self._finish_last_step("take_back")
         self._ledger.take_back()
 

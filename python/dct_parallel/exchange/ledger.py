@@ -106,6 +106,7 @@ class StepLedger:
         self.packed = step - self._start_step - 1
         self.sent: dict[int, Bucket] = {}
         self.scales: tuple[Tensor | None, Tensor | None] = None, None
+        self._failed = False  # whether an exchange of the step did, as if a rank was gone
         self._posted = 0  # buckets of the step whose results are posted, or read
         self._results: tuple[int, StepResults] | None = None  # posted, of the step of this number
         self._compared = False  # whether ranks resume from the same step
@@ -129,7 +130,7 @@ class StepLedger:
             self.end_first_step()
         self._number = self.step if number is None else number
         self.scales = self._loss_scale.begin() if self._loss_scale else (None, None)
-        self.sent, self._posted = {}, 0  # those of the last step were applied, or taken back
+        self.sent, self._posted, self._failed = {}, 0, False  # those of the last step were applied, or taken back
         self.non_finite = False
         self.packed = self.step - self._start_step
         self.step += 1
@@ -147,6 +148,20 @@ class StepLedger:
             if self._shards is not None:
                 require_same(op, self._exchange(op, values, self._shards))
             self._compared = True
+
+    def compare_step(self, op: str) -> None:
+        """Raise on every rank if they call `op` after different steps. Waits for all ranks.
+
+        Does nothing if an exchange of the step failed on this rank, as others may be gone.
+
+        Raises:
+            RuntimeError: this rank received a damaged payload.
+        """
+        self.look()
+        self.require_intact()
+        self._failed |= not all(bucket.words for bucket in self.sent.values())
+        if not self._failed:
+            require_same(op, self._exchange(op, {"step": self.step}, self._group))
 
     def end(self) -> None:
         """The backward pass has ended: read the results of the step before, and post this one's.

@@ -168,8 +168,11 @@ class FullyShardState:
         were exchanged, only the last one is taken back.
 
         Raises:
-            RuntimeError: this rank received a damaged payload.
+            ValueError: ranks have taken different steps.
+            RuntimeError: this rank received a damaged payload, or a rank did not call this within
+                the timeout of all ranks. Nothing was taken back.
         """
+        self._ledger.compare_step("take_back")
         self._finish_last_step()
         self._ledger.take_back()
 
