@@ -109,7 +109,7 @@ def train(folder, local_steps):
         stats = callback.dct.stats()
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {stats['step']} steps")
         interval = f"every {PERIOD} steps" if local_steps else "per step"
-        print(f"sent {stats['wire_bytes']:,} bytes {interval}")
+        print(f"sent {stats['wire_bytes'] or 0:,} bytes {interval}")
     total = sum(parameter.double().sum().item() for parameter in trainer.model.parameters())
     print(f"rank {arguments.process_index}: weights {total!r}")
 

@@ -68,6 +68,17 @@ def scale_of(scaler: GradScaler) -> Tensor | None:
     return scaler._scale
 
 
+def calling_scaler() -> GradScaler | None:
+    """The GradScaler whose `step` is under way in this thread, or None."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _SCALER_STEP:
+        frame = frame.f_back
+    return frame.f_locals["self"] if frame is not None else None
+
+
+_SCALER_STEP = GradScaler.step.__code__
+
+
 def optimizer_notes(scaler: GradScaler) -> dict[int, dict[str, Any]]:
     """{id of an optimizer: its stage since the last `update`}, which replaces the dict."""
     return scaler._per_optimizer_states

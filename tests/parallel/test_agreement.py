@@ -15,7 +15,7 @@ from torch.optim import SGD
 from dct_parallel import DCTAverager, DCTState
 from dct_parallel.exchange import ledger as ledger_module
 from dct_parallel.groups import PeerError, exchange, refusing, require_same
-from entry_points import Hook, LocalSteps, Sharded
+from entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from ranks import assert_same, ddp, entry, mlp, on_ranks, shorten_timeouts
 
 SIZES, NUMBERS = [5000], torch.ones(5000)
@@ -195,3 +195,61 @@ def test_missing_ranks_are_an_error_at_the_timeout(rank):
     elif rank == 0:
         with pytest.raises(PeerError, match=f"^{REFUSAL}$"):
             _exchange({}, seconds=0.5, group=group)
+
+
+@pytest.mark.parametrize("make", [Hook, partial(Sharded, mesh=(2, 1))])
+@on_ranks(2)
+def test_a_step_is_taken_back_by_all_ranks_or_by_none(rank, make):
+    """First on ranks that count different steps, then on one rank alone."""
+    point = make(SIZES, density=0.1, start_step=0)
+    for _ in range(2):
+        point.step(NUMBERS)
+    ledger, before = point.state._ledger, point.pending()
+    ledger.step += rank
+    text = "dct::take_back: step must be the same on every rank, got 2 on rank 0, 3 on rank 1"
+    with pytest.raises(ValueError, match=text):
+        point.state.take_back()
+    ledger.step -= rank
+    assert torch.equal(point.pending(), before)
+    shorten_timeouts(1)
+    if rank == 0:
+        text = "dct::take_back: every rank must do the same within 1 s, got nothing from rank 1"
+        with pytest.raises(RuntimeError, match=text):
+            point.state.take_back()
+    shorten_timeouts(60)
+    assert torch.equal(point.pending(), before)
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (Hook, "dct_parallel.exchange.transport.all_gather"),
+        (Hook, "torch.distributed.all_to_all_single"),
+        (NodeMesh, "dct_parallel.exchange.transport.all_gather"),
+        (NodeMesh, "dct_parallel.ddp.node.reduce_scatter"),
+    ],
+)
+@on_ranks(2)
+def test_a_rank_alone_takes_back_a_step_that_failed(rank, make, name):
+    """Before or after it was packed; and what the step before sent has not come back."""
+
+    def fails(*args, **options):
+        raise ConnectionError
+
+    by = "reduce_scatter" if name.endswith("single") else "all_gather"
+    point = make([40_000], density=0.1, start_step=0, transport=by)
+    point.step(torch.arange(40_000.0))
+    before = point.pending()
+    numbers = torch.arange(40_000.0).flip(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(name, fails)
+        with pytest.raises((ConnectionError, RuntimeError)):
+            point.step(numbers)
+    if rank == 0:
+        point.state.take_back()
+        point.state.take_back()
+    dist.barrier()
+    if rank == 1:
+        point.state.take_back()
+    packed = not name.endswith("reduce_scatter")  # by which a node sums its gradients
+    assert torch.equal(point.pending(), before + numbers.double() * packed)

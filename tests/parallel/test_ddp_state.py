@@ -3,6 +3,7 @@
 import math
 import re
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dct_kernels import payload_info
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange.results import ExchangeResult, RecentStats
+from entry_points import Hook, Sharded
 from ranks import (
     Dictated,
     ddp,
@@ -153,10 +155,24 @@ def test_a_state_that_was_not_registered_warns_once_there_are_gradients(rank):
     model(*integers(SIZES, 0, rank)).backward()
     with pytest.warns(UserWarning, match=r"no hook is registered .*: call ddp.register_comm"):
         state.stats()
-    state.stats()  # once
+    assert state.stats()["wire_bytes"] is None  # once
     late = DCTState(model)
     model.register_comm_hook(late, dct_hook)
     late.state_dict()
+
+
+@pytest.mark.parametrize("make", [Hook, partial(Sharded, mesh=(1, 1))])
+@on_ranks(1)
+def test_bytes_are_known_once_a_step_was_compressed(rank, make):
+    """Also after a load: a hook that is not registered does not report bytes."""
+    point, numbers = make(SIZES, density=0.05, start_step=1), torch.ones(sum(SIZES))
+    for expected in (None, None, 0):
+        assert point.state.stats()["wire_bytes"] == expected
+        point.step(numbers)
+    point.load(point.file())
+    for expected in (None, 0):
+        assert point.state.stats()["wire_bytes"] == expected
+        point.step(numbers)
 
 
 @on_ranks(1)

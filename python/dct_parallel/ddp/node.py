@@ -129,6 +129,7 @@ class NodeBucket(Bucket):
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
     ) -> None:
         """Replace this rank's gradients in `buffer` by their mean over all nodes' ranks."""
+        self.begin()
         numel = self.plan.numel
         if self._others is not None:
             owed = self._node.sum_part(self._others.to(buffer.device))

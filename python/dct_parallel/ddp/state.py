@@ -32,6 +32,7 @@ from .._torch import NO_PASS, at_end_of_backward, backward_pass, comm_hooks, cur
 from ..compressor import warn_of_eager
 from ..exchange.bucket import Complete, parameter_stats, run_now
 from ..exchange.checkpoint import Flat, Run
+from ..exchange.first_step import FirstStep
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import Optimizers, loss_scale_of
 from ..exchange.plan import describe, keeps_owners, plan_table
@@ -158,6 +159,7 @@ class DCTState:
             self._loss_scale,
             self.start_step,
         )
+        self._ledger.first_step = FirstStep("DCTState", names, self.settings, self._loss_scale)
         topology.open(self._ledger.run_id)
         self._buckets = Buckets(names, self.settings, topology, device)
         self._topology, self.node_group = topology, topology.node.group
@@ -188,6 +190,7 @@ class DCTState:
             self._executor.close()
             self._executor, self._ledger.submit = None, run_now
             self._topology.close()
+            self._ledger.end_first_step()
         if self._names:
             self._finish_last_step("close")
 
@@ -219,6 +222,7 @@ class DCTState:
           None before any.
         - `wire_bytes`: bytes sent per rank and compressed step, with a mesh those to other nodes.
           Messages have a fixed size, so this is the same in every step and on ranks of equal part.
+          None before any.
 
         Raises:
             ValueError: the state is not bound to a DDP yet.
@@ -246,7 +250,7 @@ class DCTState:
         """Return the entries of the last step to the residuals, for a step that you do not apply.
 
         Otherwise they would be lost: gradients of the step, and of many steps before it.
-        Call it on every rank, after the backward pass and before the next one:
+        Call it on every rank, after the backward pass and before the next one; it waits for all:
 
             norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             if not norm.isfinite():  # on all ranks, as their gradients are the same
@@ -258,12 +262,15 @@ class DCTState:
         NaN and Inf are dropped, in few bits with the 64 gradients that share a scale; with a mesh,
         so is the rest of that entry of the node's mean. If several backward passes were exchanged,
         as DDP adds them up, all of them are taken back. Called again, or after a GradScaler skipped
-        the step, it does nothing.
+        the step, it does nothing. If an exchange failed, it does not wait for other ranks.
 
         Raises:
-            ValueError: the state is not bound to a DDP yet.
-            RuntimeError: a payload was damaged.
+            ValueError: the state is not bound to a DDP yet, or ranks have taken different steps.
+            RuntimeError: a payload was damaged, or a rank did not call this within the group's
+                timeout. Nothing was taken back.
         """
+        self._require_usable("take_back")
+        self._ledger.compare_step("take_back")
         self._finish_last_step("take_back")
         self._ledger.take_back()
 

@@ -66,7 +66,7 @@ class Bucket:
     Attributes:
         transports: by name. A simulation has others.
         words: of the last exchange, on the device, for `transport.result`; the next `start`
-            overwrites them.
+            overwrites them. Empty while it is under way, and if it failed.
     """
 
     transports: Mapping[str, type[Transport]] = {
@@ -89,6 +89,7 @@ class Bucket:
             if name in states:
                 self._load(index, states[name])
         self.words: Sequence[Tensor] = ()
+        self._packed = False  # in this step
         self._first_step = step
 
     def launch(
@@ -122,10 +123,15 @@ class Bucket:
 
         Call `finish` before the next `start`, because the payload is sent from its own memory.
         """
-        self.words = ()
+        self.begin()
         with span("dct::pack"):
             self.codec.pack(buffer, inv_scale)
+        self._packed = True
         self.transport.start()
+
+    def begin(self) -> None:
+        """An exchange begins; if it fails before `start` has packed, there is nothing to return."""
+        self.words, self._packed = (), False
 
     def finish(self, out: Tensor, scale: Tensor | None = None) -> None:
         """Write the mean over the group of all ranks' payloads into `out`."""
@@ -133,7 +139,8 @@ class Bucket:
 
     def take_back(self) -> None:
         """Return the entries of the last `reduce` to the residual, for a step not applied."""
-        self.transport.take_back()
+        if self._packed:
+            self.transport.take_back()
 
     def residuals(self) -> list[Tensor]:
         """This rank's residual and, if it owns a range, its residual as the owner."""

@@ -18,6 +18,7 @@ from dct_kernels import __version__
 from .._torch import span
 from ..groups import exchange, refusing, require_same, timeout_of
 from .bucket import Bucket, StepResults, Submit, run_now
+from .first_step import FirstStep
 from .loss_scale import LossScale
 from .plan import BucketPlan, step_bytes
 from .results import RecentStats
@@ -49,6 +50,7 @@ class StepLedger:
         packed: compressed steps before the one that was begun last; negative while steps are dense.
         sent: {number: bucket} of the step, in which its buckets are entered as they are sent.
         scales: of the gradients of the step, and its inverse; None if there is none.
+        first_step: checks the first steps of optimizers; None once it has.
         submit: runs a function after the exchanges of the step so far, if they run elsewhere.
         non_finite: whether a gradient of the step that was read last was not finite.
 
@@ -74,6 +76,7 @@ class StepLedger:
         self._start_step = start_step
         self._group, self._shards, self._device = group, shards, device
         self._loss_scale = loss_scale
+        self.first_step: FirstStep | None = None
         self.submit: Submit = run_now
         self._recent = RecentStats()
         values = {"version": __version__, **to_compare, **settings.to_compare()}
@@ -105,6 +108,7 @@ class StepLedger:
         self.packed = step - self._start_step - 1
         self.sent: dict[int, Bucket] = {}
         self.scales: tuple[Tensor | None, Tensor | None] = None, None
+        self._failed = False  # whether an exchange of the step did, as if a rank was gone
         self._posted = 0  # buckets of the step whose results are posted, or read
         self._results: tuple[int, StepResults] | None = None  # posted, of the step of this number
         self._compared = False  # whether ranks resume from the same step
@@ -125,9 +129,15 @@ class StepLedger:
         self._post()
         self.require_intact()
         self._settle()
+        if self.first_step is not None and self.first_step.seen:
+            self.end_first_step()
         self._number = self.step if number is None else number
         self.scales = self._loss_scale.begin() if self._loss_scale else (None, None)
-        self.sent, self._posted = {}, 0  # those of the last step were applied, or taken back
+        self.sent, self._posted, self._failed = (
+            {},
+            0,
+            False,
+        )  # those of the last step were applied, or taken back
         self.non_finite = False
         self.packed = self.step - self._start_step
         self.step += 1
@@ -145,6 +155,20 @@ class StepLedger:
             if self._shards is not None:
                 require_same(op, self._exchange(op, values, self._shards))
             self._compared = True
+
+    def compare_step(self, op: str) -> None:
+        """Raise on every rank if they call `op` after different steps. Waits for all ranks.
+
+        Does nothing if an exchange of the step failed on this rank, as others may be gone.
+
+        Raises:
+            RuntimeError: this rank received a damaged payload.
+        """
+        self.look()
+        self.require_intact()
+        self._failed |= not all(bucket.words for bucket in self.sent.values())
+        if not self._failed:
+            require_same(op, self._exchange(op, {"step": self.step}, self._group))
 
     def end(self) -> None:
         """The backward pass has ended: read the results of the step before, and post this one's.
@@ -219,13 +243,20 @@ class StepLedger:
         while self.sent:
             self.sent.popitem()[1].take_back()
 
+    def end_first_step(self) -> None:
+        """Watch optimizers no longer."""
+        if self.first_step is not None:
+            self.first_step.close()
+            self.first_step = None
+
     def stats(self, plans: Sequence[BucketPlan]) -> dict[str, float | int | None]:
         """Means of the last 100 steps, and the bytes of a step: see `DCTState.stats`."""
+        compressed = self.packed >= 0 and self.step > self._start
         return {
             "step": self.step,
             "density": self._recent.density,
             "overflow": self._recent.overflow,
-            "wire_bytes": step_bytes(plans),
+            "wire_bytes": step_bytes(plans) if compressed else None,
         }
 
     def resume_at(self, step: int, start: int) -> None:

@@ -58,10 +58,13 @@ class LossScale:
         op: for errors.
         scaler: enabled.
         optimizers: of the parameters.
+
+    Attributes:
+        scaler: as given.
     """
 
     def __init__(self, op: str, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
-        self._op, self._scaler, self._optimizers = op, scaler, optimizers
+        self._op, self.scaler, self._optimizers = op, scaler, optimizers
         self._notes: dict[int, dict[str, Any]] | None = None  # the scaler's, of the last pass
         self._before: dict[int, object] = {}  # its stages, as the pass began
         # {id of an optimizer that stepped: whether a fused one was to skip, as the device knows}
@@ -88,12 +91,17 @@ class LossScale:
                 )
             weakref.finalize(self, optimizer.register_step_post_hook(hook).remove)
 
+    def holds(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the optimizers hold all of these parameters."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return {p for group in groups for p in group["params"]}.issuperset(parameters)
+
     def begin(self) -> tuple[Tensor | None, Tensor | None]:
         """A backward pass starts to exchange its gradients: the scale, and its inverse."""
-        self._notes = optimizer_notes(self._scaler)
+        self._notes = optimizer_notes(self.scaler)
         self._before = {key: note["stage"] for key, note in self._notes.items()}
         self._stepped = {}
-        scale = scale_of(self._scaler)
+        scale = scale_of(self.scaler)
         return scale, None if scale is None else scale.reciprocal()
 
     def skipped(self) -> bool:
@@ -112,7 +120,7 @@ class LossScale:
         stages = {key: note["stage"] for key, note in notes.items() if key in ours}
         changed = {k for k, stage in stages.items() if stage is not self._before.get(k, _READY)}
         handled = changed | self._stepped.keys()
-        updated = notes is not optimizer_notes(self._scaler)
+        updated = notes is not optimizer_notes(self.scaler)
         if not updated and (handled != ours or {*stages.values()} != {OptState.STEPPED}):
             return False
         self._notes = None
@@ -128,7 +136,7 @@ class LossScale:
 
     def _note_step(self, optimizer: Optimizer) -> None:
         """`optimizer` has stepped. A fused one may have skipped it, which only the device knows."""
-        if self._notes is not optimizer_notes(self._scaler):
+        if self._notes is not optimizer_notes(self.scaler):
             return  # the step of a later pass, of another state
         found_inf = getattr(optimizer, "found_inf", None)
         self._stepped[id(optimizer)] = _APPLIED

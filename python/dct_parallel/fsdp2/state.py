@@ -21,6 +21,7 @@ from .._torch import NO_PASS, at_end_of_backward, backward_pass, span
 from ..collectives import dense_mean
 from ..exchange.bucket import Bucket, SegmentState, parameter_stats
 from ..exchange.checkpoint import Entry, Run, Sharded, States
+from ..exchange.first_step import FirstStep
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import LossScale
 from ..exchange.plan import (
@@ -90,6 +91,8 @@ class FullyShardState:
         self._ledger = StepLedger(
             OP, world, self._device, settings, to_compare, loss_scale, start_step
         )
+        parameters = [piece.parameter for piece in self._pieces]
+        self._ledger.first_step = FirstStep(OP, parameters, settings, loss_scale)
         timeout = groups.timeout_of(world, self._device)
         self._after_step = groups.separate_group(world, self._ledger.run_id, timeout)
         self._end_group = groups.ending(self, self._after_step)
@@ -123,6 +126,7 @@ class FullyShardState:
             for unit in self._units:
                 unit.close()
             self._end_group()
+            self._ledger.end_first_step()
         self._ledger.finish()
 
     def plan(self) -> str:
@@ -139,8 +143,8 @@ class FullyShardState:
     def stats(self) -> dict[str, float | int | None]:
         """Means of the last 100 steps on this rank, and the bytes of a step; see `DCTState.stats`.
 
-        `wire_bytes`: bytes sent per rank to other replicas in a compressed step. Besides, FSDP
-        sends its own messages inside a shard group, and all ranks reduce 16 bytes.
+        `wire_bytes`: bytes sent per rank to other replicas in a compressed step; None before any.
+        Besides, FSDP sends its own messages inside a shard group, and all ranks reduce 16 bytes.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -164,8 +168,11 @@ class FullyShardState:
         were exchanged, only the last one is taken back.
 
         Raises:
-            RuntimeError: this rank received a damaged payload.
+            ValueError: ranks have taken different steps.
+            RuntimeError: this rank received a damaged payload, or a rank did not call this within
+                the timeout of all ranks. Nothing was taken back.
         """
+        self._ledger.compare_step("take_back")
         self._finish_last_step()
         self._ledger.take_back()
 

@@ -242,7 +242,7 @@ class DCTAverager(ModelAverager):
             RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
-        own = {"step": self.step, "unaveraged": self._unaveraged}
+        own = {"step": self.step, "unaveraged": self._unaveraged, "wire_bytes": self.wire_bytes}
         return {**self._ledger.stats([self._plan]), **own}
 
     @torch.no_grad()

@@ -1,0 +1,139 @@
+"""What the first step of an optimizer shows: second moments of sparse gradients, a scaler that the
+state was not given. Each warns once, at the user's line, with the line to write instead."""
+
+import gc
+import re
+import warnings
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from entry_points import Hook, Sharded
+from ranks import hooked
+
+SIZES = (300, 20)
+SPARSE = {"density": 0.05}
+POINTS = {
+    "DCTState(ddp, ": Hook,
+    "dct_fully_shard_hook(model, mesh=mesh, ": partial(Sharded, mesh=(1, 1)),
+}
+SGD, AdamW = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.1)
+
+
+def _scaler(**options):
+    return torch.amp.GradScaler("cpu", init_scale=4.0, **options)
+
+
+def _steps(point, *optimizers, scaler=None, compiled=False, steps=2):
+    """Train; return the warnings, which name a line of this file."""
+    watched = len(_global_optimizer_post_hooks)
+    calls = [optimizer.step for optimizer in optimizers]
+    if compiled:
+        calls = [torch.compile(call, backend="aot_eager") for call in calls]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            loss = point.loss(torch.linspace(step, 1, sum(SIZES)))
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            for optimizer, call in zip(optimizers, calls, strict=True):
+                call() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+    point.loss(torch.ones(sum(SIZES))).backward()
+    assert point.state._ledger.first_step is None
+    assert len(_global_optimizer_post_hooks) == watched - 1
+    ours = [warning for warning in caught if str(warning.message).startswith("DCT: ")]
+    assert all(warning.filename == __file__ for warning in ours)
+    return [str(warning.message) for warning in ours]
+
+
+@pytest.mark.parametrize("call", POINTS)
+@pytest.mark.parametrize(
+    "make, settings, warns",
+    [
+        *((AdamW, SPARSE, True), (torch.optim.RAdam, SPARSE, True)),
+        *((torch.optim.Adamax, SPARSE, True), (torch.optim.RMSprop, SPARSE, True)),
+        *((torch.optim.Adadelta, SPARSE, True), (torch.optim.Adafactor, SPARSE, True)),
+        *((AdamW, {"density": 1, "format": name}, False) for name in ("int4", "bfloat16")),
+        *((partial(SGD, momentum=0.9), SPARSE, False), (torch.optim.Adagrad, SPARSE, False)),
+    ],
+)
+def test_second_moments_of_sparse_gradients(one_rank, call, make, settings, warns):
+    point = POINTS[call](SIZES, **settings)
+    optimizer = make(point.parameters)
+    texts = _steps(point, optimizer)
+    assert len(texts) == warns
+    for text in texts:
+        assert text.startswith(f"DCT: {type(optimizer).__name__} divides by second moments")
+        assert text.endswith(f'write {call}format="int4").')
+
+
+SCALERS = [  # the scaler that the state has, the one that steps, the warning
+    (None, {}, "a GradScaler that was not passed .* Write {}grad_scaler=scaler, optimizer=optimi"),
+    ({}, {}, "a GradScaler that was not passed as grad_scaler"),
+    (None, {"enabled": False}, None),
+    ("same", {}, None),
+]
+
+
+@pytest.mark.parametrize("call", POINTS)
+@pytest.mark.parametrize("given, steps, expected", SCALERS)
+def test_a_scaler_that_was_not_passed(one_rank, call, given, steps, expected):
+    scaler, settings = _scaler(**steps), {"density": 1, "format": "int4"}
+    if given is not None:
+        settings["grad_scaler"] = scaler if given == "same" else _scaler()
+    point = POINTS[call](SIZES, **settings)
+    texts = _steps(point, point.optimizer, scaler=scaler)
+    assert len(texts) == (expected is not None)
+    for text in texts:
+        assert re.search(expected.format(re.escape(call)), text)
+
+
+@pytest.mark.parametrize("listed", [1, 2])
+def test_an_optimizer_that_was_not_passed(one_rank, listed):
+    """Every optimizer of the first step is checked; one that shares listed parameters is fine."""
+    scaler, point = _scaler(), Hook(SIZES, **SPARSE)
+    point.state.close()
+    optimizers = [SGD([parameter]) for parameter in point.parameters]
+    options = {"grad_scaler": scaler, "optimizer": optimizers[:listed]}
+    point.model = DistributedDataParallel(point.model.module)
+    point.model, point.state = hooked(point.model, density=0.05, **options)
+    texts = _steps(point, *optimizers, SGD(point.parameters[:1]), scaler=scaler)
+    assert len(texts) == 2 - listed
+    for text in texts:
+        assert "SGD holds averaged parameters, but was not passed as optimizer: " in text
+        line = "DCTState(ddp, grad_scaler=scaler, optimizer=[...]), with all optimizers of these"
+        assert line in text
+
+
+def test_a_compiled_step_and_one_without_gradients(one_rank):
+    """The check is no part of what is compiled, and waits for gradients."""
+    point = Hook(SIZES, **SPARSE)
+    optimizer = AdamW(point.parameters, foreach=True)
+    optimizer.step()
+    assert len(_steps(point, optimizer, compiled=True)) == 1
+
+
+def test_an_optimizer_in_the_backward_pass(one_rank):
+    point = Hook(SIZES, **SPARSE)
+    own = {p: AdamW([p]) for p in point.parameters}
+    for parameter in own:
+        parameter.register_post_accumulate_grad_hook(lambda p: own[p].step())
+    assert len(_steps(point)) == 1
+
+
+def test_a_check_that_waits_refers_to_nothing_of_the_user(one_rank):
+    """No weak reference, which would refuse torch.utils.swap_tensors; and a state can end."""
+    point = Hook(SIZES, **SPARSE)
+    parameters, alive = point.parameters, weakref.ref(point.state._ledger.first_step)
+    assert not any(map(weakref.getweakrefs, parameters))
+    del point
+    gc.collect()
+    assert alive() is None
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    AdamW(parameters).step()
