@@ -6,7 +6,7 @@ notified: they fail when this rank exits, or when the process group times out.
 """
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -130,24 +130,33 @@ class StepLedger:
             self.end_first_step()
         self._number = self.step if number is None else number
         self.scales = self._loss_scale.begin() if self._loss_scale else (None, None)
-        self.sent, self._posted, self._failed = {}, 0, False  # those of the last step were applied, or taken back
+        self.sent, self._posted, self._failed = (
+            {},
+            0,
+            False,
+        )  # those of the last step were applied, or taken back
         self.non_finite = False
         self.packed = self.step - self._start_step
         self.step += 1
 
-    def compare(self) -> None:
+    def compare(self, note: Callable[[], int] = int) -> list[int]:
         """Raise on every rank if they do not resume from the same step of the same run.
 
-        Only the first time, and after a load: then it waits for all ranks, to the group's timeout.
+        Only the first time, and after a load: then it waits for all ranks, to the group's timeout,
+        and returns the result of `note` on every rank of the group; otherwise [].
         """
+        notes: list[int] = []
         if not self._compared:
             values = {"checkpoint": self._checkpoint, "run_id": self.run_id, "step": self._start}
             op = "load_state_dict"
             with refusing(op, self._shards):
-                require_same(op, self._exchange(op, values, self._group))
+                everyone = self._exchange(op, {**values, "note": note()}, self._group)
+                notes = [values.pop("note") for values in everyone.values()]
+                require_same(op, everyone)
             if self._shards is not None:
                 require_same(op, self._exchange(op, values, self._shards))
             self._compared = True
+        return notes
 
     def compare_step(self, op: str) -> None:
         """Raise on every rank if they call `op` after different steps. Waits for all ranks.
