@@ -130,12 +130,8 @@ class StepLedger:
             self.end_first_step()
         self._number = self.step if number is None else number
         self.scales = self._loss_scale.begin() if self._loss_scale else (None, None)
-        self.sent, self._posted, self._failed = (
-            {},
-            0,
-            False,
-        )  # those of the last step were applied, or taken back
-        self.non_finite = False
+        self.sent, self._posted = {}, 0  # those of the last step were applied, or taken back
+        self._failed = self.non_finite = False
         self.packed = self.step - self._start_step
         self.step += 1
 
