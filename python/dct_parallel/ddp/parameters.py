@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
-from .._torch import comm_hook_states
 from ..exchange.plan import unwrapped
 
 
@@ -41,11 +40,6 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
 def device_of(names: dict[Parameter, str]) -> torch.device:
     """The device of the parameters; DDP has at least one."""
     return next(iter(names)).device
-
-
-def has_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a hook is registered with this DDP. A copy of it has the record, but no hook."""
-    return any(not getattr(state, "copied", False) for state in comm_hook_states(ddp))
 
 
 def to_logical(flat: Tensor, parameter: Tensor) -> Tensor:

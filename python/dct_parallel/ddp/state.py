@@ -29,7 +29,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
-from .._torch import NO_PASS, at_end_of_backward, backward_pass, current_node
+from .._torch import (
+    NO_PASS,
+    at_end_of_backward,
+    backward_pass,
+    comm_hook_states,
+    current_node,
+)
 from ..compressor import warn_of_eager
 from ..exchange.bucket import Complete, parameter_stats, run_now
 from ..exchange.checkpoint import Flat, Run
@@ -42,7 +48,7 @@ from ..groups import refusing
 from .buckets import Buckets, reduce_parts
 from .executors import Executor, Start, executor_for
 from .node import Topology
-from .parameters import device_of, has_hook, named_parameters
+from .parameters import device_of, named_parameters
 
 
 class DCTState:
@@ -406,13 +412,16 @@ class DCTState:
 
     def _warn_if_unused(self) -> None:
         ddp = self._ddp()
-        if self._warned or ddp is None or has_hook(ddp):
+        if self._warned or ddp is None:
+            return
+        states = comm_hook_states(ddp)  # of a copied DDP copies, whose hooks are not called
+        if any(state is self or not isinstance(state, DCTState) for state in states):
             return
         if any(parameter.grad is not None for parameter in self._names):
             self._warned = True
             warnings.warn(
-                "DCT: there are gradients, but no hook is registered with the DDP of this state, "
-                "so they were not compressed: call ddp.register_comm_hook(state, dct_hook).",
+                "DCT: there are gradients, but no hook is registered with the DDP for this state, "
+                "so it did not compress them: call ddp.register_comm_hook(state, dct_hook).",
                 stacklevel=4,
             )
 
