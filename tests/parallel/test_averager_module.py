@@ -1,7 +1,9 @@
 """DCTAverager: modules and settings that it takes, and those that it refuses."""
 
+import contextlib
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 
 from averaged import train, uneven
 from dct_parallel import DCTAverager
-from ranks import assert_same, batch, entry, on_ranks, train_step, weights
+from ranks import assert_same, batch, entry, on_ranks, shorten_timeouts, train_step, weights
 
 
 @on_ranks(2)
@@ -49,7 +51,7 @@ def test_a_parameter_may_have_strides(one_rank):
 def test_ddp_is_refused(one_rank):
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
     for module in (model, nn.Sequential(nn.ReLU(), model)):
-        text = "dct::DCTAverager: module must be without DistributedDataParallel, .*, got "
+        text = "module must be trained without DistributedDataParallel, which averages all .*got "
         with pytest.raises(TypeError, match=text + type(module).__name__):
             DCTAverager(module)
 
@@ -162,3 +164,46 @@ def test_a_weight_that_is_not_trained_stays_out(one_rank):
     model.bias.requires_grad_(False)
     averager = DCTAverager(model, density=1, period=1)
     assert list(entry(averager.state_dict())["parameters"]) == ["weight"]
+
+
+@on_ranks(2)
+def test_gradients_that_are_still_averaged_warn_once(rank):
+    """Not under no_sync, nor where a rank has no gradients."""
+    for equal, sync, missing in [
+        *((False, True, False), (True, False, False)),  # a DDP that averages, and equal data
+        *((False, False, False), (True, False, True)),
+    ]:
+        model = nn.parallel.DistributedDataParallel(uneven())
+        averager = DCTAverager(model.module, period=1)
+        x, _ = batch(0, 0 if equal else rank, 32)
+        with contextlib.nullcontext() if sync else model.no_sync():
+            model(x).sum().backward()
+        if missing and rank:
+            model.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                averager.average_parameters()
+        texts = [str(warning.message) for warning in caught]
+        if (equal or sync) and not missing:
+            (text,) = texts
+            assert text.startswith("DCT: gradients are the same on all ranks, so every rank reads")
+            assert text.endswith("train the module itself, or under ddp.no_sync().")
+            assert caught[0].filename == __file__
+        else:
+            assert not texts
+
+
+@on_ranks(2)
+def test_a_flush_of_one_rank_alone_raises(rank):
+    model = nn.ParameterList([torch.full((300,), float(rank))])
+    averager = DCTAverager(model, period=1)
+    averager.flush()
+    with torch.no_grad():
+        model[0] += rank + 1
+    shorten_timeouts(1)
+    if rank == 0:
+        text = "dct::flush: every rank must do the same within 1 s, got nothing from rank 1"
+        with pytest.raises(RuntimeError, match=text):
+            averager.flush()
+    assert torch.equal(weights(model), torch.full((300,), rank + 1.0))

@@ -159,6 +159,9 @@ def test_a_state_that_was_not_registered_warns_once_there_are_gradients(rank):
     late = DCTState(model)
     model.register_comm_hook(late, dct_hook)
     late.state_dict()
+    second = DCTState(model)  # the one that is registered is not this one
+    with pytest.warns(UserWarning, match=r"no hook is registered .* for this state"):
+        second.stats()
 
 
 @pytest.mark.parametrize("make", [Hook, partial(Sharded, mesh=(1, 1))])

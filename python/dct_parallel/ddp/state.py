@@ -405,15 +405,15 @@ class DCTState:
         self._ledger.finish()
 
     def _warn_if_unused(self) -> None:
-        # A copied DDP has a list of hooks with copied states, but no hook is called.
-        registered = any(not getattr(state, "copied", False) for _, state in self._hooks)
+        # A copied DDP has copies of states, whose hooks are not called.
+        registered = any(s is self or not isinstance(s, DCTState) for _, s in self._hooks)
         if self._warned or registered:
             return
         if any(parameter.grad is not None for parameter in self._names):
             self._warned = True
             warnings.warn(
-                "DCT: there are gradients, but no hook is registered with the DDP of this state, "
-                "so they were not compressed: call ddp.register_comm_hook(state, dct_hook).",
+                "DCT: there are gradients, but no hook is registered with the DDP for this state, "
+                "so it did not compress them: call ddp.register_comm_hook(state, dct_hook).",
                 stacklevel=4,
             )
 

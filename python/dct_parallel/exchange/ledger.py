@@ -6,7 +6,7 @@ notified: they fail when this rank exits, or when the process group times out.
 """
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,28 +133,29 @@ class StepLedger:
             self.end_first_step()
         self._number = self.step if number is None else number
         self.scales = self._loss_scale.begin() if self._loss_scale else (None, None)
-        self.sent, self._posted, self._failed = (
-            {},
-            0,
-            False,
-        )  # those of the last step were applied, or taken back
-        self.non_finite = False
+        self.sent, self._posted = {}, 0  # those of the last step were applied, or taken back
+        self._failed = self.non_finite = False
         self.packed = self.step - self._start_step
         self.step += 1
 
-    def compare(self, op: str) -> None:
+    def compare(self, op: str, note: Callable[[], int] = int) -> list[int]:
         """Raise on every rank if they do not resume from the same step of the same run.
 
         Only the first time, and after `load` or `resume_at`: then it waits for all ranks, up to the
-        group's timeout. Errors call it `op`, which every rank must have called.
+        group's timeout, and returns the result of `note` on every rank of the group; otherwise [].
+        Errors call it `op`, which every rank must have called.
         """
+        notes: list[int] = []
         if not self._compared:
             values = {"checkpoint": self._checkpoint, "run_id": self.run_id, "step": self._start}
             with refusing(op, self._shards):
-                require_same(op, self._exchange(op, values, self._group))
+                everyone = self._exchange(op, {**values, "note": note()}, self._group)
+                notes = [values.pop("note") for values in everyone.values()]
+                require_same(op, everyone)
             if self._shards is not None:
                 require_same(op, self._exchange(op, values, self._shards))
             self._compared = True
+        return notes
 
     def compare_step(self, op: str) -> None:
         """Raise on every rank if they call `op` after different steps. Waits for all ranks.

@@ -23,6 +23,7 @@ from ..exchange.plan import (
 )
 from ..exchange.settings import Settings
 from ..groups import refusing
+from ..user_warnings import warn_user
 from .weights import FlatWeights, shard_groups
 
 _OP = "DCTAverager"
@@ -194,7 +195,9 @@ class DCTAverager(ModelAverager):
         element.
 
         Raises:
-            ValueError: ranks do not resume from the same step, after a load.
+            ValueError: ranks do not resume from the same step, after a load, or have averaged a
+                different number of times.
+            RuntimeError: a rank did not call this within the group's timeout. Nothing has changed.
             ValueError: different parameters of this rank require grad than when this was made.
                 Other ranks raise at the group's timeout.
             RuntimeError: a rank has NaN or infinite weights, or a mean overflows. Every rank
@@ -202,7 +205,8 @@ class DCTAverager(ModelAverager):
         """
         self._ledger.require_intact()
         self._weights.require_same("flush")
-        self._ledger.compare("flush")
+        self._compare("flush")
+        self._ledger.compare_step("flush")
         pending = self._weights.change_from(self._start(self._base))
         self._bucket.add_pending(pending)
         with self._collective("flush"):
@@ -321,6 +325,7 @@ class DCTAverager(ModelAverager):
     def _average(self) -> None:
         """Exchange the changes of the weights. If that fails, undo it."""
         moved = self._weights.change_from(self._start(self._base))
+        self._compare("average_parameters")
         self._ledger.begin("average_parameters", self.step // self.period)
         base = None
         try:
@@ -345,6 +350,16 @@ class DCTAverager(ModelAverager):
         self._base = base
         self._weights.write(start)
         self._unaveraged = 0
+
+    def _compare(self, op: str) -> None:
+        """As `StepLedger.compare`; warn if a DDP, say, still averages gradients."""
+        digests = self._ledger.compare(op, self._weights.gradient_digest)
+        if len(digests) > 1 and set(digests) == {digests[0]} != {0}:
+            warn_user(
+                "DCT: gradients are the same on all ranks, so every rank reads the same data, or "
+                "DistributedDataParallel still averages gradients and nothing is saved: train the "
+                "module itself, or under ddp.no_sync()."
+            )
 
     def _start(self, base: Tensor) -> Tensor:
         """The weights of this rank after an averaging: the base, plus the residual if ahead."""

@@ -15,6 +15,8 @@ from dct_kernels import checks
 from ..exchange.checkpoint import WHOLE
 from ..exchange.plan import describe, unwrapped
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor."""
@@ -122,8 +124,10 @@ class FlatWeights:
             raise TypeError(f"dct::{op}: module must be an nn.Module, got {type(module).__name__}")
         if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
             raise TypeError(
-                f"dct::{op}: module must be without DistributedDataParallel, which averages all "
-                f"gradients (pass ddp.module), got {type(module).__name__}"
+                f"dct::{op}: module must be trained without DistributedDataParallel, which "
+                "averages all gradients (do not wrap it: train the module itself; if a framework "
+                "wraps it, train under ddp.no_sync() and pass ddp.module), got "
+                f"{type(module).__name__}"
             )
         self._module = module
         self.shard, self.shard_group = WHOLE, None
@@ -204,6 +208,12 @@ class FlatWeights:
             whole = own.float()
             torch.sub(whole, of_base.to(own.dtype).view_as(whole), out=part.view_as(whole))
         return moved
+
+    def gradient_digest(self) -> int:
+        """The sum of the bits of this rank's gradients, as integers; 0 without any."""
+        grads = [local(p.grad) for p in self.names if p.grad is not None and not p.grad.is_sparse]
+        bits = [grad.view(_INTEGERS[grad.itemsize]).sum(dtype=torch.int64) for grad in grads]
+        return int(torch.stack(bits).sum()) if bits else 0
 
     def is_representable(self, flat: Tensor) -> Tensor:
         """For each element of `flat`, whether it is finite in the dtype of its parameter."""
