@@ -162,7 +162,7 @@ def test_replicas_stay_bitwise_equal(rank):
     mesh = shard_mesh()
     model = _wrap(mlp(), mesh)
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.05)
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.01)
     start = _weights(model)
     for step in range(8):
         if step < 3:
