@@ -109,7 +109,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default="data",
         help="data: every rank has all weights. hybrid: every rank has the MLPs and a share of the "
         "embedding tables; ranks exchange embeddings and their gradients. columns: every rank has "
-        "its columns of the top MLP's hidden layers, and all other weights; ranks exchange features",
+        "its columns of the top MLP's hidden layers, and every other weight; ranks exchange "
+        "features",
     )
     add(
         "--modes",
@@ -148,8 +149,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--row-format",
         type=names(ROW_FORMATS, 2),
         metavar="FORMAT[,BACKWARD]",
-        help="hybrid, columns, DCT: instead, send every entry of a row in one number format, of its "
-        f"gradient in the same or another; from {', '.join(ROW_FORMATS)}",
+        help="hybrid, columns, DCT: instead, send every entry of a row in one number format, and of "
+        f"its gradient in the same or another; from {', '.join(ROW_FORMATS)}",
     )
     add(
         "--dedup",

@@ -130,7 +130,10 @@ REFUSED = [
     (["--hash-size", "1"], "argument --hash-size: must be an integer in [2, 2^31), got '1'"),
     (["--modes", "dtc"], "argument --modes: must be 1 to 4 of dense, bf16, powersgd, dct, joined"),
     (["--row-format", "int4,int3"], "argument --row-format: must be 1 to 2 of float32, bfloat16"),
-    (["--row-format", "int4"], "--row-format must come with --parallel hybrid or columns, got data"),
+    (
+        ["--row-format", "int4"],
+        "--row-format must come with --parallel hybrid or columns, got data",
+    ),
     (["--dedup"], "--dedup must come with --parallel hybrid, got data"),
     (["--refresh-every", "9"], "--refresh-every must come with --policy fixed, got fresh"),
     (["--density", "0.1", "--format", "int4"], "--density must come with --format float32 or bf"),

@@ -1,6 +1,5 @@
 """A DLRM whose top MLP is cut by columns: every rank has a part of each hidden layer's features."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
