@@ -149,8 +149,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--row-format",
         type=names(ROW_FORMATS, 2),
         metavar="FORMAT[,BACKWARD]",
-        help="hybrid, columns, DCT: instead, send every entry of a row in one number format, and of "
-        f"its gradient in the same or another; from {', '.join(ROW_FORMATS)}",
+        help="hybrid, columns, DCT: instead, send every entry of a row in one number format, and "
+        f"of its gradient in the same or another; from {', '.join(ROW_FORMATS)}",
     )
     add(
         "--dedup",
