@@ -11,9 +11,10 @@ from programs import ROOT
 from bench.experiments import paper
 
 PAGE = (ROOT / "docs/results/paper.md").read_text()
+GUIDE = (ROOT / "docs/guide/paper.md").read_text()
 COMMANDS = [
     shlex.split(command, comments=True)
-    for command in re.findall(r"^python -m bench\.experiments\.paper (.*)$", PAGE, re.M)
+    for command in re.findall(r"^python -m bench\.experiments\.paper(.*)$", GUIDE, re.M)
 ]
 TINY = ["--rows", "1500", "--seeds", "1"]
 
