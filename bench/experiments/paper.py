@@ -34,21 +34,23 @@ FIXED = f"{FRESH} --policy fixed --refresh-every 1000"
 ROWS = f"{FRESH} --format float32 --density 1"  # gradients are not compressed
 # Options of train_dlrm.py: of each cut, and of its settings.
 PARALLEL = {"gradients": "data", "rows": "hybrid", "columns": "columns"}
+FEW_ENTRIES_OR_BITS = {
+    "10 %": f"{ROWS} --row-density 0.1",
+    "5 %": f"{ROWS} --row-density 0.05",
+    "int4": f"{ROWS} --row-format int4",
+}
 SETTINGS: dict[str, dict[str, str]] = {
     "gradients": {
         f"{policy}, {percent} %": f"{given} --density {percent / 100}"
         for policy, given in (("fixed", FIXED), ("fresh", FRESH))
         for percent in (5, 1, 0.5)
     },
-    "columns": {
-        "10 %": f"{ROWS} --row-density 0.1",
-        "5 %": f"{ROWS} --row-density 0.05",
-        "int4": f"{ROWS} --row-format int4",
+    "rows": FEW_ENTRIES_OR_BITS
+    | {
+        "5 %; gradients fixed, 0.5 %": f"{FIXED} --density 0.005 --row-density 0.05",
+        "int4; gradients fresh, 0.5 %": f"{FRESH} --density 0.005 --row-format int4",
     },
-}
-SETTINGS["rows"] = SETTINGS["columns"] | {
-    "5 %; gradients fixed, 0.5 %": f"{FIXED} --density 0.005 --row-density 0.05",
-    "int4; gradients fresh, 0.5 %": f"{FRESH} --density 0.005 --row-format int4",
+    "columns": FEW_ENTRIES_OR_BITS | {"int8": f"{ROWS} --row-format int8"},
 }
 
 
