@@ -9,10 +9,11 @@ uses row-wise AdaGrad for the tables (with --table-lr) and Adam for the MLPs.
 
 The learning rate follows a cosine to 0, after a rise over the first 50 steps of a transformer.
 
-Methods: dense (float32), bf16, dct:D% and reduce_scatter:D% (DCTState; D is the percentage of
-entries sent), int8, int4 and ternary (DCTState with every entry in that format). local:D%xH and
-local-FORMAT:xH are DCTAverager with period H, and ahead:D% is DCTAverager(period=1,
-step_ahead=True). All but dense, bf16 and reduce_scatter also take ",transport=reduce_scatter".
+Methods: dense (float32), bf16, powersgd4, powersgd8 and powersgd16 (PowerSGD of that rank, after a
+tenth of the steps), dct:D% and reduce_scatter:D% (DCTState; D is the percentage of entries sent),
+int8, int4 and ternary (DCTState with every entry in that format). local:D%xH and local-FORMAT:xH
+are DCTAverager with period H, and ahead:D% is DCTAverager(period=1, step_ahead=True). All but
+dense, bf16, powersgd and reduce_scatter also take ",transport=reduce_scatter".
 
 All ranks are simulated in one process with the bits of real ranks. Bytes are what a rank sends,
 computed from the message sizes.
@@ -93,6 +94,8 @@ def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) 
     model = task.model(run["seed"])
     batches = [task.batches(run["seed"], rank, options.ranks) for rank in range(options.ranks)]
     make = dp_methods.method(run["method"])
+    if make.func is dp_ranks.PowerSGD:
+        make = partial(make, start=max(dp_ranks.START_STEP, options.steps // 10))
     warmup = max(1, problem.warmup)
     parts = [
         (1 + math.cos(math.pi * step / options.steps)) / 2 * min(1, (step + 1) / warmup)

@@ -15,6 +15,7 @@ METHODS: dict[str, tuple[str, partial]] = {
     "dense": ("", partial(dp_ranks.Dense, dtype=torch.float32)),
     "bf16": ("", partial(dp_ranks.Dense, dtype=torch.bfloat16)),
     "dct": ("D%", partial(dp_ranks.DCT)),
+    **{f"powersgd{n}": ("", partial(dp_ranks.PowerSGD, rank=n)) for n in (4, 8, 16)},
     "reduce_scatter": ("D%", partial(dp_ranks.DCT, transport="reduce_scatter")),
     "local": ("D%xH", partial(dp_local.Local)),
     "ahead": ("D%", partial(dp_local.Local, period=1, step_ahead=True)),
@@ -48,7 +49,7 @@ def method(name: str) -> partial:
     if period is not None:
         made = partial(made, period=int(period))
     if name.endswith(TRANSPORT):
-        if made.func is dp_ranks.Dense or "transport" in made.keywords:
+        if made.func in (dp_ranks.Dense, dp_ranks.PowerSGD) or "transport" in made.keywords:
             raise argparse.ArgumentTypeError(f"must be {kind} without a transport, got {name!r}")
         made = partial(made, transport="reduce_scatter")
     return made

@@ -8,6 +8,7 @@ bit (tests/bench/test_dp_density.py).
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,10 +33,10 @@ class Dense(Counts):
     """The ranks' gradients by all-reduce in `dtype`.
 
     Args:
-        sizes: of the parameters, in the order of the flat gradients.
+        shapes: of the parameters, in the order of the flat gradients.
     """
 
-    def __init__(self, sizes: Sequence[int], ranks: int, dtype: torch.dtype) -> None:
+    def __init__(self, shapes: Sequence[torch.Size], ranks: int, dtype: torch.dtype) -> None:
         self.ranks, self.dtype = ranks, dtype
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor:
@@ -50,13 +51,14 @@ class DCT(Dense):
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        shapes: Sequence[torch.Size],
         ranks: int,
         density: float,
         format: str = "bfloat16",
         transport: str = "all_gather",
     ) -> None:
-        super().__init__(sizes, ranks, torch.bfloat16)
+        super().__init__(shapes, ranks, torch.bfloat16)
+        sizes = [shape.numel() for shape in shapes]
         self.buckets = Buckets(sizes, ranks, density, format, transport)
         self.step = 0
 
@@ -65,6 +67,49 @@ class DCT(Dense):
         if self.step <= START_STEP:
             return super().__call__(grads)
         return self.exchange(self.buckets, grads)
+
+
+class PowerSGD(Dense):
+    """PowerSGD (arXiv 1905.13727) as torch's hook has it, of a rank above 2.
+
+    A matrix is compressed where this halves its elements at least. The rest is averaged in float32,
+    and everything is before step `start`.
+    """
+
+    def __init__(
+        self, shapes: Sequence[torch.Size], ranks: int, rank: int, start: int = START_STEP
+    ) -> None:
+        super().__init__(shapes, ranks, torch.float32)
+        self.shapes, self.start, self.step = shapes, start, 0
+        self.sizes = [shape.numel() for shape in shapes]
+        self.residuals = [torch.zeros(sum(self.sizes)) for _ in range(ranks)]
+        # The hook's random values: it takes matrices of one shape together.
+        generator = torch.Generator().manual_seed(np.random.RandomState(0).randint(1_000_000_000))
+        self.q: dict[int, Tensor] = {}  # of matrices that are compressed
+        for index in sorted(range(len(shapes)), key=lambda index: shapes.index(shapes[index])):
+            rows, columns = shapes[index][0], self.sizes[index] // shapes[index][0]
+            least = min(rows, columns, rank)
+            if 2 * (rows + columns) * least < self.sizes[index]:
+                self.q[index] = torch.randn(columns, least, generator=generator)
+
+    def __call__(self, grads: Sequence[Tensor]) -> Tensor:
+        self.step += 1
+        if self.step <= self.start:
+            return super().__call__(grads)
+        pending = [left + grad for left, grad in zip(self.residuals, grads, strict=True)]
+        parts = zip(*(tensor.split(self.sizes) for tensor in pending), strict=True)
+        mean = torch.cat([self._mean(index, each) for index, each in enumerate(parts)])
+        self.residuals = [tensor - mean for tensor in pending]
+        return mean
+
+    def _mean(self, index: int, parts: Sequence[Tensor]) -> Tensor:
+        if index not in self.q:
+            return super().__call__(parts)
+        matrices = [part.view(self.shapes[index][0], -1) for part in parts]
+        q, _ = torch.linalg.qr(self.q[index])
+        p, _ = torch.linalg.qr(super().__call__([matrix @ q for matrix in matrices]))
+        self.q[index] = super().__call__([matrix.t() @ p for matrix in matrices])
+        return (p @ self.q[index].t()).flatten()
 
 
 def finishing_order(model: nn.Module, loss: Tensor) -> list[nn.Parameter]:
@@ -82,7 +127,7 @@ def train(
     model: nn.Module,
     loss_of: Callable[[nn.Module, object], Tensor],
     batches: Sequence[Iterator],
-    make_exchange: Callable[[Sequence[int], int], Dense],
+    make_exchange: Callable[[Sequence[torch.Size], int], Dense],
     step_weights: Callable[[int], None],
     steps: int,
 ) -> Iterator[tuple[float, Counts]]:
@@ -92,14 +137,13 @@ def train(
         model: trained in place.
         loss_of: of the model and a batch.
         batches: of every rank.
-        make_exchange: of the sizes of the parameters and the number of ranks.
+        make_exchange: of the shapes of the parameters and the number of ranks.
         step_weights: called with the step's number once gradients are there.
     """
     first = [next(own) for own in batches]
     order = finishing_order(model, loss_of(model, first[0]))
-    sizes = [parameter.numel() for parameter in order]
-    exchange = make_exchange(sizes, len(batches))
-    grads = torch.zeros(len(batches), sum(sizes))
+    exchange = make_exchange([parameter.shape for parameter in order], len(batches))
+    grads = torch.zeros(len(batches), sum(parameter.numel() for parameter in order))
     for step in range(steps):
         losses = []
         for rank, own in enumerate(batches):

@@ -30,8 +30,8 @@ examples:
 """
 # Options that would do nothing: (option, option that it needs, values that it needs, or a default).
 NEEDS = (
-    ("row_format", "parallel", ("hybrid",), None),
-    ("row_density", "parallel", ("hybrid",), 0.05),
+    ("row_format", "parallel", ("hybrid", "columns"), None),
+    ("row_density", "parallel", ("hybrid", "columns"), 0.05),
     ("dedup", "parallel", ("hybrid",), False),
     ("refresh_every", "policy", ("fixed",), 1000),
     ("density", "format", tuple(name for name in FORMATS if name not in FEW_BITS), 0.005),
@@ -105,10 +105,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=count, default=1, help="runs per mode, with seeds 0 ... SEEDS-1")
     add(
         "--parallel",
-        choices=("data", "hybrid"),
+        choices=("data", "hybrid", "columns"),
         default="data",
         help="data: every rank has all weights. hybrid: every rank has the MLPs and a share of the "
-        "embedding tables; ranks exchange embeddings and their gradients",
+        "embedding tables; ranks exchange embeddings and their gradients. columns: every rank has "
+        "its columns of the top MLP's hidden layers, and every other weight; ranks exchange "
+        "features",
     )
     add(
         "--modes",
@@ -116,7 +118,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default="dense,dct",
         help=f"some of {','.join(MODES)}: gradients by float32 all-reduce, bfloat16 all-reduce, "
         f"PowerSGD of rank 1, or DCT. The last two compress from step {START_STEP} on. Rows of "
-        "--parallel hybrid are float32, bfloat16, float32, or as the options say",
+        "other --parallel are float32, bfloat16, float32, or as the options say",
     )
     add(
         "--density",
@@ -140,15 +142,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     rows.add_argument(
         "--row-density",
         type=fraction,
-        help="hybrid, DCT: fraction of the entries of each embedding, and of its gradient, that is "
-        "sent in bfloat16, rounded up (default: 0.05)",
+        help="hybrid, columns, DCT: fraction of the entries of each row, and of its gradient, that "
+        "is sent in bfloat16, rounded up (default: 0.05)",
     )
     rows.add_argument(
         "--row-format",
         type=names(ROW_FORMATS, 2),
         metavar="FORMAT[,BACKWARD]",
-        help="hybrid, DCT: instead, send every entry of an embedding in one number format, of its "
-        f"gradient in the same or another; from {', '.join(ROW_FORMATS)}",
+        help="hybrid, columns, DCT: instead, send every entry of a row in one number format, and "
+        f"of its gradient in the same or another; from {', '.join(ROW_FORMATS)}",
     )
     add(
         "--dedup",

@@ -16,8 +16,9 @@ from dct_embeddings import plan_shards
 
 from .data.dataset import Dataset, batches
 from .errors import UsageError
+from .models.columns import ColumnsDLRM
 from .models.dlrm import BOTTOM, DLRM, TOP
-from .models.row_exchange import row_exchange
+from .models.row_exchange import row_format, rows_in
 from .models.sharded import ShardedDLRM
 from .modes import MODES, START_STEP
 from .ranks import from_all_ranks
@@ -76,7 +77,7 @@ def run(
     """Train and test. Collective: every rank passes the same arguments except for its own rows.
 
     Runs of one seed start from the same weights and see the same batches, in every mode and with
-    both values of --parallel.
+    every value of --parallel.
 
     Raises:
         UsageError: the run has too few steps, or the loss became infinite or NaN.
@@ -93,10 +94,15 @@ def run(
     if options.parallel == "data":
         model = ddp = replicated(model)
     else:
-        plan = plan_shards(data.tables, dist.get_world_size())
-        model = ShardedDLRM(model, plan, row_exchange(mode, options), options.dedup)
+        format = row_format(mode, options)
+        if options.parallel == "columns":
+            model = ColumnsDLRM(model, format)
+            groups = {"rows": model.rows_group}
+        else:
+            plan = plan_shards(data.tables, dist.get_world_size())
+            model = ShardedDLRM(model, plan, rows_in(format), options.dedup)
+            groups = {"ids": model.ids_group, "rows": model.rows_group}
         ddp = model.mlps = replicated(model.mlps)
-        groups = {"ids": model.ids_group, "rows": model.rows_group}
     state = MODES[mode](ddp, options)
     steps = batches(data, options.batch_size, seed)
     record = train(model, make_optimizers(model, options), steps, groups, on_step)
@@ -106,7 +112,7 @@ def run(
         state.close()
     weights = hashlib.sha256("".join(from_all_ranks(digest(model))).encode()).hexdigest()
     result = Run(seed, evaluate(model, data.test, data.train), record, density, weights)
-    if isinstance(model, ShardedDLRM):
+    if isinstance(model, (ShardedDLRM, ColumnsDLRM)):
         model.close()
     return result
 

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bench.cli import UsageError
@@ -57,6 +58,23 @@ class Task:
 
 def _optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _power_sgd(rank, width, matrix_rank):
+    """Weights after some steps of torch's PowerSGD hook on two real ranks."""
+    task = Task(width)
+    module = task.model(0)
+    model = DDP(module, bucket_cap_mb=1024)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=matrix_rank, start_powerSGD_iter=2
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = _optimizer(model)
+    for batch in itertools.islice(task.batches(0, rank, 2), STEPS):
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
+    return module.state_dict()
 
 
 def _real(rank, width, ranks, names):
@@ -118,9 +136,19 @@ def test_simulated_ranks_are_real_ones(one_thread, ranks, width, names):
             assert torch.equal(weight, real[name][key]), (name, key)
 
 
+def test_power_sgd_is_torchs(one_thread):
+    real = run_ranks(_power_sgd, 2, 48, 4)[0]
+    simulated = _simulated(Task(48), dp_methods.method("powersgd4"), 2)
+    dense = _simulated(Task(48), dp_methods.method("dense"), 2)
+    for key, weight in simulated.items():
+        torch.testing.assert_close(weight, real[key], rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(simulated["out.weight"], dense["out.weight"], rtol=1e-3)
+
+
 WRONG = "int5 dct dct:1 dct:0% dct:101% reduce_scatter:x% bf16:1% dct:1%x2 local:1% local:1%x0 "
 WRONG += "local-int8:10%x10 dct:1%,decay=0.9 reduce_scatter:1%,transport=reduce_scatter "
-WRONG += "dense,transport=reduce_scatter int4,transport=all_to_all"
+WRONG += "powersgd4,transport=reduce_scatter powersgd2 dense,transport=reduce_scatter "
+WRONG += "int4,transport=all_to_all"
 
 
 @pytest.mark.parametrize("name", WRONG.split())

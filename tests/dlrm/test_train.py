@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import subprocess
 import sys
 from itertools import pairwise
@@ -105,6 +106,23 @@ def test_hybrid_on_a_file_and_its_bytes(tmp_path):
     assert dct["gradients"] < 0.01 * dense["gradients"]
 
 
+def test_columns_and_their_bytes(tmp_path):
+    """A rank sends the inputs of its samples, its half of the first layer's features, and its half
+    of the second layer's for the other rank's samples."""
+    given = ["--parallel", "columns", "--row-density", 0.25, *SMALL]
+    _call_on_ranks(*given, "--out", tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    (dense,), (dct,) = (
+        [run["bytes_by_purpose"] for run in summary["modes"][mode]] for mode in ("dense", "dct")
+    )
+    (inputs, first), (_, second), _ = _linears()[-3:]
+    sent = [(inputs, BATCH), (first // 2, 2 * BATCH), (second // 2, BATCH)]
+    assert dense["rows"] == dense["rows back"] == sum(4 * width * rows for width, rows in sent)
+    assert dct["rows back"] == sum(2 * math.ceil(width / 4) * rows for width, rows in sent)
+    whole = sum(out * (inputs + 1) for inputs, out in [*_linears()[:-3], (second, 1)])
+    assert dense["gradients"] == 4 * (whole + DIM * sum(table_rows(50)))
+
+
 REFUSED = [
     (["--density", "2"], "argument --density: must be a number in (0, 1], got '2'"),
     (["--seeds", "0"], "argument --seeds: must be an integer >= 1, got '0'"),
@@ -112,7 +130,10 @@ REFUSED = [
     (["--hash-size", "1"], "argument --hash-size: must be an integer in [2, 2^31), got '1'"),
     (["--modes", "dtc"], "argument --modes: must be 1 to 4 of dense, bf16, powersgd, dct, joined"),
     (["--row-format", "int4,int3"], "argument --row-format: must be 1 to 2 of float32, bfloat16"),
-    (["--row-format", "int4"], "--row-format must come with --parallel hybrid, got data"),
+    (
+        ["--row-format", "int4"],
+        "--row-format must come with --parallel hybrid or columns, got data",
+    ),
     (["--dedup"], "--dedup must come with --parallel hybrid, got data"),
     (["--refresh-every", "9"], "--refresh-every must come with --policy fixed, got fresh"),
     (["--density", "0.1", "--format", "int4"], "--density must come with --format float32 or bf"),

@@ -12,10 +12,10 @@ def rows_in(format: str | RowFormat) -> RowExchange:
     return partial(all_to_all_rows, format=format)
 
 
-def row_exchange(mode: str, options: argparse.Namespace) -> RowExchange:
-    """The exchange of rows beside a mode of gradients, in the same number format."""
+def row_format(mode: str, options: argparse.Namespace) -> str | RowFormat:
+    """The format of rows beside a mode of gradients."""
     if mode != "dct":
-        return rows_in("bfloat16" if mode == "bf16" else "float32")
+        return "bfloat16" if mode == "bf16" else "float32"
     if options.row_format is not None:
-        return rows_in(RowFormat(*options.row_format))
-    return rows_in(RowFormat("bfloat16", density=options.row_density))
+        return RowFormat(*options.row_format)
+    return RowFormat("bfloat16", density=options.row_density)

@@ -1,0 +1,143 @@
+"""The DCT paper's recipe (arXiv 2010.08899) as far as it is public, by setting of the method.
+
+    python -m bench.experiments.paper --rows 1000000 --cuts gradients
+    python -m bench.experiments.paper --data train.txt --cuts rows,columns --embedding-lr 1
+
+DLRM with embeddings of 16 and MLPs of 13-512-256-64-16 and 512-256-1 under SGD with a rate of 0.1,
+128 rows per rank and step, on 2 ranks. Each row is read once. examples/train_dlrm.py trains every
+setting of a cut:
+
+    gradients   of all weights, between ranks that have all weights
+    rows        of the embedding tables, which are sharded
+    columns     of the top MLP's hidden layers
+
+A finished setting has a folder in --out and is not repeated.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import files
+from bench.cli import Parser, UsageError, count, exit_status, make_folder, positive, several
+from bench.tables import difference, number, table, times
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "train_dlrm.py"
+BASELINES = {"dense": "float32", "bf16": "bfloat16"}  # by mode
+FRESH = "--modes dct"
+FIXED = f"{FRESH} --policy fixed --refresh-every 1000"
+ROWS = f"{FRESH} --format float32 --density 1"  # gradients are not compressed
+# Options of train_dlrm.py: of each cut, and of its settings.
+PARALLEL = {"gradients": "data", "rows": "hybrid", "columns": "columns"}
+FEW_ENTRIES_OR_BITS = {
+    "10 %": f"{ROWS} --row-density 0.1",
+    "5 %": f"{ROWS} --row-density 0.05",
+    "int4": f"{ROWS} --row-format int4",
+}
+SETTINGS: dict[str, dict[str, str]] = {
+    "gradients": {
+        f"{policy}, {percent} %": f"{given} --density {percent / 100}"
+        for policy, given in (("fixed", FIXED), ("fresh", FRESH))
+        for percent in (5, 1, 0.5)
+    },
+    "rows": FEW_ENTRIES_OR_BITS
+    | {
+        "5 %; gradients fixed, 0.5 %": f"{FIXED} --density 0.005 --row-density 0.05",
+        "int4; gradients fresh, 0.5 %": f"{FRESH} --density 0.005 --row-format int4",
+    },
+    "columns": FEW_ENTRIES_OR_BITS | {"int8": f"{ROWS} --row-format int8"},
+}
+
+
+def train(options: argparse.Namespace) -> list[dict]:
+    """All runs of --cuts. Settings that are not finished are trained first."""
+    names = ("data", "rows", "seeds", "embedding_lr")
+    common = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
+    found = []
+    for cut in options.cuts:
+        baselines = {"baselines": f"--modes {','.join(BASELINES)}"}
+        for setting, own in (baselines | SETTINGS[cut]).items():
+            folder = options.out / re.sub(r"\W+", "-", f"{cut} {setting}").strip("-")
+            command = ["--parallel", PARALLEL[cut], *own.split()]
+            command += [f"{name}={value}" for name, value in common.items() if value]
+            finished = folder / "command.json"
+            if not finished.exists() or json.loads(finished.read_text()) != command:
+                program = [sys.executable, PROGRAM, *command, "--overwrite", "--out", folder]
+                if subprocess.run(program).returncode:
+                    raise UsageError(f"{PROGRAM.name} must succeed, got {' '.join(command)}")
+                files.write_json(finished, command)
+            modes = json.loads((folder / "summary.json").read_text())["modes"]
+            for mode, each in modes.items():
+                kept = {"cut": cut, "setting": BASELINES.get(mode, setting)}
+                found += [kept | _kept(run) for run in each]
+    return found
+
+
+def _kept(run: dict) -> dict:
+    sent = run["bytes_by_purpose"]
+    rows = sent.get("rows", 0) + sent.get("rows back", 0)
+    found = {name: run[name] for name in ("seed", "log_loss", "auc")}
+    return found | {"bytes": {"gradients": sent["gradients"], "rows": rows}}
+
+
+def report(runs: Sequence[dict], cut: str) -> str:
+    """The table of a cut. Differences from float32's are taken seed by seed.
+
+    Bytes are fewer by what a setting compresses: gradients, rows or both.
+    """
+    settings: dict[str, list[dict]] = {}
+    for run in runs:
+        if run["cut"] == cut:
+            settings.setdefault(run["setting"], []).append(run)
+    dense = {run["seed"]: run for run in settings["float32"]}
+    headings = ["setting", "gradients", "rows", "than float32", "than bfloat16"]
+    for score in ("log loss", "AUC"):
+        headings += [score, "over float32's", "worst"]
+    return table(headings, [[name, *_row(each, dense)] for name, each in settings.items()])
+
+
+def _row(runs: Sequence[dict], dense: dict[int, dict]) -> list[str]:
+    sent, whole = runs[0]["bytes"], dense[runs[0]["seed"]]["bytes"]
+    fewer = [name for name in sent if sent[name] < whole[name]] or list(sent)
+    factor = sum(whole[name] for name in fewer) / sum(sent[name] for name in fewer)
+    cells = [
+        number(sent["gradients"]),
+        number(sent["rows"] or None),
+        times(factor),
+        times(factor / 2),
+    ]
+    for score, worst in (("log_loss", max), ("auc", min)):
+        over = [run[score] - dense[run["seed"]][score] for run in runs]
+        cells += [f"{statistics.mean(run[score] for run in runs):.4f}"]
+        cells += [difference(over), f"{worst(over):+.4f}"] if any(over) else ["", ""]
+    return cells
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog="python -m bench.experiments.paper", description=__doc__)
+    add = parser.add_argument
+    add("--cuts", type=several(str, SETTINGS), default=",".join(PARALLEL))
+    add("--data", type=Path, metavar="FILE", help="rows in Criteo's layout")
+    add("--rows", type=count, default=260_000, help="to generate without --data; 20 %% are a test")
+    add("--embedding-lr", type=positive, help="rate of the tables, 0.1 unless given")
+    add("--seeds", type=count, default=3)
+    add("--out", type=Path, default=Path("runs/paper"))
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
+    make_folder(options.out)
+    runs = train(options)
+    files.write_json(options.out / "runs.json", runs)
+    for cut in options.cuts:
+        print(f"{cut}\n\n{report(runs, cut)}\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_status("paper", main))

@@ -1,0 +1,85 @@
+"""A DLRM whose top MLP is cut by columns: every rank has a part of each hidden layer's features."""
+
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dct_parallel import RowFormat, all_gather_rows, all_to_all_rows
+
+from ..errors import UsageError
+from .dlrm import DLRM
+
+
+class ColumnsDLRM(nn.Module):
+    """A DLRM whose top MLP's hidden layers are cut by columns. The rest is on all ranks.
+
+    Rows of features, and their gradients, cross in `format` three times: every rank receives the
+    inputs of all samples, then all features between two hidden layers, and of the last hidden layer
+    those of its own samples. Wrap `mlps` in DistributedDataParallel to average the gradients of the
+    rest. Gradients of the cut layers are divided by the number of ranks, so that one learning rate
+    fits both. Forward and backward are collective, with equally many samples on every rank.
+
+    Args:
+        model: the whole DLRM, equal on every rank.
+        format: of rows.
+
+    Attributes:
+        parts: this rank's columns of the hidden layers.
+        mlps: module of (integers, ids); it has every other parameter.
+        rows_group: the process group for rows.
+    """
+
+    def __init__(self, model: DLRM, format: str | RowFormat) -> None:
+        super().__init__()
+        self.rows_group = dist.new_group(group_desc="rows")
+        self._format = format
+        *hidden, last = (layer for layer in model.top if isinstance(layer, nn.Linear))
+        self.parts = nn.ModuleList(map(_columns, hidden))
+        # A bound method is no submodule: DDP would average the gradients of one.
+        model.top = nn.Sequential(_Call(self._cut), last)
+        self.mlps = model
+
+    def close(self) -> None:
+        """Destroy the process group, because it has threads. Collective."""
+        dist.destroy_process_group(self.rows_group)
+
+    def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
+        """Logits [batch] of integers float32 [batch, 13] and table rows int32 [batch, tables]."""
+        return self.mlps(ints, ids)
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """The last hidden layer's features of this rank's samples."""
+        ranks, settings = dist.get_world_size(), {"format": self._format, "group": self.rows_group}
+        samples = [len(x)] * ranks
+        x = all_to_all_rows(x.repeat(ranks, 1), samples, samples, **settings)
+        for part, following in pairwise([*self.parts, None]):
+            x = part(x).relu()
+            if following is not None:
+                x = all_gather_rows(x, [part.out_features] * ranks, **settings)
+        received = all_to_all_rows(x, samples, samples, **settings)
+        return torch.cat(received.split(samples), 1)
+
+
+class _Call(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def _columns(layer: nn.Linear) -> nn.Linear:
+    """This rank's columns of the features of `layer`."""
+    ranks = dist.get_world_size()
+    if layer.out_features % ranks:
+        rule = f"--ranks must divide {layer.out_features}, the width of a hidden layer"
+        raise UsageError(f"{rule}, with --parallel columns, got {ranks}")
+    part = nn.Linear(layer.in_features, layer.out_features // ranks)
+    own = slice(dist.get_rank() * part.out_features, (dist.get_rank() + 1) * part.out_features)
+    for name, weight in part.named_parameters():
+        weight.data.copy_(layer.get_parameter(name)[own])
+        weight.register_hook(lambda grad: grad / ranks)
+    return part
