@@ -137,18 +137,19 @@ def fsdp_parameters(group: Any) -> list[nn.Parameter]:
     return [getattr(info.module, info.param_name) for info in infos]
 
 
-def fsdp_gathered_dtypes(group: Any) -> set[torch.dtype]:
-    """The dtypes in which FSDP2 gathers the parameters of a group; it gathers several as bytes."""
+def fsdp_gathered_dtypes(group: Any) -> list[torch.dtype]:
+    """The dtype in which FSDP2 gathers each parameter of a group; it gathers several as bytes."""
     policy = group.mp_policy.param_dtype
     parameters = fsdp_parameters(group)
-    return {policy if policy and p.is_floating_point() else p.dtype for p in parameters}
+    return [policy if policy and p.is_floating_point() else p.dtype for p in parameters]
 
 
-def fsdp_reduced_dtype(group: Any) -> torch.dtype:
-    """The dtype in which FSDP2 reduces the gradients of a group."""
-    policy = group.mp_policy
-    dtype: torch.dtype = fsdp_parameters(group)[0].dtype
-    return policy.reduce_dtype or policy.param_dtype or dtype
+def fsdp_reduced_dtype(group: Any) -> torch.dtype | None:
+    """The dtype in which FSDP2 reduces the gradients of a group; None if it has none."""
+    trained = [parameter.dtype for parameter in fsdp_parameters(group) if parameter.requires_grad]
+    policy, own = group.mp_policy, next(iter(trained), None)
+    dtype: torch.dtype | None = own and (policy.reduce_dtype or policy.param_dtype or own)
+    return dtype
 
 
 def fsdp_shard_numels(group: Any) -> list[int]:
@@ -162,10 +163,9 @@ def fsdp_has_extension(group: Any) -> bool:
     return any(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
 
 
-def fsdp_shard_group(group: Any) -> dist.ProcessGroup:
-    """The ranks that hold the shards of a group's parameters."""
-    shard_group: dist.ProcessGroup = group.mesh_info.shard_process_group
-    return shard_group
+def fsdp_shard_group(group: Any) -> dist.ProcessGroup | None:
+    """The ranks that hold the shards of a group's parameters; None if each rank holds all."""
+    return getattr(group.mesh_info, "shard_process_group", None)
 
 
 def fsdp_collectives(group: Any) -> tuple[Any, Any]:

@@ -28,15 +28,13 @@ def all_to_all(
     return received
 
 
-def reduce_scatter(
-    output: Tensor, tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM
-) -> None:
-    """This rank's part of every rank's `tensor` [P * n], reduced by `op`, into `output` [n]."""
+def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """This rank's part of the sum of every rank's `tensor` [P * n], into `output` [n]."""
     # Two names, like all_gather.
     if hasattr(dist, "reduce_scatter_single"):
-        dist.reduce_scatter_single(output, tensor, op=op, group=group)
+        dist.reduce_scatter_single(output, tensor, group=group)
     else:
-        dist.reduce_scatter_tensor(output, tensor, op=op, group=group)
+        dist.reduce_scatter_tensor(output, tensor, group=group)
 
 
 def on_any(said: bool, device: torch.device, *groups: dist.ProcessGroup) -> bool:

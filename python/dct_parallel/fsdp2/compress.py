@@ -7,10 +7,12 @@ from torch import nn
 
 from ..formats import require_format
 from ..groups import refusing, require_group
-from .messages import FORMATS, OP
 
 if TYPE_CHECKING:
     from .compressed import CompressedShards
+
+OP = "compress_fully_shard"  # in errors
+FORMATS = ("float32", "bfloat16", "int8", "int4")
 
 
 def compress_fully_shard(
@@ -52,7 +54,8 @@ def compress_fully_shard(
 
     Source: ours; ZeRO++ (arXiv 2306.10209) quantizes the collectives of sharded training.
     """
-    from .compressed import CompressedShards, units_of  # late: FSDP2 takes a second to import
+    from .compressed import CompressedShards  # late: FSDP2 takes a second to import
+    from .compressed_units import units_of
 
     formats = {"weights": weights, "gradients": gradients}
     with refusing(OP, require_group(OP, None)):
