@@ -50,12 +50,17 @@ class MessageLayout:
         """The small parameters in a tensor [..., numel]."""
         return [tensor[..., where] for where in self._small]
 
+    def zero_small(self, tensor: Tensor) -> None:
+        """Set the small parameters in a tensor [..., numel] to 0."""
+        if self._small:
+            torch._foreach_zero_(self.small_views(tensor))
+
     def pack(self, part: Tensor, message: Tensor, dtype: torch.dtype) -> None:
         """Write `part` [numel] into the message. Sets the small parameters of `part` to 0."""
         if self._small:
             small = torch.cat(self.small_views(part)).to(dtype).view(torch.uint8)
             message[self._payload_bytes :][: len(small)] = small
-            torch._foreach_zero_(self.small_views(part))  # their scales are not those of matrices
+            self.zero_small(part)  # their scales are not those of matrices
         _quantize_pack(None, part, message[: self._payload_bytes], self.format)
 
     def unpack(self, messages: Tensor, out: Tensor, dtype: torch.dtype, scale: float = 1) -> Tensor:

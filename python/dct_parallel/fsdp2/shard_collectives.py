@@ -153,12 +153,13 @@ class WeightGather(_Collective):
     ) -> None:
         # A weight that is not finite any more starts again from 0, as small parameters do.
         kept.nan_to_num_(0, 0, 0)
-        torch._foreach_zero_(layout.small_views(kept))
+        layout.zero_small(kept)
         base = kept[self._rank]
         if self._sent is not None:
             base = torch.where(part.eq(self._sent).all(), part, base)
-        change = part.float().sub_(base)
-        torch._foreach_copy_(layout.small_views(change), layout.small_views(part))
+        change = part.float() - base
+        for small, own in zip(layout.small_views(change), layout.small_views(part), strict=True):
+            small.copy_(own)
         self._remember(part)
         messages = self._gather(layout, change, part.dtype, group)
         statuses = []
