@@ -1,6 +1,7 @@
 """A model in shards, and what its ranks should compute: with `compress_fully_shard` and without."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -63,6 +64,15 @@ def full_weights(model):
     for module in fsdp_modules(model):
         module.reshard()
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def set_weights(model, weights):
+    """Set the parameters, which are sharded by rows, to these whole tensors."""
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        part = parameter.to_local()
+        start = dist.get_rank() * -(-len(weight) // dist.get_world_size())
+        part.copy_(weight[start:][: len(part)])
 
 
 def gradients(model):
