@@ -232,6 +232,7 @@ def test_rounding_errors_of_changes_do_not_add_up(rank):
         return max((used[name] - exact[name]).abs().max().item() for name in exact)
 
     assert error() == 0
+
     def move(size):
         """Add a random change to all weights, the same on all ranks."""
         weights = list(full_weights(model).values())
