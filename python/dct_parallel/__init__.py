@@ -42,7 +42,7 @@ from .compressor import Compressor
 from .ddp import DCTState, dct_hook
 from .exchange import merge_states
 from .exchange.all_reduce import all_reduce_compressed
-from .fsdp2 import dct_fully_shard_hook
+from .fsdp2 import compress_fully_shard, dct_fully_shard_hook
 from .local_steps import DCTAverager
 from .mesh import node_mesh
 from .rows.all_gather import all_gather_rows, all_gather_rows_async
@@ -65,6 +65,7 @@ __all__ = [
     "all_reduce_compressed",
     "all_to_all_rows",
     "all_to_all_rows_async",
+    "compress_fully_shard",
     "dct_fully_shard_hook",
     "dct_hook",
     "merge_states",

@@ -148,6 +148,48 @@ def fsdp_parameters(group: Any) -> list[nn.Parameter]:
     return [getattr(info.module, info.param_name) for info in infos]
 
 
+def fsdp_gathered_dtypes(group: Any) -> list[torch.dtype]:
+    """The dtype in which FSDP2 gathers each parameter of a group; it gathers several as bytes."""
+    policy = group.mp_policy.param_dtype
+    parameters = fsdp_parameters(group)
+    return [policy if policy and p.is_floating_point() else p.dtype for p in parameters]
+
+
+def fsdp_reduced_dtype(group: Any) -> torch.dtype | None:
+    """The dtype in which FSDP2 reduces the gradients of a group; None if it has none."""
+    trained = [parameter.dtype for parameter in fsdp_parameters(group) if parameter.requires_grad]
+    policy, own = group.mp_policy, next(iter(trained), None)
+    dtype: torch.dtype | None = own and (policy.reduce_dtype or policy.param_dtype or own)
+    return dtype
+
+
+def fsdp_shard_numels(group: Any) -> list[int]:
+    """Elements of the shard of each parameter of a group, as it is sent; equal on all ranks."""
+    return [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
+
+
+def fsdp_has_extension(group: Any) -> bool:
+    """Whether a parameter of a group defines what is gathered for it."""
+    shards = [parameter._sharded_local_tensor for parameter in group.fsdp_params]
+    return any(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
+
+
+def fsdp_shard_group(group: Any) -> dist.ProcessGroup | None:
+    """The ranks that hold the shards of a group's parameters; None if each rank holds all."""
+    return getattr(group.mesh_info, "shard_process_group", None)
+
+
+def fsdp_collectives(group: Any) -> tuple[Any, Any]:
+    """The all-gather and the reduce-scatter that a group calls."""
+    return group._all_gather_comm, group._reduce_scatter_comm
+
+
+def fsdp_divide_factor(group: Any) -> float | None:
+    """The factor that the user divides gradients by; None: the number of ranks."""
+    factor: float | None = group.gradient_divide_factor
+    return factor
+
+
 def fsdp_hook(group: Any) -> object:
     """The all-reduce hook of a group, or None."""
     return group._all_reduce_hook

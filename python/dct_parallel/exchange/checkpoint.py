@@ -102,7 +102,7 @@ _LISTS = Field(
 )
 _FLAG = Field("a bool", lambda v: isinstance(v, bool))
 _RULE = f"{VERSION}, as dct_kernels 0.3 saves it (earlier states are not read)"
-_VERSION = Field(_RULE, lambda v: type(v) is int and v == VERSION)
+VERSION_FIELD = Field(_RULE, lambda v: type(v) is int and v == VERSION)
 
 # The rules for an entry, by the class that saved it. "local_size" is the number of ranks in each
 # node of a mesh, else 1; "buckets" are the names of each one's parameters; "unaveraged" counts the
@@ -283,7 +283,7 @@ def _made(holder: str, number: object, entry: Entry, version: object = VERSION) 
 def _entries(op: str, state: object, holder: str) -> dict[str, Any]:
     """{rank or replica: its entry, unchecked} of a state dict."""
     key = f"{holder}s"
-    return dict(checked(op, state, {"version": _VERSION, key: BY_NAME})[key])
+    return dict(checked(op, state, {"version": VERSION_FIELD, key: BY_NAME})[key])
 
 
 def _states(op: str, entry: Entry, parts: _Parameters, of: str = "") -> States:

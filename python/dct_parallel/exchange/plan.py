@@ -117,15 +117,12 @@ def plan_table(plans: Sequence[BucketPlan], device: torch.device, each: str = "s
     parameters = sum(len(plan.names) for plan in plans)
     rows.append(["total", f"{parameters:,}", f"{numel:,}", "", f"{total:,}"])
     rows.append(["float32 ring all-reduce", "", "", "", f"{dense:,}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"DCT: density {settings.density}, {settings.format} values, ranks: {ranks}, "
         f"buckets: {len(plans)}, transport: {transports} ({transport_reason(plans)}), "
         f"backend: {backend_of(device)}"
     ]
-    for name, *cells in rows:
-        aligned = map(str.rjust, cells, widths[1:])
-        lines.append("  ".join([name.ljust(widths[0]), *aligned]))
+    lines += aligned(rows)
     if total:
         lines.append(f"That is {dense / total:.1f}x fewer bytes than the all-reduce.")
     if settings.density < 1:
@@ -161,6 +158,15 @@ def plan_bucket(
     """
     transport = transport_for(settings, sum(sizes) if numel is None else numel, ranks)
     return BucketPlan(tuple(names), tuple(sizes), settings, transport, ranks)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of a table as lines: names on the left, and right-aligned cells."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+        for name, *cells in rows
+    ]
 
 
 def transport_for(settings: Settings, numel: int, ranks: int) -> str:

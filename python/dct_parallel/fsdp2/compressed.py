@@ -1,0 +1,234 @@
+"""The state of `compress_fully_shard`: the collectives of all modules, their bytes and damage."""
+
+import uuid
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_kernels import checks
+
+from .. import groups
+from .._torch import NO_PASS, at_end_of_backward, backward_pass
+from ..collectives import all_gather_bytes
+from ..exchange.checkpoint import BY_NAME, TEXT, VERSION, VERSION_FIELD, checked, integer
+from ..exchange.plan import aligned, describe
+from ..exchange.results import HostCopy
+from .compress import OP
+from .compressed_units import CompressedUnit, UnitPlan
+
+_STATE = {
+    "version": VERSION_FIELD,
+    "run_id": TEXT,
+    "step": integer(0),
+    "weights": TEXT,
+    "gathered": BY_NAME,
+    "kept": BY_NAME,
+}
+
+
+class CompressedShards:
+    """The state of `compress_fully_shard`, whose documentation it shares.
+
+    Attributes:
+        step: backward passes that reduced gradients.
+    """
+
+    def __init__(
+        self, units: list[CompressedUnit], weights: str | None, gradients: str | None
+    ) -> None:
+        self._weights, self._gradients, self._units = weights, gradients, units
+        self.step = 0
+        self._bytes = self._step_bytes = 0  # since the last step ended, and in the last step
+        self._pass, self._in_step, self._open = NO_PASS, False, True
+        # Senders and modules, and the status of all their messages when the last step ended.
+        self._posted: tuple[list[tuple[int, str]], HostCopy] | None = None
+        self._damage: str | None = None  # the error that every later call raises
+        formats = {"weights": weights, "gradients": gradients}
+        everyone = self._exchange(OP, {**formats, "run_id": uuid.uuid4().hex})
+        self._run_id = next(iter(everyone.values()))["run_id"]
+        groups.require_same(
+            OP, {rank: {n: own[n] for n in formats} for rank, own in everyone.items()}
+        )
+        for group in dict.fromkeys(unit.group for unit in units):
+            own = [unit for unit in units if unit.group is group]
+            parameters = {p: n for unit in own for n, p in unit.parameters().items()}
+            trained = {p: n for p, n in parameters.items() if p.requires_grad}
+            values = {
+                "model": describe(parameters),
+                "modules": ", ".join(unit.name for unit in own),
+                "trained": describe(trained),
+            }
+            groups.require_same(OP, self._exchange(OP, values, group))
+        for unit in units:
+            unit.set(weights, gradients, self._count, self._count_reduced)
+
+    def close(self) -> None:
+        """Restore torch's collectives, and forget the weights that were kept. Idempotent.
+
+        Raises:
+            RuntimeError: this rank received a damaged message. The state is closed all the same.
+        """
+        if self._open:
+            self._open = False
+            for unit in self._units:
+                unit.close()
+        self._look()
+
+    def plan(self) -> str:
+        """The bytes that this rank sends for each module, per gather and per reduce-scatter."""
+        rows = [["module", "parameters", "numel", "bytes/gather", "bytes/reduce-scatter"]]
+        plans = [(unit, unit.plan()) for unit in self._units]
+        totals = UnitPlan(*map(sum, zip(*(plan for _, plan in plans), strict=True)))
+        for name, plan in [*((unit.name, plan) for unit, plan in plans), ("total", totals)]:
+            numbers = plan.parameters, plan.numel, plan.gather_bytes, plan.reduce_bytes
+            rows.append([name, *(f"{number:,}" for number in numbers)])
+        ranks = len(self._units[0].ranks)
+        dense = (all_gather_bytes(2 * n, ranks) for n in (totals.numel, totals.trained_numel))
+        rows.append(["torch in bfloat16", "", "", *(f"{nbytes:,}" for nbytes in dense)])
+        lines = [f"FSDP2: weights {self._weights}, gradients {self._gradients}, ranks: {ranks}"]
+        lines += aligned(rows)
+        for unit in self._units:
+            if self._weights is not None and unit.gathered_dtype is None:
+                lines.append(f"{unit.name}: weights of several dtypes, which torch gathers.")
+        if any(unit.keeps_weights for unit in self._units):
+            kept = sum(plan.kept_bytes for _, plan in plans)
+            lines.append(f"Every rank keeps the weights of the last gather: {kept:,} bytes.")
+        return "\n".join(lines)
+
+    def stats(self) -> dict[str, int | None]:
+        """`step`: backward passes that reduced gradients; `wire_bytes`: bytes that this rank sent
+        for the shards in the last one, and in all passes since the one before; None before the
+        first.
+
+        Raises:
+            RuntimeError: this rank received a damaged message.
+        """
+        self._look()
+        return {"step": self.step, "wire_bytes": self._step_bytes if self.step else None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step and, with "int4" weights, the weights that ranks keep. Copies.
+
+        Call it on every rank, between steps. The kept weights are DTensors like the parameters, for
+        torch.distributed.checkpoint, which takes the state itself, or for torch.save, one file per
+        rank. A run that loads them together with the model continues bit for bit.
+
+        Raises:
+            RuntimeError: this rank received a damaged message.
+        """
+        self._look()
+        gathered: dict[str, bool] = {}
+        kept: dict[str, Tensor] = {}
+        for unit in self._units:
+            if unit.keeps_weights:
+                gathered[unit.name] = unit.gather.kept_part() is not None
+                kept |= unit.kept_parameters()
+        numbers = {"version": VERSION, "run_id": self._run_id, "step": self.step}
+        return {**numbers, "weights": str(self._weights), "gathered": gathered, "kept": kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a `state_dict`. Collective: every rank calls it, before the next step.
+
+        Without it, or with another format of weights, gathers start from whole weights, and bits
+        differ. torch.distributed.checkpoint reshards the kept weights. A refused dict changes
+        nothing.
+
+        Raises:
+            ValueError: made with a different version or for a different model; something in it is
+                missing or of a wrong type or shape; or ranks load different states.
+            TypeError: not a state dict.
+            RuntimeError: this rank received a damaged message: load into a new state. Or another
+                rank raised.
+        """
+        op = "load_state_dict"
+        with groups.refusing(op, groups.require_group(op, None)):
+            self._look()
+            found = checked(op, state, _STATE)
+            parts = self._kept_parts(op, found) if found["weights"] == str(self._weights) else {}
+        values = {"run_id": found["run_id"], "step": found["step"]}
+        groups.require_same(op, self._exchange(op, values))
+        self._run_id, self.step = found["run_id"], found["step"]
+        for unit in self._units:
+            unit.gather.restart(parts.get(unit.name))
+
+    def _kept_parts(self, op: str, found: dict[str, Any]) -> dict[str, Tensor]:
+        """{module: this rank's part of the kept weights} of a state, checked."""
+        units = [unit for unit in self._units if unit.keeps_weights]
+        names = {name for unit in units for name in unit.names}
+        if difference := names ^ found["kept"].keys():
+            got = f"a difference in {', '.join(sorted(difference))}"
+            checks.fail(op, "kept", "the weights of this model", got)
+        parts = {unit.name: unit.part_of(op, found["kept"]) for unit in units}
+        return {name: part for name, part in parts.items() if found["gathered"].get(name)}
+
+    def _exchange(
+        self, op: str, values: dict[str, Any], group: dist.ProcessGroup | None = None
+    ) -> dict[int, dict[str, Any]]:
+        group = groups.require_group(op, group)
+        return groups.exchange(op, values, group, groups.timeout_of(group, self._units[0].device))
+
+    def _count(self, nbytes: int) -> None:
+        """This rank sends these bytes."""
+        self._bytes += nbytes
+
+    def _count_reduced(self, nbytes: int) -> None:
+        """This rank sends these bytes of gradients, in a backward pass."""
+        self._bytes += nbytes
+        backward = backward_pass()
+        self._in_step = True
+        if backward != self._pass:
+            self._pass = backward
+            # FSDP2 may reduce gradients in a callback at the end of the backward pass. A callback
+            # that is queued there comes last.
+            at_end_of_backward(lambda nested: at_end_of_backward(self._end_step))
+
+    def _end_step(self, nested: bool) -> None:
+        if nested or not self._in_step:  # called twice in a pass with others nested in it
+            return
+        self._in_step = any(unit.in_backward for unit in self._units)
+        if not self._in_step:
+            self.step += 1
+            self._step_bytes, self._bytes = self._bytes, 0
+            self._read()
+            self._post()
+            self._require_intact()
+
+    def _post(self) -> None:
+        """Copy the status of all messages so far to the host."""
+        found = [
+            (f"the {what} of {unit.name}", unit.ranks, collective.status)
+            for unit in self._units
+            for what, collective in (("weights", unit.gather), ("gradients", unit.reduce))
+            if collective.status is not None
+        ]
+        if found:
+            senders = [(rank, what) for what, ranks, _ in found for rank in ranks]
+            self._posted = senders, HostCopy(torch.cat([status for _, _, status in found]))
+
+    def _read(self) -> None:
+        """Read the status that was posted, if any. Waits for its copy."""
+        if self._posted is None:
+            return
+        (senders, copy), self._posted = self._posted, None
+        damaged = [
+            f"status {code} from rank {rank} in {what}"
+            for (rank, what), code in zip(senders, copy.tolist(), strict=True)
+            if code
+        ]
+        if damaged:
+            self._damage = (
+                f"dct::{OP}: every message must be intact, got {'; '.join(damaged)}: load a "
+                "checkpoint into a new state"
+            )
+
+    def _look(self) -> None:
+        """Read the status of all messages so far; waits for their exchanges."""
+        self._post()
+        self._read()
+        self._require_intact()
+
+    def _require_intact(self) -> None:
+        if self._damage is not None:
+            raise RuntimeError(self._damage)

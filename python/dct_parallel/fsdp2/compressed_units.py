@@ -1,0 +1,211 @@
+"""The modules that `compress_fully_shard` found, each with its collectives and its weights."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
+
+from dct_kernels import checks
+
+from .._torch import (
+    fsdp_collectives,
+    fsdp_divide_factor,
+    fsdp_gathered_dtypes,
+    fsdp_groups,
+    fsdp_has_extension,
+    fsdp_in_backward,
+    fsdp_parameters,
+    fsdp_reduced_dtype,
+    fsdp_shard_group,
+    fsdp_shard_numels,
+)
+from ..collectives import all_gather_bytes
+from ..exchange.plan import unwrapped
+from .compress import OP
+from .messages import MessageLayout, message_layout
+from .shard_collectives import Count, GradientReduceScatter, WeightGather
+
+
+class UnitPlan(NamedTuple):
+    """What this rank sends for a module, or for several."""
+
+    parameters: int
+    numel: int  # elements of a shard
+    gather_bytes: int
+    trained_numel: int  # elements of the shard of the parameters that require grad
+    reduce_bytes: int
+    kept_bytes: int  # of the weights that a rank keeps
+
+
+class CompressedUnit:
+    """A module that was wrapped by itself, and its collectives once they are set.
+
+    Attributes:
+        name: of the module.
+        group: the ranks that hold its shards.
+        ranks: their global ranks.
+        device: of the messages; parameters may be offloaded.
+        names: of the parameters, in the order of the flat tensor that is gathered.
+        numels: elements of each one's shard, as it is sent.
+    """
+
+    gather: WeightGather
+    reduce: GradientReduceScatter
+
+    def __init__(
+        self, name: str, module: FSDPModule, fsdp_group: Any, names: dict[nn.Parameter, str]
+    ) -> None:
+        self.name, self.device = name or "(root)", fsdp_group.device
+        self._module, self._fsdp_group = module, fsdp_group
+        self._defaults = fsdp_collectives(fsdp_group)
+        label, parameters = f"module {self.name}", fsdp_parameters(fsdp_group)
+        if any(not type(default).__module__.startswith("torch.") for default in self._defaults):
+            rule = f"no custom collective on {label} (close the state that set it)"
+            checks.fail(OP, "model", rule, "one", verb="have")
+        if fsdp_has_extension(fsdp_group):
+            rule = "parameters without fsdp_pre_all_gather, which defines their messages"
+            checks.fail(OP, "model", rule, f"one in {label}", verb="have")
+        if any(parameter not in names for parameter in parameters):
+            rule = f"all parameters that were wrapped together with {label}"
+            checks.fail(OP, "model", rule, "a part of them", verb="have")
+        group = fsdp_shard_group(fsdp_group)
+        if group is None:
+            checks.fail(OP, "model", "sharded by fully_shard", f"{label} that is replicated")
+        self.group, self.ranks = group, dist.get_process_group_ranks(group)
+        self.names = [names[parameter] for parameter in parameters]
+        self.numels = fsdp_shard_numels(fsdp_group)
+
+    def set(
+        self, weights: str | None, gradients: str | None, count: Count, count_reduced: Count
+    ) -> None:
+        """Replace torch's collectives."""
+        gather, reduce = self._defaults
+        self.gather = WeightGather(self.group, lambda: self._layout(weights), gather, count)
+        self.reduce = GradientReduceScatter(
+            self.group,
+            lambda: self._layout(gradients, trained=True),
+            reduce,
+            count_reduced,
+            lambda: fsdp_divide_factor(self._fsdp_group),
+        )
+        self._set(self.gather, self.reduce)
+
+    def close(self) -> None:
+        """Restore torch's collectives, and forget the kept weights."""
+        self._set(*self._defaults)
+        self.gather.restart()
+
+    def _set(self, gather: Any, reduce: Any) -> None:
+        self._module.set_custom_all_gather(gather)
+        self._module.set_custom_reduce_scatter(reduce)
+
+    def _sent(self, trained: bool) -> list[tuple[nn.Parameter, int]]:
+        """The parameters that are gathered, or reduced, each with the elements of its shard."""
+        sent = zip(fsdp_parameters(self._fsdp_group), self.numels, strict=True)
+        return [(p, numel) for p, numel in sent if p.requires_grad or not trained]
+
+    def _layout(self, format: str | None, trained: bool = False) -> MessageLayout | None:
+        sent = tuple((numel, p.dim() < 2) for p, numel in self._sent(trained))
+        return message_layout(sent, format) if sent and format is not None else None
+
+    @property
+    def in_backward(self) -> bool:
+        return fsdp_in_backward(self._module)
+
+    @property
+    def gathered_dtype(self) -> torch.dtype | None:
+        """The dtype in which FSDP2 gathers; None if there are several, gathered as bytes."""
+        dtypes = set(fsdp_gathered_dtypes(self._fsdp_group))
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+    @property
+    def keeps_weights(self) -> bool:
+        layout = self.gather.layout_for(self.gathered_dtype)
+        return layout is not None and layout.format == "int4"
+
+    def plan(self) -> UnitPlan:
+        dtypes = fsdp_gathered_dtypes(self._fsdp_group)
+        reduced, trained = fsdp_reduced_dtype(self._fsdp_group), self._sent(trained=True)
+        numel = sum(numel for _, numel in trained)
+        gather = sum(n * dtype.itemsize for n, dtype in zip(self.numels, dtypes, strict=True))
+        reduce = numel * reduced.itemsize if reduced is not None else 0
+        if (layout := self.gather.layout_for(self.gathered_dtype)) is not None:
+            gather = layout.nbytes(dtypes[0])
+        if reduced is not None and (layout := self.reduce.layout_for(reduced)) is not None:
+            reduce = layout.nbytes(reduced)
+        ranks, shard = len(self.ranks), sum(self.numels)
+        return UnitPlan(
+            len(dtypes),
+            shard,
+            all_gather_bytes(gather, ranks),
+            numel,
+            all_gather_bytes(reduce, ranks),
+            # All shards, and this rank's own once more: the weights when it last sent a change.
+            (ranks + 1) * shard * dtypes[0].itemsize if self.keeps_weights else 0,
+        )
+
+    def parameters(self) -> dict[str, DTensor]:
+        """The sharded parameters."""
+        self._module.reshard()
+        sharded: Any = fsdp_parameters(self._fsdp_group)
+        return dict(zip(self.names, sharded, strict=True))
+
+    def kept_parameters(self) -> dict[str, Tensor]:
+        """A DTensor for each parameter, of the kept weights; zeros before the first gather."""
+        part, saved = self.gather.kept_part(), {}
+        for name, parameter in self.parameters().items():
+            saved[name] = torch.zeros_like(parameter, dtype=self.gathered_dtype)
+        if part is not None:
+            for value, numbers in zip(saved.values(), part.split(self.numels), strict=True):
+                shard = _local(value)
+                shard.copy_(numbers[: shard.numel()].view(shard.shape))
+        return saved
+
+    def part_of(self, op: str, saved: dict[str, Any]) -> Tensor:
+        """This rank's part [numel] of `kept_parameters`; raises if one is not such a DTensor."""
+        parts, dtype = [], self.gathered_dtype
+        for (name, parameter), numel in zip(self.parameters().items(), self.numels, strict=True):
+            value, shape = saved[name], _local(parameter).shape
+            like = isinstance(value, DTensor) and value.shape == parameter.shape
+            if not like or (_local(value).shape, value.dtype) != (shape, dtype):
+                rule = f"a {dtype} DTensor of {list(parameter.shape)}, cut like the weight"
+                checks.fail(op, f"kept of {name}", rule, type(value).__name__)
+            numbers = _local(value).flatten().to(self.device)
+            parts.append(pad(numbers, (0, numel - len(numbers))))
+        return torch.cat(parts)
+
+
+@torch.no_grad()
+def _local(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor: the same memory, without grad."""
+    part: Tensor = tensor.to_local()
+    return part.detach()
+
+
+def units_of(model: nn.Module) -> list[CompressedUnit]:
+    """The modules of a model that `fully_shard` was applied to, in module order.
+
+    Raises:
+        TypeError, ValueError: there is none, or one cannot be compressed.
+    """
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    if not modules:
+        rule = "a module that fully_shard was applied to"
+        checks.fail(OP, "model", rule, type(model).__name__, TypeError)
+    for _, module in modules:
+        module.reshard()
+    names = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
+    units: dict[int, CompressedUnit] = {}  # {id of FSDP's group}; modules wrapped together share it
+    for name, module in modules:
+        groups = fsdp_groups(module)
+        if len(groups) > 1:
+            rule = f"one parameter group in module {name or '(root)'} (all on one mesh)"
+            checks.fail(OP, "model", rule, len(groups), verb="have")
+        for group in groups:
+            if id(group) not in units:
+                units[id(group)] = CompressedUnit(name, module, group, names)
+    return list(units.values())

@@ -1,0 +1,88 @@
+"""How the numbers of a rank, for the parameters of one module, become the bytes of a message.
+
+FSDP2 gathers the shards of all parameters of a module as one flat tensor, and reduces their
+gradients in the same order. A rank's part of it becomes one message: matrices in few bits, and
+parameters of fewer than two dimensions as they are.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from dct_kernels import quantized_payload_bytes
+
+_quantize_pack = torch.ops.dct.quantize_pack.default
+_dequantize_sum = torch.ops.dct.dequantize_sum.default
+_ALIGNMENT = 16  # of payloads, in bytes
+
+
+class MessageLayout:
+    """How a rank's part of a flat tensor becomes a message: a payload, then the small parameters.
+
+    Args:
+        parameters: in order, the elements of each, and whether it is small.
+        format: of the payload, as of `dct_kernels.quantize_pack`.
+
+    Attributes:
+        numel: elements of the part.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[int, bool]], format: str) -> None:
+        bounds = pairwise([0, *accumulate(size for size, _ in parameters)])
+        self._small = [
+            slice(low, high)
+            for (low, high), (_, is_small) in zip(bounds, parameters, strict=True)
+            if is_small
+        ]
+        self._small_sizes = [size for size, is_small in parameters if is_small]
+        self.numel, self.format = sum(size for size, _ in parameters), format
+        self._payload_bytes = quantized_payload_bytes(self.numel, format)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a message of a part of this dtype."""
+        small_bytes = sum(self._small_sizes) * dtype.itemsize
+        return self._payload_bytes + -(-small_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def small_views(self, tensor: Tensor) -> list[Tensor]:
+        """The small parameters in a tensor [..., numel]."""
+        return [tensor[..., where] for where in self._small]
+
+    def zero_small(self, tensor: Tensor) -> None:
+        """Set the small parameters in a tensor [..., numel] to 0."""
+        if self._small:
+            torch._foreach_zero_(self.small_views(tensor))
+
+    def pack(self, part: Tensor, message: Tensor, dtype: torch.dtype) -> None:
+        """Write `part` [numel] into the message. Sets the small parameters of `part` to 0."""
+        if self._small:
+            small = torch.cat(self.small_views(part)).to(dtype).view(torch.uint8)
+            message[self._payload_bytes :][: len(small)] = small
+            self.zero_small(part)  # their scales are not those of matrices
+        _quantize_pack(None, part, message[: self._payload_bytes], self.format)
+
+    def unpack(self, messages: Tensor, out: Tensor, dtype: torch.dtype, scale: float = 1) -> Tensor:
+        """Write the sum of messages times `scale` into `out` [numel]: in order, in float32.
+
+        Returns:
+            status int32 [messages]: not 0 if a message was damaged, which adds nothing.
+        """
+        payloads, tails = messages.tensor_split([self._payload_bytes], dim=1)
+        status: Tensor = _dequantize_sum(payloads.contiguous(), out, self.format, scale)
+        if self._small:
+            nbytes = sum(self._small_sizes) * dtype.itemsize
+            small = tails[:, :nbytes].contiguous().view(dtype).float()
+            total, *others = small.masked_fill_(status.ne(0)[:, None], 0)
+            for other in others:
+                total += other
+            parts = (total * scale).split(self._small_sizes)
+            torch._foreach_copy_(self.small_views(out), list(parts))
+        return status
+
+
+@cache
+def message_layout(parameters: tuple[tuple[int, bool], ...], format: str) -> MessageLayout:
+    """The layout of these parameters. It has no state, so equal modules share one."""
+    return MessageLayout(parameters, format)

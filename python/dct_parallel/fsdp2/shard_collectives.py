@@ -1,0 +1,230 @@
+"""Collectives between the shards of a module in few bits, which FSDP2 calls in place of its own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from dct_kernels import checks
+
+from .._torch import NO_PASS, backward_pass, span
+from ..collectives import all_gather, all_gather_bytes
+from .messages import MessageLayout
+
+Count = Callable[[int], None]  # counts the bytes that this rank sends
+
+
+class _Collective:
+    """Has the interface of FSDP2's collectives: `allocate`, and the call.
+
+    Args:
+        group: the ranks that hold the shards.
+        layout: returns the layout of messages, or None.
+        default: torch's collective, for what the layout does not fit.
+        count: counts the bytes that this rank sends.
+
+    Attributes:
+        status: int32 [P], not 0 for ranks that sent a damaged message; None before the first one.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        layout: Callable[[], MessageLayout | None],
+        default: Any,
+        count: Count,
+    ) -> None:
+        self._layout, self._default, self._count = layout, default, count
+        self._ranks, self._rank = group.size(), group.rank()
+        self.status: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made: Tensor = self._default.allocate(size, dtype=dtype, device=device)
+        return made
+
+    def layout_for(self, dtype: torch.dtype | None) -> MessageLayout | None:
+        """The layout of a part of this dtype; None if torch's collective is called."""
+        layout = self._layout() if self._ranks > 1 and dtype in checks.FLOATS else None
+        if layout is None or dtype is None:
+            return None
+        return layout if layout.nbytes(dtype) < layout.numel * self._itemsize(dtype) else None
+
+    def _fitting(self, part: Tensor, group: dist.ProcessGroup) -> MessageLayout | None:
+        """The layout, unless this is a part of other parameters, or for different ranks."""
+        layout = self.layout_for(part.dtype)
+        fits = layout is not None and part.numel() == layout.numel and group.size() == self._ranks
+        return layout if fits else None
+
+    @staticmethod
+    def _itemsize(dtype: torch.dtype) -> int:
+        """Bytes per element of the collective that a message must be smaller than."""
+        return dtype.itemsize
+
+    def _note(self, status: Tensor) -> None:
+        self.status = status if self.status is None else self.status.maximum(status)
+
+
+class WeightGather(_Collective):
+    """The all-gather of the weights of a module.
+
+    Every rank unpacks all shards from messages, its own shard as well, so all ranks compute with
+    equal bits. In "int4", a message contains the change since the last gather, and every rank adds
+    it to the weights that it keeps. The rounding error becomes part of the next change. While the
+    weights of a rank stand still it sends zeros, so that every gather between two steps of the
+    optimizer returns the same bits, whether in training or in an evaluation.
+
+    Attributes:
+        kept: [P * numel], the weights of the last gather, in "int4".
+        resumed: this rank's part of the weights that a saved run kept, until the first gather.
+    """
+
+    kept: Tensor | None = None
+    resumed: Tensor | None = None
+    _sent: Tensor | None = None  # this rank's weights, unrounded, when it last sent their change
+
+    def restart(self, resumed: Tensor | None = None) -> None:
+        """Forget the kept weights. The next gather starts from `resumed`, or whole weights."""
+        self.kept, self._sent, self.resumed = None, None, resumed
+
+    def kept_part(self) -> Tensor | None:
+        """This rank's part of the kept weights [numel], to save; None before the first gather.
+
+        A run that resumes from it has no `_sent`, so neither has this one: both send the same.
+        """
+        self._sent = None
+        return self.resumed if self.kept is None else self.kept.chunk(self._ranks)[self._rank]
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        layout = self._fitting(input_tensor, group)
+        if layout is None:
+            self._count(all_gather_bytes(input_tensor.nbytes, group.size()))
+            work: dist.Work | None = self._default(output_tensor, input_tensor, group, async_op)
+            return work
+        with span("dct::gather_weights"):
+            if layout.format == "int4":
+                self._gather_changes(layout, output_tensor, input_tensor, group)
+            else:
+                messages = self._gather(layout, input_tensor, input_tensor.dtype, group)
+                shards = zip(messages.split(1), output_tensor.view(self._ranks, -1), strict=True)
+                statuses = [layout.unpack(*shard, input_tensor.dtype) for shard in shards]
+                self._note(torch.cat(statuses))
+        return None
+
+    def _gather(
+        self, layout: MessageLayout, part: Tensor, dtype: torch.dtype, group: dist.ProcessGroup
+    ) -> Tensor:
+        """The messages of all ranks [P, nbytes]."""
+        message = part.new_zeros(layout.nbytes(dtype), dtype=torch.uint8)
+        layout.pack(part, message, dtype)
+        messages = message.new_empty(self._ranks, len(message))
+        self._count(all_gather_bytes(len(message), self._ranks))
+        all_gather(messages, message, group)
+        return messages
+
+    def _gather_changes(
+        self, layout: MessageLayout, output: Tensor, part: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        sends = backward_pass() == NO_PASS  # the backward pass uses the weights of the forward pass
+        if self.kept is None:
+            with torch.inference_mode(False):  # an evaluation may come first
+                self.kept = torch.empty_like(output)
+            sends = self.resumed is not None
+            whole = self.resumed if self.resumed is not None else part
+            self._count(all_gather_bytes(whole.nbytes, self._ranks))
+            all_gather(self.kept, whole, group)
+            self.resumed = None
+            if not sends:
+                self._remember(part)
+        if sends:
+            self._send_change(layout, self.kept.view(self._ranks, -1), part, group)
+        output.copy_(self.kept)
+
+    def _send_change(
+        self, layout: MessageLayout, kept: Tensor, part: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        # A weight that is not finite any more starts again from 0, as small parameters do.
+        kept.nan_to_num_(0, 0, 0)
+        layout.zero_small(kept)
+        base = kept[self._rank]
+        if self._sent is not None:
+            base = torch.where(part.eq(self._sent).all(), part, base)
+        change = part.float() - base
+        for small, own in zip(layout.small_views(change), layout.small_views(part), strict=True):
+            small.copy_(own)
+        self._remember(part)
+        messages = self._gather(layout, change, part.dtype, group)
+        statuses = []
+        for message, shard in zip(messages.split(1), kept, strict=True):
+            statuses.append(layout.unpack(message, change, part.dtype))
+            shard += change
+        self._note(torch.cat(statuses))
+
+    def _remember(self, part: Tensor) -> None:
+        if self._sent is None:
+            with torch.inference_mode(False):
+                self._sent = torch.empty_like(part)
+        self._sent.copy_(part)
+
+
+class GradientReduceScatter(_Collective):
+    """The reduce-scatter of the gradients of a module, by an all-to-all of messages.
+
+    The owner of a shard adds up the messages of all ranks in rank order, in float32.
+
+    Args:
+        divide_factor: returns the factor that the user divides gradients by, or None.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        layout: Callable[[], MessageLayout | None],
+        default: Any,
+        count: Count,
+        divide_factor: Callable[[], float | None],
+    ) -> None:
+        super().__init__(group, layout, default, count)
+        self._divide_factor = divide_factor
+
+    @staticmethod
+    def _itemsize(dtype: torch.dtype) -> int:
+        return 4  # messages are summed in float32, whatever their dtype
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp | ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        layout, dtype = self._fitting(output_tensor, group), input_tensor.dtype
+        if layout is None:
+            self._count(all_gather_bytes(output_tensor.nbytes, group.size()))
+            work: dist.Work | None = self._default(output_tensor, input_tensor, group, op, async_op)
+            return work
+        with span("dct::reduce_gradients"):
+            messages = input_tensor.new_zeros(self._ranks, layout.nbytes(dtype), dtype=torch.uint8)
+            parts = input_tensor.view(self._ranks, -1)
+            for part, message in zip(parts, messages, strict=True):
+                layout.pack(part, message, dtype)
+            received = torch.empty_like(messages)
+            self._count(all_gather_bytes(messages.shape[1], self._ranks))
+            dist.all_to_all_single(received, messages, group=group)
+            self._note(layout.unpack(received, output_tensor, dtype, self._scale(op)))
+        return None
+
+    def _scale(self, op: ReduceOp | ReduceOp.RedOpType) -> float:
+        if op == ReduceOp.SUM:
+            return 1.0
+        factor = self._ranks if op == ReduceOp.AVG else self._divide_factor()  # or PREMUL_SUM
+        return 1 / (factor or 1)

@@ -1,0 +1,111 @@
+"""A model in shards, and what its ranks should compute: with `compress_fully_shard` and without."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from ranks import batch
+
+# Of the largest of 64 numbers: half a step of their codes, with the rounding of the scale.
+ROUNDING = {"int8": 0.5 / 127 * (1 + 2**-7), "int4": 0.5 / 7 * (1 + 2**-7), "bfloat16": 2**-8}
+
+
+class Block(nn.Module):
+    """A matrix of rows that no number of ranks divides, and small parameters."""
+
+    def __init__(self, inputs=50, outputs=71):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(inputs, outputs), nn.LayerNorm(outputs)
+
+    def forward(self, x):
+        return self.norm(self.linear(x).tanh())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.blocks = nn.Sequential(Block(), Block(71, 70))
+        self.head = nn.Linear(70, 61)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+
+def sharded(model=None, **options):
+    """Every block by itself, and the rest."""
+    model = Net() if model is None else model
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def fsdp_modules(model):
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def loss_of(model, step, rank):
+    x, dtype = batch(step, rank, width=50, rows=8)[0], next(model.parameters()).dtype
+    return model(x.to(dtype)).float().square().mean()
+
+
+def computed_weights(model):
+    """{name: the weights that this rank computes with}, which takes a gather."""
+    for module in fsdp_modules(model):
+        module.unshard()
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for module in fsdp_modules(model):
+        module.reshard()
+    return found
+
+
+def full_weights(model):
+    """{name: the weights of the optimizer}, not rounded."""
+    for module in fsdp_modules(model):
+        module.reshard()
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def set_weights(model, weights):
+    """Set the parameters, which are sharded by rows, to these whole tensors."""
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        part = parameter.to_local()
+        start = dist.get_rank() * -(-len(weight) // dist.get_world_size())
+        part.copy_(weight[start:][: len(part)])
+
+
+def gradients(model):
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def plain_gradients(model, weights, batches):
+    """For each batch (step, rank): {name: gradient}, of a model that is not sharded."""
+    dtype = next(iter(weights.values())).dtype
+    model.to(dtype).load_state_dict(weights, strict=False)  # shared ones have one name
+    found = []
+    for step, rank in batches:
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append({name: grad.double() for name, grad in grads.items()})
+    return found
+
+
+def require_close(found, by_rank, format, most=1e-5, factor=1.0):
+    """`found` must be the mean of the ranks' gradients times `factor`, within the bound.
+
+    A rank's matrices are rounded by at most `ROUNDING` of its largest gradient. Small parameters
+    are not rounded; `most` bounds what other formats and orders of sums add, relatively.
+    """
+    assert found.keys() == by_rank[0].keys()
+    tops = [max(grad.abs().max().item() for grad in own.values()) for own in by_rank]
+    for name, grad in found.items():
+        mean = sum(own[name] for own in by_rank) / len(by_rank) * factor
+        bound = most * max(tops) * factor
+        if grad.dim() > 1:
+            bound += ROUNDING[format] * sum(tops) / len(tops) * factor
+        error = (grad - mean).abs().max().item()
+        assert error <= bound, (name, error, bound)
+        assert mean.abs().max() > 0, name

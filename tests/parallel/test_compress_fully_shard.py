@@ -1,0 +1,253 @@
+"""compress_fully_shard: the bits that ranks compute with, and the sums of their gradients."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from compressed_shards import (
+    ROUNDING,
+    computed_weights,
+    full_weights,
+    loss_of,
+    set_weights,
+    sharded,
+)
+from dct_kernels import quantized_payload_bytes, reference
+from dct_parallel import compress_fully_shard
+from ranks import Dictated, assert_same, on_ranks
+
+
+def _trained(rank, compress, steps=3, **options):
+    model = sharded(**options)
+    if compress is not None:
+        compress_fully_shard(model, **compress)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    return torch.cat([weight.flatten() for weight in full_weights(model).values()])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_without_rounding_the_bits_are_those_of_torch(rank):
+    for dtype in (None, torch.bfloat16):
+        for reshard in (True, False):
+            options = {
+                "reshard_after_forward": reshard,
+                "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+            }
+            expected = _trained(rank, None, **options)
+            for format in (None, "float32", torch.float32):
+                compress = {"weights": format, "gradients": format}
+                assert torch.equal(_trained(rank, compress, **options), expected)
+            assert not torch.equal(_trained(rank, {}, **options), expected)
+
+
+class Recorded(torch.autograd.Function):
+    """x @ weight.T, and copies of the weight in `log` whenever it is read."""
+
+    @staticmethod
+    def forward(ctx, x, weight, log):
+        ctx.save_for_backward(x, weight)
+        ctx.log = log
+        log.append(weight.detach().clone())
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        ctx.log.append(weight.detach().clone())
+        return grad @ weight, grad.T @ x, None
+
+
+class Recording(nn.Module):
+    """Layers that record the weights that they compute with."""
+
+    def __init__(self, use_reentrant=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(50, 50, bias=False) for _ in range(3))
+        self.logs, self._use_reentrant = [[] for _ in self.blocks], use_reentrant
+        for block, log in zip(self.blocks, self.logs, strict=True):
+            block.forward = lambda x, block=block, log=log: Recorded.apply(x, block.weight, log)
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            x.requires_grad_()  # reentrant checkpoints need it
+        for block in self.blocks:
+            if self._use_reentrant is None or not torch.is_grad_enabled():
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self._use_reentrant)
+        return x
+
+
+def _one(copies):
+    """The one value that all copies are, on all ranks."""
+    assert all(torch.equal(copy, copies[0]) for copy in copies)
+    assert_same(copies[0])
+    return copies[0]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "bfloat16"])
+@on_ranks(2)
+def test_all_ranks_and_passes_of_a_step_compute_with_equal_bits(rank, format):
+    for use_reentrant, dtype in ((None, None), (False, None), (True, torch.bfloat16)):
+        if dtype is not None and format == "bfloat16":
+            continue  # that is torch's all-gather
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        model = sharded(Recording(use_reentrant), mp_policy=policy)
+        compress_fully_shard(model, weights=format)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        reads = 6 if use_reentrant is None else 8  # 2 evaluations, 2 forward and backward passes
+        for step in range(4):
+            with torch.no_grad():
+                loss_of(model, 10, 0)
+            optimizer.zero_grad()
+            (loss_of(model, step, rank) + loss_of(model, step + 1, rank)).backward()
+            with torch.inference_mode():
+                loss_of(model, 10, 0)
+            exact = [weight.to(dtype) for weight in full_weights(model).values()]
+            for log, weight in zip(model.logs, exact, strict=True):
+                assert len(log) == reads
+                used = _one(log)
+                rounded = not torch.equal(used, weight)
+                assert rounded == (format != "int4" or step > 0)
+                top = weight.abs().max() if format != "int4" else 2e-3
+                assert (used - weight).abs().max() <= ROUNDING[format] * top + 2**-8 * 0.2 * (
+                    dtype is not None
+                )
+                log.clear()
+            optimizer.step()
+
+
+# Rows that 3 ranks do not divide, one row for all of them, and small parameters between them.
+SHAPES = ((61, 40), (37,), (1, 900), (5,), (64, 30))
+
+
+def _part(tensors, rank, ranks):
+    """A rank's part of what FSDP2 gathers or reduces: rows in equal chunks, filled up with 0."""
+    parts = []
+    for tensor in tensors:
+        rows = -(-len(tensor) // ranks)
+        filled = torch.zeros(rows * ranks, *tensor.shape[1:], dtype=tensor.dtype)
+        filled[: len(tensor)] = tensor
+        parts.append(filled[rank * rows :][:rows].flatten())
+    return parts
+
+
+def _payload(parts, format):
+    """Of matrices, in the reference's eager code; of small parameters 0."""
+    flat = torch.cat([p * (len(s) > 1) for p, s in zip(parts, SHAPES, strict=True)])
+    payload = torch.zeros(quantized_payload_bytes(len(flat), format), dtype=torch.uint8)
+    reference.quantize_pack(None, flat, payload, format)
+    return payload
+
+
+def _summed(by_rank, format, dtype, scale=1.0):
+    """The sum of these ranks' parts in rank order, as an owner should compute it."""
+    total = torch.empty(sum(map(len, by_rank[0])), dtype=dtype)
+    payloads = torch.stack([_payload(parts, format) for parts in by_rank])
+    reference.dequantize_sum(payloads, total, format, scale)
+    sums = list(total.split([len(part) for part in by_rank[0]]))
+    for index, shape in enumerate(SHAPES):
+        if len(shape) == 1:
+            exact = torch.zeros(len(sums[index]))
+            for parts in by_rank:
+                exact += parts[index].float()
+            sums[index] = (exact * scale).to(dtype)
+    return sums
+
+
+def _dictated_gradients(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "bfloat16"])
+@on_ranks(3)
+def test_owners_sum_gradients_in_rank_order_in_float32(rank, format):
+    for dtype in (torch.float32, torch.bfloat16):
+        for factor in (None, 8.0):
+            model = fully_shard(
+                Dictated(SHAPES), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)
+            )
+            compress_fully_shard(model, weights=None, gradients=format)
+            if factor is not None:  # torch on gloo cannot, unless it is forced to sum
+                model.set_gradient_divide_factor(factor)
+            model(*_dictated_gradients(0, rank)).backward()
+            everyone = [[g.to(dtype) for g in _dictated_gradients(0, r)] for r in range(3)]
+            scale = 1 / (factor or 3)
+            parts = [_part(own, rank, 3) for own in everyone]
+            expected = _summed(parts, format, dtype, scale)
+            for index, (parameter, sums) in enumerate(zip(model.p, expected, strict=True)):
+                grad = parameter.grad.to_local()
+                assert torch.equal(grad.flatten(), sums[: grad.numel()].float())
+                exact = sum(own[index].double() for own in everyone) * scale
+                top = sum(g.abs().max() for own in everyone for g in own) / 3
+                most = ROUNDING[format] * top * 3 * scale if grad.dim() > 1 else 0
+                most += (2**-7 if dtype == torch.bfloat16 else 1e-6) * exact.abs().max()
+                assert (parameter.grad.full_tensor() - exact).abs().max() <= most
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "bfloat16"])
+@on_ranks(3)
+def test_gathered_weights_are_those_of_messages(rank, format):
+    """By the reference's eager code; in "int4" the changes of weights are messages."""
+    model = fully_shard(Dictated(SHAPES))
+    compress_fully_shard(model, weights=format)
+    kept = [None] * 3
+    for step in range(3):
+        weights = _dictated_gradients(step, 0)
+        set_weights(model, weights)
+        used = list(computed_weights(model).values())
+        for r in range(3):
+            exact = _part(weights, r, 3)
+            if format != "int4" or step == 0:
+                expected = exact if format == "int4" else _summed([exact], format, torch.float32)
+            else:
+                changes = [new - old for new, old in zip(exact, kept[r], strict=True)]
+                rounded = _summed([changes], format, torch.float32)
+                expected = [old + change for old, change in zip(kept[r], rounded, strict=True)]
+            for index, shape in enumerate(SHAPES):
+                if len(shape) == 1:
+                    expected[index] = exact[index]
+                assert torch.equal(_part(used, r, 3)[index], expected[index]), (step, shape)
+            kept[r] = expected
+
+
+@on_ranks(2)
+def test_rounding_errors_of_changes_do_not_add_up(rank):
+    """An error e is part of the next change d, so the next is at most ROUNDING * (d + e)."""
+    model = sharded()
+    compress_fully_shard(model, weights="int4")
+
+    def error():
+        used, exact = computed_weights(model), full_weights(model)
+        assert all(torch.equal(used[n], exact[n]) for n in exact if exact[n].dim() < 2)
+        return max((used[name] - exact[name]).abs().max().item() for name in exact)
+
+    assert error() == 0
+
+    def move(size):
+        """Add a random change to all weights, the same on all ranks."""
+        weights = list(full_weights(model).values())
+        set_weights(model, [w + torch.empty_like(w).uniform_(-size, size) for w in weights])
+
+    torch.manual_seed(0)
+    half, most = ROUNDING["int4"], 0.0
+    for _ in range(200):
+        move(0.01)
+        most, found = half * (0.01 + most) + 1e-6, error()
+        assert 0.2 * half * 0.01 < found <= most
+    assert most < 1.1 * half * 0.01
+    assert error() == found  # nothing has moved
+    for _ in range(6):
+        move(1e-7)
+        last, found = found, error()
+        assert found <= half * (last + 1e-7) + 1e-6
+    assert found < 2e-6

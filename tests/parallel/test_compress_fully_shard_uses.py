@@ -1,0 +1,374 @@
+"""compress_fully_shard beside everything that FSDP2 does: losses and gradients are as they should.
+
+A model on one rank, with the weights that the ranks compute with, says what they are.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+from compressed_shards import (
+    Net,
+    computed_weights,
+    fsdp_modules,
+    full_weights,
+    gradients,
+    loss_of,
+    plain_gradients,
+    require_close,
+    sharded,
+)
+from dct_parallel import compress_fully_shard
+from ranks import assert_same, on_ranks, shard_mesh
+
+
+def _require_step(model, rank, ranks, format, plain=None, most=1e-5, factor=1.0, micro=1):
+    """One step of `micro` backward passes; fails unless its gradients are as they should be."""
+    weights = computed_weights(model)
+    for weight in weights.values():
+        assert_same(weight)
+    exact = full_weights(model)
+    assert any(not torch.equal(w.to(exact[n].dtype), exact[n]) for n, w in weights.items())
+    model.zero_grad()
+    for step in range(micro):
+        model.set_requires_gradient_sync(step == micro - 1)
+        loss_of(model, step, rank).backward()
+    found = gradients(model)
+    batches = [(step, r) for r in range(ranks) for step in range(micro)]
+    by_batch = plain_gradients(plain or Net(), weights, batches)
+    by_rank = [
+        {name: sum(own[name] for own in by_batch[r * micro :][:micro]) for name in by_batch[0]}
+        for r in range(ranks)
+    ]
+    require_close(found, by_rank, format, most, factor)
+
+
+def _train(model, optimizer, rank, steps=2):
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+
+
+def _trained(model, rank):
+    """With weights that differ from those of the start, so that int4 has changes to send."""
+    _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank)
+
+
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FLOAT16 = MixedPrecisionPolicy(param_dtype=torch.float16)  # divided before and after the sum
+FEW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # gradients are reduced in bfloat16
+# {name: options of fully_shard, passes that are accumulated, relative error of other roundings}
+VARIANTS = {
+    "float32": ({}, 1, 1e-5),
+    "bfloat16": ({"mp_policy": BFLOAT16}, 1, 1e-5),
+    "bfloat16 reduced": ({"mp_policy": FEW}, 1, 2**-7),
+    "float16": ({"mp_policy": FLOAT16}, 1, 2**-9),
+    "kept gathered": ({"reshard_after_forward": False}, 1, 1e-5),
+    "accumulated": ({}, 3, 1e-5),
+    "offloaded": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, 1, 1e-5),
+}
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@on_ranks(3)
+def test_mixed_precision_accumulation_and_offloading(rank, format):
+    for options, micro, most in VARIANTS.values():
+        model = sharded(**options)
+        state = compress_fully_shard(model, weights=format, gradients=format)
+        _trained(model, rank)
+        _require_step(model, rank, 3, format, most=most, micro=micro)
+        assert state.stats()["step"] == 3
+
+
+class _Checkpointed(Net):
+    use_reentrant = False
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x.requires_grad_(), use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+class _Compiled(Net):
+    """Blocks are compiled each by itself; hooks of FSDP2 run outside of them."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+
+class _Reentrant(_Checkpointed):
+    use_reentrant = True
+
+
+def _prefetching(model):
+    first, second = model.blocks
+    model.set_modules_to_forward_prefetch([first])
+    first.set_modules_to_forward_prefetch([second])
+    second.set_modules_to_backward_prefetch([first])
+
+
+def _asynchronous(model):
+    def gather_all(*_):
+        for module in fsdp_modules(model):
+            module.unshard(async_op=True)
+
+    for module in fsdp_modules(model):
+        module._set_unshard_async_op(True)
+    model.register_forward_pre_hook(gather_all, prepend=True)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@on_ranks(2)
+def test_checkpoints_prefetching_asynchronous_gathers_and_compiled_blocks(rank, format):
+    warnings.filterwarnings("ignore", message="The .grad attribute")  # of dynamo
+    variants = [(kind(), None) for kind in (_Checkpointed, _Reentrant, _Compiled)]
+    variants += [(Net(), _prefetching), (Net(), _asynchronous)]
+    for model, prepare in variants:
+        model = sharded(model)
+        state = compress_fully_shard(model, weights=format, gradients=format)
+        if prepare is not None:
+            prepare(model)
+        _trained(model, rank)
+        _require_step(model, rank, 2, format)
+        assert state.stats()["step"] == 3, type(model)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@on_ranks(4)
+def test_meshes(rank, format):
+    """HSDP, where torch averages over replicas, and backward gathers within half of the ranks."""
+    model = sharded(mesh=shard_mesh())
+    compress_fully_shard(model, weights=format, gradients=format)
+    _trained(model, rank)
+    # Ranks 0 and 1 are one replica, in which each rank's gradient is rounded.
+    _require_step(model, rank, 4, format)
+    model = sharded(mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+    state = compress_fully_shard(model, weights=format, gradients=format)
+    _trained(model, rank)
+    _require_step(model, rank, 4, format)
+    # The backward pass gathers half of the rounded weights from one rank, as torch does.
+    blocks = sum(4 * (inputs + 3) * outputs for inputs, outputs in ((50, 71), (71, 70)))
+    assert state.stats()["wire_bytes"] > blocks / 2
+
+
+@on_ranks(2)
+def test_columns(rank):
+    """Shards of columns, which divide by the ranks, beside shards of rows."""
+    by_columns = {"shard_placement_fn": lambda p: Shard(1) if p.shape == (71, 50) else None}
+    for format in ("int8", "int4"):
+        model = sharded(**by_columns)
+        assert model.blocks[0].linear.weight.placements == (Shard(1),)
+        compress_fully_shard(model, weights=format, gradients=format)
+        _trained(model, rank)
+        _require_step(model, rank, 2, format)
+
+
+@on_ranks(2)
+def test_divide_factors(rank):
+    """Set before the call or after it. gloo has no such reduction, unless torch is forced to sum."""
+    for forced in (False, True):
+        for before in (False, True):
+            model = sharded()
+            if not before:
+                compress_fully_shard(model)
+            for module in fsdp_modules(model):
+                module.set_gradient_divide_factor(5.0)
+                module.set_force_sum_reduction_for_comms(forced)
+            if before:
+                compress_fully_shard(model)
+            _require_step(model, rank, 2, "int8", factor=2 / 5)
+
+
+class _Adapted(nn.Module):
+    """A frozen bfloat16 layer, and a trained one, in float32, of lower rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(70, 70, dtype=torch.bfloat16).requires_grad_(False)
+        self.down, self.up = nn.Linear(70, 40, bias=False), nn.Linear(40, 70, bias=False)
+
+    def forward(self, x):
+        return self.base(x.bfloat16()).float() + self.up(self.down(x))
+
+
+class _WithAdapter(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks.append(_Adapted())
+
+
+@on_ranks(2)
+def test_weights_of_several_dtypes_are_gathered_by_torch(rank):
+    for format in ("int8", "int4"):
+        model = sharded(_WithAdapter())
+        state = compress_fully_shard(model, weights=format, gradients=format)
+        assert "\nblocks.2: weights of several dtypes, which torch gathers." in state.plan()
+        _trained(model, rank)
+        weights, exact = computed_weights(model), full_weights(model)
+        adapter = [name for name in exact if name.startswith("blocks.2")]
+        assert len(adapter) == 4 and all(torch.equal(weights[n], exact[n]) for n in adapter)
+        model.zero_grad()
+        loss_of(model, 0, rank).backward()
+        plain = _WithAdapter()
+        plain.load_state_dict(weights)
+        expected = []
+        for r in range(2):
+            plain.zero_grad()
+            loss_of(plain, 0, r).backward()
+            named = plain.named_parameters()
+            expected.append({n: p.grad.double() for n, p in named if p.grad is not None})
+        require_close(gradients(model), expected, format)
+        assert not any("base" in name for name in expected[0])
+
+
+@on_ranks(2)
+def test_frozen_and_unused_parameters(rank):
+    model = sharded()
+    state = compress_fully_shard(model)
+    few = state.plan()
+    model.blocks[0].linear.weight.requires_grad_(False)
+    model.head.bias.requires_grad_(False)
+    assert state.plan() != few
+    plain = Net()
+    plain.blocks[0].linear.weight.requires_grad_(False)
+    plain.head.bias.requires_grad_(False)
+    _require_step(model, rank, 2, "int8", plain)
+    model.requires_grad_(True)
+    assert state.plan() == few
+    _require_step(model, rank, 2, "int8")
+
+    class Part(Net):
+        def forward(self, x):
+            return self.blocks[0].linear(x)
+
+    model = sharded(Part())
+    compress_fully_shard(model)
+    weights = computed_weights(model)
+    x = torch.ones(4, 50)
+    model.blocks[0].norm.forward = lambda x: x  # its parameters have no gradient
+    model.blocks[0](x).sum().backward()
+    plain = Part()
+    plain.load_state_dict(weights)
+    plain.blocks[0].linear(x).tanh().sum().backward()
+    found = model.blocks[0].linear.weight.grad.full_tensor()
+    # Reduced by torch, because nobody says which parameters the flat gradient is of.
+    torch.testing.assert_close(found, plain.blocks[0].linear.weight.grad)
+
+
+@on_ranks(2)
+def test_modules_wrapped_together_and_shared_parameters(rank):
+    class Tied(Net):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(70, 70)
+            self.again = nn.Linear(70, 70)
+            self.again.weight = self.head.weight
+
+        def forward(self, x):
+            return self.again(super().forward(x).tanh())
+
+    for format in ("int8", "int4"):
+        model = Tied()
+        fully_shard([*model.blocks])
+        fully_shard(model)
+        state = compress_fully_shard(model, weights=format, gradients=format)
+        assert [line.split()[0] for line in state.plan().splitlines()[2:4]] == [
+            "(root)",
+            "blocks.0",
+        ]
+        _trained(model, rank)
+        _require_step(model, rank, 2, format, Tied())
+        assert state.stats()["step"] == 3
+
+
+@on_ranks(2)
+def test_models_that_change_after_the_call(rank):
+    """Materialized, cast, loaded, closed and compressed again."""
+    for format in ("int8", "int4"):
+        options = {"weights": format, "gradients": format}
+        with torch.device("meta"):
+            model = Net()
+        model = sharded(model)
+        state = compress_fully_shard(model, **options)
+        bytes_of = {"float32": state.plan()}
+        model.to_empty(device="cpu")
+        start = {name: p.full_tensor() for name, p in sharded().named_parameters()}
+        for name, parameter in model.named_parameters():
+            parameter.to_local().detach().copy_(
+                start[name].chunk(2)[rank] if len(start[name]) > 1 else start[name]
+            )
+        assert state.plan() == bytes_of["float32"]
+        _trained(model, rank)
+        _require_step(model, rank, 2, format)
+
+        for assign in (False, True):
+            model.load_state_dict(copy.deepcopy(sharded().state_dict()), assign=assign)
+            found, exact = computed_weights(model), dict(Net().named_parameters())
+            tops = {name: weight.abs().max() for name, weight in exact.items()}
+            assert all((found[n] - exact[n]).abs().max() <= 0.1 * tops[n] for n in exact)
+            _require_step(model, rank, 2, format)
+
+        state.close()
+        found, exact = computed_weights(model), full_weights(model)
+        assert all(torch.equal(found[name], exact[name]) for name in exact)
+        state.close()
+        again = compress_fully_shard(model, **options)
+        _trained(model, rank)
+        _require_step(model, rank, 2, format)
+        assert again.stats()["step"] == 3
+
+        model = sharded()
+        state = compress_fully_shard(model, **options)
+        model.to(torch.bfloat16)
+        assert state.plan() != bytes_of["float32"]
+        _trained(model, rank)
+        _require_step(model, rank, 2, format, most=2**-6)
+
+
+@on_ranks(2)
+def test_evaluations_change_nothing(rank):
+    """Between any steps, in inference mode or without gradients."""
+    for format in ("int8", "int4"):
+        found = []
+        for evaluates in (False, True):
+            model = sharded()
+            state = compress_fully_shard(model, weights=format, gradients=format)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            for step in range(4):
+                _train(model, optimizer, rank, 1)  # FSDP2 cannot start in inference mode
+                if step == 1:
+                    state.load_state_dict(state.state_dict())
+                if evaluates:
+                    with torch.inference_mode():
+                        loss = loss_of(model, 9, 0)
+                    with torch.no_grad():
+                        assert torch.equal(loss_of(model, 9, 0), loss)
+                    assert_same(loss.clone())
+            found.append(torch.cat([w.flatten() for w in full_weights(model).values()]))
+        assert torch.equal(*found)
+
+
+@on_ranks(1)
+def test_one_rank(rank):
+    for format in ("int8", "int4"):
+        results = []
+        for compressed in (False, True):
+            model = sharded()
+            if compressed:
+                state = compress_fully_shard(model, weights=format, gradients=format)
+            _trained(model, rank)
+            results.append(torch.cat([w.flatten() for w in full_weights(model).values()]))
+        assert torch.equal(*results)
+        assert state.stats() == {"step": 0, "wire_bytes": None}  # nothing is exchanged
+        assert "keeps" not in state.plan()
+        assert state.state_dict()["kept"] == {}
