@@ -18,6 +18,10 @@ FSDP2: between replicas of a model that fully_shard has cut.
 
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.005)
 
+FSDP2: between the shards of a model.
+
+    state = compress_fully_shard(model, weights="int8", gradients="int8")
+
 Without a hook: torch's all-reduce, with every entry in few bits.
 
     all_reduce_compressed(tensor, residual, format="int4")

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from dct_kernels import checks
+
 from ..formats import require_format
 from ..groups import refusing, require_group
 
@@ -15,6 +17,7 @@ OP = "compress_fully_shard"  # in errors
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 
 
+@checks.names_keywords
 def compress_fully_shard(
     model: nn.Module,
     *,
