@@ -57,7 +57,7 @@ def test_every_program_is_named_in_the_readme():
 def test_commands_in_the_documentation_are_accepted():
     pages = [ROOT / "README.md", *(ROOT / "docs" / "guide").glob("*.md")]
     text = "\n".join(page.read_text().replace("\\\n", " ") for page in pages)
-    pattern = r"^(?:sudo \$\(which python\)|python) -m bench\.(\w+)(.*)$"
+    pattern = r"^(?:sudo \$\(which python\)|python) -m bench\.(\w+)((?: .*)?)$"
     commands = re.findall(pattern, text, re.M)
     assert {name for name, _ in commands} == set(NAMES)
     for name, given in commands:

@@ -95,7 +95,7 @@ def test_hybrid_on_a_file_and_its_bytes(tmp_path):
     assert "skipped: 1 of 1,501 lines malformed (line 1: must have 40 fields, got 1)" in output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert "bayes" not in summary and summary["data"]["malformed"] == 1
-    rows, counts = 13 * BATCH, 40
+    rows, counts = 13 * BATCH, 32
     mlps = sum(out * (inputs + 1) for inputs, out in _linears())
     (dense,), (dct,) = (
         [run["bytes_by_purpose"] for run in summary["modes"][mode]] for mode in ("dense", "dct")
