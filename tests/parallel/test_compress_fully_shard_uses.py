@@ -175,7 +175,7 @@ def test_columns(rank):
 
 @on_ranks(2)
 def test_divide_factors(rank):
-    """Set before the call or after it. gloo has no such reduction, unless torch is forced to sum."""
+    """Set before the call or after it. gloo itself can only divide if torch is forced to sum."""
     for forced in (False, True):
         for before in (False, True):
             model = sharded()
