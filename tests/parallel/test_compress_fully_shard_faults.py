@@ -180,9 +180,10 @@ def test_the_host_does_not_wait_in_collectives(rank):
             return result
 
         kind.__call__ = watched
-    for name in ("tolist", "item", "numpy", "cpu", "__bool__"):
+    names = ("tolist", "item", "numpy", "cpu", "__bool__")
+    for name, original in [(name, getattr(torch.Tensor, name)) for name in names]:
 
-        def read(self, *args, original=getattr(torch.Tensor, name), **kwargs):
+        def read(self, *args, original=original, **kwargs):
             assert not inside
             return original(self, *args, **kwargs)
 
@@ -254,7 +255,7 @@ def test_what_cannot_be_compressed_is_refused(rank):
     text = r"all parameters that were wrapped together with module \(root\), got a part of them"
     refuses(ValueError, text, together.blocks[0])
     extended = sharded()
-    extended.blocks[0].linear.weight.to_local().fsdp_pre_all_gather = None
+    extended.blocks[0].linear.weight._local_tensor.fsdp_pre_all_gather = None
     text = "without fsdp_pre_all_gather, which defines their messages, got one in module blocks.0"
     refuses(ValueError, text, extended)
     if not hasattr(_fsdp_common, "ShardPlacementResult"):  # before torch 2.13
