@@ -1,9 +1,9 @@
 """Tests of torch for FSDP2, ported to gloo with the default formats on top.
 
-From test/distributed/_composable/fsdp of torch, by their names there. A reference is trained beside
-the shards, on each rank whole, with gradients that an all-reduce averages. torch asks for equal
-losses. Here a loss may be off by LOSS of itself, as weights and gradients are rounded to 8 bits, and
-parameters without rounding (frozen ones, full state dicts) must be equal.
+From test/distributed/_composable/fsdp of torch, by their names there. Each rank trains a whole
+reference beside the shards, with gradients that an all-reduce averages. torch's tests ask for equal
+losses. Here weights and gradients are rounded to 8 bits, so a loss may differ by the fraction LOSS.
+Frozen parameters and full state dicts are not rounded, so they must be equal.
 """
 
 import copy
@@ -42,7 +42,7 @@ class MLP(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Of 2 layers, and as torch's own with or without one matrix for both ends."""
+    """2 layers; with `tied`, the output layer has the matrix of the embedding."""
 
     def __init__(self, tied=False, vocab=40, dim=32, length=12):
         super().__init__()

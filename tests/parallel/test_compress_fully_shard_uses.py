@@ -369,6 +369,6 @@ def test_one_rank(rank):
             _trained(model, rank)
             results.append(torch.cat([w.flatten() for w in full_weights(model).values()]))
         assert torch.equal(*results)
-        assert state.stats() == {"step": 0, "wire_bytes": None}  # nothing is exchanged
+        assert not state.stats()["wire_bytes"]
         assert "keeps" not in state.plan()
         assert state.state_dict()["kept"] == {}
