@@ -175,7 +175,7 @@ def test_columns(rank):
 
 @on_ranks(2)
 def test_divide_factors(rank):
-    """Set before the call or after it. gloo has no such reduction unless torch must sum."""
+    """Set before the call or after it. gloo itself can only divide if torch is forced to sum."""
     for forced in (False, True):
         for before in (False, True):
             model = sharded()
@@ -369,6 +369,6 @@ def test_one_rank(rank):
             _trained(model, rank)
             results.append(torch.cat([w.flatten() for w in full_weights(model).values()]))
         assert torch.equal(*results)
-        assert state.stats() == {"step": 0, "wire_bytes": None}  # nothing is exchanged
+        assert not state.stats()["wire_bytes"]
         assert "keeps" not in state.plan()
         assert state.state_dict()["kept"] == {}

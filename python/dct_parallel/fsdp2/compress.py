@@ -33,9 +33,12 @@ def compress_fully_shard(
 
     Call it on every rank, once all modules are wrapped. It replaces the all-gather and the
     reduce-scatter of every module. All ranks compute with the same rounded weights, bit for bit, in
-    forward and backward passes. The sharded parameters and the optimizer are not rounded. Gradients
-    are summed in rank order in float32, without error feedback. Parameters of fewer than two
-    dimensions are not rounded. Deterministic. Bytes, losses and limits: docs/guide/fsdp2.md.
+    all forward and backward passes between two steps of the optimizer. The sharded parameters and
+    the optimizer are not rounded. Gradients are summed in rank order in float32, without error
+    feedback. Parameters of fewer than two dimensions are not rounded. torch's collectives remain
+    where messages would not be smaller, where the weights of a module have several dtypes, and
+    where some of its parameters have no gradient. Deterministic. Bytes, losses and limits:
+    docs/guide/fsdp2.md.
 
     Args:
         model: modules that `fully_shard` was applied to, on a mesh of one dimension, or of two

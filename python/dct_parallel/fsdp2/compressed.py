@@ -40,7 +40,8 @@ class CompressedShards:
     ) -> None:
         self._weights, self._gradients, self._units = weights, gradients, units
         self.step = 0
-        self._bytes = self._step_bytes = 0  # since the last step ended, and in the last step
+        self._bytes = 0  # since the last step ended
+        self._step_bytes: int | None = None  # in the last step
         self._pass, self._in_step, self._open = NO_PASS, False, True
         # Senders and modules, and the status of all their messages when the last step ended.
         self._posted: tuple[list[tuple[int, str]], HostCopy] | None = None
@@ -106,7 +107,7 @@ class CompressedShards:
             RuntimeError: this rank received a damaged message.
         """
         self._look()
-        return {"step": self.step, "wire_bytes": self._step_bytes if self.step else None}
+        return {"step": self.step, "wire_bytes": self._step_bytes}
 
     def state_dict(self) -> dict[str, Any]:
         """The step and, with "int4" weights, the weights that ranks keep. Copies.

@@ -1,0 +1,274 @@
+"""compress_fully_shard: bad numbers, damaged messages, ranks that are gone, and wrong calls."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compressed_shards import Net, computed_weights, full_weights, loss_of, sharded
+from dct_parallel import compress_fully_shard
+from dct_parallel.exchange import results
+from dct_parallel.fsdp2 import shard_collectives
+from ranks import assert_same, mlp, on_ranks, run_ranks, set_timeout, shard_mesh
+
+FORMATS = ("int8", "int4", "bfloat16")
+
+
+def _step(model, step, rank, optimizer=None):
+    model.zero_grad()
+    loss_of(model, step, rank).backward()
+    if optimizer is not None:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@on_ranks(2)
+def test_a_weight_that_is_not_finite_is_so_on_every_rank_until_it_is_repaired(rank, bad):
+    for format in FORMATS:
+        for name in ("blocks.1.linear.weight", "blocks.0.norm.bias"):
+            model = sharded()
+            compress_fully_shard(model, weights=format)
+            _step(model, 0, rank, torch.optim.AdamW(model.parameters(), lr=1e-3))
+            exact = full_weights(model)
+            part = model.get_parameter(name).to_local().detach()
+            if rank == 1:
+                good = part.flatten()[3].clone()
+                part.view(-1)[3] = bad
+            for _ in range(2):
+                found = computed_weights(model)
+                few = name.endswith("weight") and format != "bfloat16"  # the 64 of a scale
+                assert 1 <= (~found[name].isfinite()).sum() <= (64 if few else 1)
+                others = [weight for other, weight in found.items() if other != name]
+                assert sum((~w.isfinite()).sum() for w in others) <= 64 * few
+                assert_same(torch.stack([(~w.isfinite()).sum() for w in found.values()]))
+            if rank == 1:
+                part.view(-1)[3] = good
+            found = computed_weights(model)  # in int4, what was lost starts from 0
+            assert all((found[n] - exact[n]).abs().max() < 0.02 for n in exact)
+            assert_same(torch.cat([weight.flatten() for weight in found.values()]))
+
+
+@on_ranks(2)
+def test_a_scaler_skips_gradients_that_are_not_finite(rank):
+    for format in FORMATS:
+        model = sharded()
+        state = compress_fully_shard(model, weights=format, gradients=format)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            before = full_weights(model)
+            optimizer.zero_grad()
+            loss = loss_of(model, step, rank)
+            scaler.scale(loss * (float("inf") if (step, rank) == (2, 1) else 1)).backward()
+            scaler.unscale_(optimizer)
+            bad = [not p.grad.to_local().isfinite().all() for p in model.parameters()]
+            assert all(bad) if step == 2 else not any(bad)
+            scaler.step(optimizer)
+            scaler.update()
+            after = full_weights(model)
+            assert all(torch.equal(after[n], before[n]) == (step == 2) for n in after)
+        assert scaler.get_scale() == 2.0 and state.stats()["step"] == 4
+
+
+def _damage(patch, module, name, call):
+    """Rank 1 will receive rank 0's message in this call of a collective without its first byte."""
+    collective, calls = getattr(module, name), []
+
+    def in_flight(output, *args, **kwargs):
+        collective(output, *args, **kwargs)
+        calls.append(output)
+        if len(calls) == call + 1 and dist.get_rank() == 1:
+            output[0, 0] = 0
+
+    patch.setattr(module, name, in_flight)
+
+
+def _module_of(name):
+    return ".".join(name.split(".")[:2]) if name.startswith("blocks") else "(root)"
+
+
+def _require_raised(state, model, rank, what, module):
+    """Rank 1 raises at the end of the next step, and from then on in every call."""
+    if rank == 0:
+        _step(model, 2, rank)
+        state.close()
+        return
+    text = f"every message must be intact, got status 1 from rank 0 in the {what} of {module}"
+    for call in (lambda: _step(model, 2, rank), state.stats, state.state_dict, state.close):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        assert f"{text}: load a checkpoint into a new state" in str(caught.value)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@on_ranks(2)
+def test_a_damaged_message_of_weights_adds_nothing(rank, format):
+    for call, module in enumerate(("(root)", "blocks.0", "blocks.1")):
+        model = sharded()
+        state = compress_fully_shard(model, weights=format)
+        before = computed_weights(model)
+        _step(model, 0, rank, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        with pytest.MonkeyPatch.context() as patch:
+            _damage(patch, shard_collectives, "all_gather", call)
+            found = computed_weights(model)
+        for name, weight in found.items():
+            if format == "int4" and weight.dim() < 2:
+                continue  # small parameters are sent themselves, not their changes
+            without = before[name] if format == "int4" else torch.zeros_like(weight)
+            rows = -(-len(weight) // 2)
+            damaged = torch.equal(weight[:rows], without[:rows])
+            assert damaged == (rank == 1 and _module_of(name) == module), (name, module)
+        _step(model, 1, rank)  # which these gathers are a part of
+        _require_raised(state, model, rank, "weights", module)
+
+
+@on_ranks(2)
+def test_a_damaged_message_of_gradients_adds_nothing(rank):
+    # In a callback at the end, where the inputs of a module have no gradient.
+    for call, module in enumerate(("blocks.1", "(root)", "blocks.0")):
+        found = []
+        for factor in (0, 1):  # nothing comes from rank 0, or a message that is damaged
+            model = sharded()
+            state = compress_fully_shard(model)
+            _step(model, 0, rank)
+            model.zero_grad()
+            with pytest.MonkeyPatch.context() as patch:
+                if factor:
+                    _damage(patch, dist, "all_to_all_single", call)
+                (loss_of(model, 1, rank) * (1 if rank == 1 else factor)).backward()
+            found.append([p.grad.to_local().clone() for p in model.parameters()])
+        for (name, _), without, damaged in zip(model.named_parameters(), *found, strict=True):
+            equal = torch.equal(without, damaged)
+            assert equal == (rank == 1 and _module_of(name) == module), (name, module)
+        _require_raised(state, model, rank, "gradients", module)
+
+
+class _NoReads(TorchDispatchMode):
+    """Fails where the host would wait for a tensor of a device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.item.default,
+            torch.ops.aten.nonzero.default,
+            torch.ops.aten.equal.default,
+            torch.ops.aten.masked_select.default,
+            torch.ops.aten.is_nonzero.default,
+        ), func
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_the_host_does_not_wait_in_collectives(rank):
+    inside, calls, reads = [], [], []
+    for kind in (shard_collectives.WeightGather, shard_collectives.GradientReduceScatter):
+
+        def watched(self, *args, call=kind.__call__, **kwargs):
+            inside.append(self)
+            calls.append(type(self).__name__)
+            with _NoReads():
+                result = call(self, *args, **kwargs)
+            inside.pop()
+            return result
+
+        kind.__call__ = watched
+    names = ("tolist", "item", "numpy", "cpu", "__bool__")
+    for name, original in [(name, getattr(torch.Tensor, name)) for name in names]:
+
+        def read(self, *args, original=original, **kwargs):
+            assert not inside
+            return original(self, *args, **kwargs)
+
+        setattr(torch.Tensor, name, read)
+    tolist = results.HostCopy.tolist
+    results.HostCopy.tolist = lambda copy: reads.append(bool(inside)) or tolist(copy)
+    for format in FORMATS:
+        model = sharded(reshard_after_forward=True)
+        compress_fully_shard(model, weights=format, gradients=format)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(3):
+            _step(model, step, rank, optimizer)
+        assert reads == [False] * 2  # of the two steps before
+        reads.clear()
+    assert set(calls) == {"WeightGather", "GradientReduceScatter"} and len(calls) == 3 * 3 * 9
+    with _NoReads(), pytest.raises(AssertionError):
+        torch.ones(1).item()
+
+
+def _killed(rank):
+    set_timeout(5)
+    model = sharded()
+    compress_fully_shard(model)
+    for step in range(3):
+        if (rank, step) == (2, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        _step(model, step, rank)
+
+
+def test_where_a_rank_is_killed_the_others_raise():
+    text = r"exit codes \[1, 1, -9\](.|\n)*(closed|reset) by peer|Timed out"
+    with pytest.raises(RuntimeError, match=text):
+        run_ranks(_killed, 3)
+
+
+@on_ranks(2)
+def test_what_cannot_be_compressed_is_refused(rank):
+    mesh = shard_mesh(2, 1)
+
+    def refuses(error, text, model, **options):
+        with pytest.raises(error, match=text):
+            compress_fully_shard(model, **options)
+
+    refuses(TypeError, "model must be a module that fully_shard was applied to", mlp())
+    model = sharded()
+    text = r"weights must be 'float32', 'bfloat16', 'int8' or 'int4', got 'ternary'"
+    refuses(ValueError, text, model, weights="ternary")
+    text = "gradients must be a string or a torch.dtype, got 8"
+    refuses(TypeError, text, model, gradients=8)
+    text = "weights must be the same on every rank, got int8 on rank 0, int4 on rank 1"
+    refuses(ValueError, text, model, weights=("int8", "int4")[rank])
+    text = "gradients must be the same on every rank, got None on rank 0, int8 on rank 1"
+    refuses(ValueError, text, model, gradients=(None, "int8")[rank])
+    for changed in (nn.Linear(70, 62), nn.Linear(70, 61).requires_grad_(False)):
+        different = Net()
+        if rank == 1:
+            different.head = changed
+        text = "(model|trained) must be the same on every rank, got .* on rank 0, .* on rank 1"
+        refuses(ValueError, text, sharded(different))
+    error, text = (ValueError, "weights must be") if rank == 1 else (RuntimeError, "from rank 1")
+    refuses(error, text, model, weights="int9" if rank == 1 else "int8")
+
+    compressed = sharded()
+    compress_fully_shard(compressed)
+    text = r"model must have no custom collective on module \(root\) \(close the state that set it"
+    refuses(ValueError, text, compressed)
+    together = Net()
+    fully_shard([*together.blocks])
+    text = r"all parameters that were wrapped together with module \(root\), got a part of them"
+    refuses(ValueError, text, together.blocks[0])
+    extended = sharded()
+    extended.blocks[0].linear.weight._local_tensor.fsdp_pre_all_gather = None
+    text = "without fsdp_pre_all_gather, which defines their messages, got one in module blocks.0"
+    refuses(ValueError, text, extended)
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):  # before torch 2.13
+        return
+    other = _fsdp_common.FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0)
+    elsewhere = _fsdp_common.ShardPlacementResult(Shard(0), other)
+    several = fully_shard(
+        mlp(depth=1),
+        mesh=mesh["shard"],
+        shard_placement_fn=lambda p: elsewhere if p.ndim == 1 else None,
+    )
+    text = r"model must have one parameter group in module \(root\) .*, got 2"
+    refuses(ValueError, text, several)
+    replicated = replicate(Net(), mesh=mesh["replicate"])
+    assert isinstance(replicated, FSDPModule)
+    refuses(ValueError, r"sharded by fully_shard, got module \(root\) that is", replicated)
