@@ -101,7 +101,7 @@ def test_all_ranks_and_passes_of_a_step_compute_with_equal_bits(rank, format):
             continue  # that is torch's all-gather
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         model = sharded(Recording(use_reentrant), mp_policy=policy)
-        compress_fully_shard(model, weights=format)
+        state = compress_fully_shard(model, weights=format)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         reads = 6 if use_reentrant is None else 8  # 2 evaluations, 2 forward and backward passes
         for step in range(4):
@@ -123,6 +123,7 @@ def test_all_ranks_and_passes_of_a_step_compute_with_equal_bits(rank, format):
                 )
                 log.clear()
             optimizer.step()
+        assert state.stats()["step"] == 4  # though the root has no gradients of its own
 
 
 # Rows that 3 ranks do not divide, one row for all of them, and small parameters between them.

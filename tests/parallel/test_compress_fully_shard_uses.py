@@ -321,6 +321,7 @@ def test_models_that_change_after_the_call(rank):
         state.close()
         found, exact = computed_weights(model), full_weights(model)
         assert all(torch.equal(found[name], exact[name]) for name in exact)
+        assert all(unit.gather.kept is None for unit in state._units)
         state.close()
         again = compress_fully_shard(model, **options)
         _trained(model, rank)

@@ -42,7 +42,7 @@ class CompressedShards:
         self.step = 0
         self._bytes = 0  # since the last step ended
         self._step_bytes: int | None = None  # in the last step
-        self._pass, self._in_step, self._open = NO_PASS, False, True
+        self._pass, self._reduced, self._open = NO_PASS, False, True
         # Senders and modules, and the status of all their messages when the last step ended.
         self._posted: tuple[list[tuple[int, str]], HostCopy] | None = None
         self._damage: str | None = None  # the error that every later call raises
@@ -171,25 +171,30 @@ class CompressedShards:
         return groups.exchange(op, values, group, groups.timeout_of(group, self._units[0].device))
 
     def _count(self, nbytes: int) -> None:
-        """This rank sends these bytes."""
+        """This rank sends these bytes of weights."""
+        if backward_pass() == NO_PASS:
+            self._end_step()
         self._bytes += nbytes
 
     def _count_reduced(self, nbytes: int) -> None:
         """This rank sends these bytes of gradients, in a backward pass."""
         self._bytes += nbytes
+        self._reduced = True
         backward = backward_pass()
-        self._in_step = True
         if backward != self._pass:
             self._pass = backward
             # FSDP2 may reduce gradients in a callback at the end of the backward pass. A callback
             # that is queued there comes last.
-            at_end_of_backward(lambda nested: at_end_of_backward(self._end_step))
+            at_end_of_backward(lambda nested: at_end_of_backward(self._end_backward))
 
-    def _end_step(self, nested: bool) -> None:
-        if nested or not self._in_step:  # called twice in a pass with others nested in it
-            return
-        self._in_step = any(unit.in_backward for unit in self._units)
-        if not self._in_step:
+    def _end_backward(self, nested: bool) -> None:
+        if not nested:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """End the step unless it has ended: if nested passes reduce all gradients, none ends it."""
+        if self._reduced:
+            self._reduced = False
             self.step += 1
             self._step_bytes, self._bytes = self._bytes, 0
             self._read()
@@ -226,6 +231,7 @@ class CompressedShards:
 
     def _look(self) -> None:
         """Read the status of all messages so far; waits for their exchanges."""
+        self._end_step()
         self._post()
         self._read()
         self._require_intact()

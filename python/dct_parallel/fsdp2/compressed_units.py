@@ -17,7 +17,6 @@ from .._torch import (
     fsdp_gathered_dtypes,
     fsdp_groups,
     fsdp_has_extension,
-    fsdp_in_backward,
     fsdp_parameters,
     fsdp_reduced_dtype,
     fsdp_shard_group,
@@ -111,10 +110,6 @@ class CompressedUnit:
     def _layout(self, format: str | None, trained: bool = False) -> MessageLayout | None:
         sent = tuple((numel, p.dim() < 2) for p, numel in self._sent(trained))
         return message_layout(sent, format) if sent and format is not None else None
-
-    @property
-    def in_backward(self) -> bool:
-        return fsdp_in_backward(self._module)
 
     @property
     def gathered_dtype(self) -> torch.dtype | None:

@@ -52,11 +52,10 @@ class _Collective:
             return None
         return layout if layout.nbytes(dtype) < layout.numel * self._itemsize(dtype) else None
 
-    def _fitting(self, part: Tensor, group: dist.ProcessGroup) -> MessageLayout | None:
-        """The layout, unless this is a part of other parameters, or for different ranks."""
+    def _fitting(self, part: Tensor) -> MessageLayout | None:
+        """The layout, unless this is a part of other parameters, or for fewer ranks."""
         layout = self.layout_for(part.dtype)
-        fits = layout is not None and part.numel() == layout.numel and group.size() == self._ranks
-        return layout if fits else None
+        return layout if layout is not None and part.numel() == layout.numel else None
 
     @staticmethod
     def _itemsize(dtype: torch.dtype) -> int:
@@ -104,7 +103,7 @@ class WeightGather(_Collective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        layout = self._fitting(input_tensor, group)
+        layout = self._fitting(input_tensor)
         if layout is None:
             self._count(all_gather_bytes(input_tensor.nbytes, group.size()))
             work: dist.Work | None = self._default(output_tensor, input_tensor, group, async_op)
@@ -207,7 +206,7 @@ class GradientReduceScatter(_Collective):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        layout, dtype = self._fitting(output_tensor, group), input_tensor.dtype
+        layout, dtype = self._fitting(output_tensor), input_tensor.dtype
         if layout is None:
             self._count(all_gather_bytes(output_tensor.nbytes, group.size()))
             work: dist.Work | None = self._default(output_tensor, input_tensor, group, op, async_op)
