@@ -7,6 +7,7 @@ checks trace under torch.compile; `memory` checks addresses, which exist only wh
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from typing import NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -22,19 +23,19 @@ _Result = TypeVar("_Result")
 
 
 def names_keywords(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorates a public function: an argument too many is named, if it is meant by keyword."""
+    """Decorates a public function: the error for keyword arguments given by position names them."""
     parameters = inspect.signature(function).parameters.values()
     positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-    first = next(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     op = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         if len(args) > positional:
-            value = shown(args[positional])
-            fail(
-                op, first, f"given by keyword (write {first}={value})", "it by position", TypeError
-            )
+            given = zip(keywords, args[positional:], strict=False)
+            rule = ", ".join(f"{name}={shown(value)}" for name, value in given)
+            rule = f"given by keyword (write {rule})"
+            fail(op, keywords[0], rule, "it by position", TypeError)
         return function(*args, **kwargs)
 
     return checked
@@ -90,8 +91,15 @@ def require_device(op: str, device: torch.device | str) -> torch.device:
     """`device` as a torch.device."""
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         fail(op, "device", "a torch.device or its name", repr(device))
+
+
+def require_dense(op: str, arg: str, tensor: torch.Tensor) -> None:
+    require_type(op, arg, tensor, torch.Tensor, "a tensor")
+    # Dynamo does not read the layout of a tensor in the backward pass of an autograd.Function.
+    if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:
+        fail(op, arg, "dense", str(tensor.layout).removeprefix("torch."), TypeError)
 
 
 def require_tensor(
@@ -103,10 +111,7 @@ def require_tensor(
     like: tuple[str, torch.Tensor] | None = None,
 ) -> None:
     """`tensor` is contiguous, of one of `dtypes` and `dims`, on the device of the tensor `like`."""
-    require_type(op, arg, tensor, torch.Tensor, "a tensor")
-    # Dynamo does not read the layout of a tensor in the backward pass of an autograd.Function.
-    if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:
-        fail(op, arg, "dense", str(tensor.layout).removeprefix("torch."), TypeError)
+    require_dense(op, arg, tensor)
     if tensor.dtype not in dtypes:
         fail(op, arg, either([_name(dtype) for dtype in dtypes]), tensor.dtype, TypeError)
     if tensor.dim() not in dims:
@@ -184,8 +189,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def shown(value: object) -> str:
-    """A value of a wrong type, for errors: numbers, strings and None as given, else the type."""
-    short = isinstance(value, (int, float, complex, str, type(None)))
+    """A value, for errors: a number, string, dtype, device or None as given, otherwise the type."""
+    short = isinstance(value, (Number, str, torch.dtype, torch.device, type(None)))
     return repr(value) if short else type(value).__name__
 
 

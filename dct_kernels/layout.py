@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from .checks import fail, require_choice, require_dtype, require_int
+from .checks import fail, require_choice, require_dtype, require_int, require_type
 
 BLOCK = 16384
 HEADER_BYTES = 64
@@ -155,8 +155,7 @@ def payload_info(payload: torch.Tensor) -> PayloadInfo:
     Raises:
         ValueError, TypeError: not a payload; the text says what is wrong.
     """
-    if not isinstance(payload, torch.Tensor):
-        fail("payload_info", "payload", "a tensor", type(payload).__name__, TypeError)
+    require_type("payload_info", "payload", payload, torch.Tensor, "a tensor")
     if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < HEADER_BYTES:
         got = f"{str(payload.dtype).removeprefix('torch.')} {list(payload.shape)}"
         fail("payload_info", "payload", f"uint8 [nbytes] with nbytes >= {HEADER_BYTES}", got)

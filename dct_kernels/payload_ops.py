@@ -176,7 +176,7 @@ def scatter_unpack(
     tensor([1], dtype=torch.int32)
     """
     op = "scatter_unpack"
-    _require_sum(op, payloads, out, out_scale)
+    _require_sum(op, payloads, out, scale, out_scale)
     _require_entries(op, "payloads", payloads, 3, out.numel(), capacity, value_dtype)
 
 
@@ -272,7 +272,7 @@ def dequantize_sum(
     tensor([1], dtype=torch.int32)
     """
     op = "dequantize_sum"
-    _require_sum(op, payloads, out, out_scale)
+    _require_sum(op, payloads, out, scale, out_scale)
     _require_rows(op, "payloads", payloads, 3, out.numel(), format)
 
 
@@ -313,12 +313,16 @@ def dequantize_sum_pack(
     for name, tensor, dim in (("payloads", payloads, 2), ("payload", payload, 1)):
         checks.require_tensor(op, name, tensor, UINT8, (dim,), like)
         _require_rows(op, name, tensor, dim + 1, residual.numel(), format)
+    checks.require_number(op, "scale", scale)
     written = {"residual": residual, "payload": payload}
     checks.memory(op, written, {"payloads": payloads}, ("payloads", "payload"))
 
 
-def _require_sum(op: str, payloads: Tensor, out: Tensor, out_scale: Tensor | None) -> None:
+def _require_sum(
+    op: str, payloads: Tensor, out: Tensor, scale: float, out_scale: Tensor | None
+) -> None:
     like = ("out", out)
+    checks.require_number(op, "scale", scale)
     checks.require_tensor(op, "out", out, FLOATS)
     checks.require_tensor(op, "payloads", payloads, UINT8, (2, 3), like)
     checks.require_scale(op, "out_scale", out_scale, like)

@@ -17,26 +17,14 @@ from dct_embeddings import (
     FeatureRows,
     LinearTerms,
     ReplicaSync,
-    Shard,
     ShardedEmbeddingBags,
     plan_shards,
 )
-from dct_kernels import backend_of
 from dct_parallel import (
-    Compressor,
     DCTAverager,
     DCTState,
-    RowDequantize,
-    RowPack,
-    RowQuantize,
-    RowUnpack,
-    all_gather_rows,
-    all_reduce_compressed,
-    all_to_all_rows,
     dct_fully_shard_hook,
     node_mesh,
-    pack_rows,
-    unpack_rows,
 )
 from dct_parallel.groups import PeerError
 from ranks import ddp, gathered, mlp, on_ranks
@@ -87,7 +75,7 @@ def _cases():
         ("FeatureRows", features, {"weight": torch.zeros(10)}, "weight must be 2-D, got 1-D"),
         ("DynamicFeatureRows", dynamic, {"capacity": 0}, "capacity must be in"),
         ("DynamicFeatureRows", dynamic, {"device": "x"}, f"{device}, got 'x'"),
-        ("EquivalentSubstitution", layer, {"ids_group": 3}, "group must be a process group"),
+        ("EquivalentSubstitution", layer, {"ids_group": 3}, "ids_group must be a process group"),
         ("node_mesh", nodes, {"local_size": 5}, "local_size must be in [1, 4], got 5"),
         (
             "node_mesh",
@@ -134,46 +122,6 @@ def test_a_rank_that_does_not_call_the_constructor_is_an_error_at_the_groups_tim
     store.set("gave up", "")
 
 
-ROWS = torch.ones(4, 64)
-PLAN = [[Shard(0, 0, 20), Shard(1, 0, 8)]]  # of one rank
-
-
-def _by_keyword():
-    """(a call with one argument too many, its name, the first keyword, what it was given)."""
-    model, plain = DistributedDataParallel(mlp()), mlp()
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-    bags = _bags(mesh, PLAN)
-    return [
-        (lambda: DCTState(model, 0.005), "DCTState", "density", "0.005"),
-        (lambda: DCTAverager(plain, 10), "DCTAverager", "period", "10"),
-        (lambda: dct_fully_shard_hook(plain, 0.005), "dct_fully_shard_hook", "density", "0.005"),
-        (
-            lambda: all_reduce_compressed(ROWS, None, "int4"),
-            "all_reduce_compressed",
-            "format",
-            "'int4'",
-        ),
-        (lambda: all_to_all_rows(ROWS, [4], [4], "int4"), "all_to_all_rows", "format", "'int4'"),
-        (lambda: all_gather_rows(ROWS, [64], "int4"), "all_gather_rows", "format", "'int4'"),
-        (lambda: RowPack(0.1, 3), "RowPack", "k", "3"),
-        (lambda: Compressor(5, 0.1, torch.float32), "Compressor", "value_dtype", "dtype"),
-        (lambda: ReplicaSync(bags, None), "ReplicaSync", "optimizer", "None"),
-        (
-            lambda: ShardedEmbeddingBags([], [], mesh, True),
-            "ShardedEmbeddingBags",
-            "exchange",
-            "True",
-        ),
-    ]
-
-
-def test_an_argument_without_its_keyword_is_named(one_rank):
-    for call, op, name, value in _by_keyword():
-        rule = f"dct::{op}: {name} must be given by keyword (write {name}={value}), got it by "
-        with pytest.raises(TypeError, match=f"^{re.escape(rule)}position$"):
-            call()
-
-
 def test_the_wrong_kind_of_model_is_told_what_is_for_it(one_rank):
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     sharded, wrapped = fully_shard(mlp(), mesh=mesh["shard"]), DistributedDataParallel(mlp())
@@ -186,37 +134,3 @@ def test_the_wrong_kind_of_model_is_told_what_is_for_it(one_rank):
     ):
         with pytest.raises(TypeError, match=text):
             call()
-
-
-def _required():
-    """{(function, its argument): with this argument None, the others are right}."""
-    values, positions = pack_rows(ROWS, 3)
-    bags = _bags(init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")), PLAN)
-    calls = {
-        all_reduce_compressed: {"tensor": torch.ones(8), "format": "int4"},
-        all_to_all_rows: {"x": ROWS, "splits": [4], "format": "int4"},
-        all_gather_rows: {"x": ROWS, "format": "int4"},
-        pack_rows: {"x": ROWS, "k": 3},
-        unpack_rows: {"values": values, "positions": positions, "width": 64},
-        RowQuantize: {"format": "int4"},
-        RowDequantize: {"width": 64, "format": "int4"},
-        RowUnpack: {"width": 64},
-        Compressor: {"numel": 10, "device": "cpu"},
-        DCTAverager: {"module": mlp(), "period": 10},
-        dct_fully_shard_hook: {"model": mlp(), "mesh": bags.mesh},
-        FeatureRows: {"weight": torch.zeros(10, 1)},
-        DynamicFeatureRows: {"width": 1, "capacity": 5, "device": "cpu"},
-        ReplicaSync: {"bags": bags, "optimizer": torch.optim.SGD([bags.weight]), "format": "int4"},
-        backend_of: {"device": "cpu"},
-    }
-    for function, arguments in calls.items():
-        for name in arguments:
-            yield function, {**arguments, name: None}
-
-
-def test_a_required_argument_is_not_taken_as_anything_else(one_rank):
-    for function, arguments in _required():
-        (name,) = (name for name, value in arguments.items() if value is None)
-        with pytest.raises((TypeError, ValueError), match=r"^dct::\w+: .*None"):
-            function(**arguments)
-            pytest.fail(f"{function.__name__}({name}=None)")

@@ -96,6 +96,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             ValueError: `weight` is not one of params.
         """
         state = self._state_of(weight)
+        checks.require_type(type(self).__name__, "rows", rows, Tensor, "a tensor")
         if "pending" in state:
             state["sum"][rows] += state["pending"][rows]
             state["pending"][rows] = 0
@@ -106,8 +107,10 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         return params
 
     def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
+        op = type(self).__name__
+        checks.require_type(op, "weight", weight, Tensor, "one of params")
         if weight not in self.state:  # indexing would add it
-            checks.fail(type(self).__name__, "weight", "one of params", "a different tensor")
+            checks.fail(op, "weight", "one of params", "a different tensor")
         state: dict[str, Tensor] = self.state[weight]
         return state
 
@@ -187,6 +190,7 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
         scale: float,
         delayed: bool = False,
     ) -> None:
+        checks.require_type(type(self).__name__, "delayed", delayed, bool, "a bool")
         settings = {"lr": lr, "eps": eps, "scale": scale, "delayed": delayed}
         torch.optim.Optimizer.__init__(self, self._iterable(params), settings)
 

@@ -116,6 +116,8 @@ class Compressor:
         if max_samples is None:
             max_samples = default_samples(density)
         checks.require_int("Compressor", "max_samples", max_samples, 1, 2**31 - 1)
+        if row_of is not None:
+            checks.require_int("Compressor", "row_of", row_of, numel, 2**63 - 1)
         device = checks.require_device("Compressor", device)
         warn_of_eager(device.type)
         if capacity is None:
@@ -162,6 +164,7 @@ class Compressor:
                 f"dct::Compressor.pack: grad must have shape [{len(self.residual)}], got "
                 f"{list(grad.shape)}"
             )
+        _require_scale("Compressor.pack", "inv_scale", inv_scale)
         if self.density < 1:
             self._sample(grad, inv_scale)
         _mask_pack(
@@ -192,6 +195,8 @@ class Compressor:
             ValueError, TypeError: an argument has a wrong shape or dtype; nothing is written.
         """
         checks.require_tensor("Compressor.unpack", "payloads", payloads, (torch.uint8,), (2, 3))
+        checks.require_type("Compressor.unpack", "out", out, Tensor, "a tensor")
+        _require_scale("Compressor.unpack", "out_scale", out_scale)
         if len(payloads) == 0:
             raise ValueError("dct::Compressor.unpack: payloads must have at least 1 payload, got 0")
         if self._row is not None:
@@ -266,6 +271,10 @@ class Compressor:
         else:
             self.threshold = sampled
         self._sampled = True
+
+
+def _require_scale(op: str, arg: str, scale: Tensor | None) -> None:
+    checks.require_type(op, arg, scale, (Tensor, type(None)), "a tensor or None")
 
 
 @functools.cache  # once per process

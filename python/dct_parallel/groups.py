@@ -38,19 +38,21 @@ class GroupForBackward:
         return group
 
 
-def require_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def require_group(
+    op: str, group: dist.ProcessGroup | None, arg: str = "group"
+) -> dist.ProcessGroup:
     """`group`, or by default the group of all ranks. Raises unless this rank is in it."""
     if group is None and not dist.is_initialized():
         raise ValueError(
-            f"dct::{op}: group must be a process group where torch.distributed is not initialized "
+            f"dct::{op}: {arg} must be a process group where torch.distributed is not initialized "
             "(call init_process_group first), got None"
         )
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         rule = "a process group that this rank is in"
-        raise ValueError(f"dct::{op}: group must be {rule}, got {group!r}")
+        raise ValueError(f"dct::{op}: {arg} must be {rule}, got {group!r}")
     if not exists(group):
-        raise ValueError(f"dct::{op}: group must exist, got one that was destroyed")
+        raise ValueError(f"dct::{op}: {arg} must exist, got one that was destroyed")
     return group
 
 

@@ -172,7 +172,7 @@ def require_operator(op: str, arg: str, operator: nn.Module, width: int) -> None
     """Raise unless `operator` is a SubstituteOperator that fits the rows."""
     if not isinstance(operator, SubstituteOperator):
         rule = "a SubstituteOperator, whose partial results add up (docs/guide/des.md)"
-        raise TypeError(f"dct::{op}: {arg} must be {rule}, got {type(operator).__name__}")
+        raise TypeError(f"dct::{op}: {arg} must be {rule}, got {checks.shown(operator)}")
     end = operator.first + operator.width
     if end > width:
         rule, got = f"use columns of rows of width {width}", f"{operator.first} to {end - 1}"

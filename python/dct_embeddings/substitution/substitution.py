@@ -67,7 +67,8 @@ class EquivalentSubstitution(nn.Module):
         checks.require_type(_OP, "rows", rows, SharedRows, "FeatureRows or DynamicFeatureRows")
         operators = list(operators) if isinstance(operators, Iterable) else operators
         with refusing(_OP, rows.group):
-            ids_group = rows.group if ids_group is None else require_group(_OP, ids_group)
+            ids_group = rows.group if ids_group is None else ids_group
+            ids_group = require_group(_OP, ids_group, "ids_group")
             expected, found = map(dist.get_process_group_ranks, (rows.group, ids_group))
             if found != expected:  # ids would not reach the owners of their rows
                 rule = f"ranks {expected} like rows"

@@ -16,6 +16,7 @@ _FORMAT = RowFormat("int4", backward="sign")
 _REDUCE_SCATTER = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name
 
 
+@checks.names_keywords
 def qcomm_codecs(
     width: int, *, format: str | torch.dtype | RowFormat = _FORMAT
 ) -> dict[str, QuantizedCommCodecs]:

@@ -16,11 +16,13 @@ from dct_parallel.exchange.checkpoint import Flat
 from dct_parallel.exchange.ledger import StepLedger
 from dct_parallel.exchange.plan import plan_bucket
 from dct_parallel.exchange.settings import Settings
+from dct_parallel.formats import require_format
 
 _OP = "replica_sync"
 _NAME = "weights"  # of the one segment of a bucket
 
 
+@checks.names_keywords
 def replica_sync(
     dmp: DMPCollection,
     *,
@@ -60,6 +62,7 @@ def replica_sync(
     >>> replicas.flush()  # before evaluation: nothing is pending
     """
     checks.require_type(_OP, "dmp", dmp, DMPCollection, "a DMPCollection")
+    format = require_format(_OP, "format", format, quantized.FORMATS)
     if density is None and format not in quantized.FEW_BITS:
         density = 0.01
     settings = Settings.checked(_OP, density, format, transport)

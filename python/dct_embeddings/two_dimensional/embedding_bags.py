@@ -97,8 +97,9 @@ class ShardedEmbeddingBags(nn.Module):
             rows = [len(table) for table in tables]
             plan = require_plan(_OP, plan, rows, group.size())
             if not callable(exchange):
-                got = type(exchange).__name__
-                raise TypeError(f"dct::{_OP}: exchange must be callable, got {got}")
+                checks.fail(_OP, "exchange", "callable", checks.shown(exchange), TypeError)
+            for name, flag in (("dedup", dedup), ("sparse", sparse)):
+                checks.require_type(_OP, name, flag, bool, "a bool")
         digest = _digest(rows, tables[0].shape[1], tables[0].dtype)
         require_same_in_mesh(_OP, mesh, {"tables": digest, "plan": _digest(plan), "dedup": dedup})
         self.plan, self.mesh, self.exchange = plan, mesh, exchange

@@ -158,7 +158,7 @@ def _require_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> None
 def _require_rule(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, RowWiseAdagrad):
         return
-    got = type(optimizer).__name__
+    got = checks.shown(optimizer)
     if isinstance(optimizer, torch.optim.SGD):
         # Both change rows that have no gradient.
         found = [(n, g[n]) for g in optimizer.param_groups for n in ("momentum", "weight_decay")]

@@ -193,7 +193,7 @@ class Topology:
         mesh: DeviceMesh | None,
         device: torch.device,
     ) -> None:
-        self.everyone = groups.require_group(op, group)
+        self.everyone = groups.require_group(op, group, "process_group")
         self._given: tuple[dist.ProcessGroup, ...] = (self.everyone,)
         self.layout = "none"
         if mesh is not None:

@@ -345,7 +345,7 @@ class DCTState:
         if not isinstance(bucket, dist.GradBucket):
             raise TypeError(
                 "dct::dct_hook: bucket must be a torch.distributed.GradBucket, got "
-                f"{type(bucket).__name__}, as with torch._dynamo's optimize_ddp='python_reducer'"
+                f"{checks.shown(bucket)}, as with torch._dynamo's optimize_ddp='python_reducer'"
             )
         if self._executor is None:
             self._require_usable("dct_hook")
@@ -442,6 +442,6 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
     if not isinstance(state, DCTState):
         raise TypeError(
             "dct::dct_hook: state must be a DCTState, as in "
-            f"ddp.register_comm_hook(DCTState(ddp), dct_hook), got {type(state).__name__}"
+            f"ddp.register_comm_hook(DCTState(ddp), dct_hook), got {checks.shown(state)}"
         )
     return state._reduce(bucket)

@@ -123,6 +123,7 @@ def all_reduce_compressed(
     _require(tensor, residual)
     if isinstance(op, int) or op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise ValueError(f"dct::{_OP}: op must be ReduceOp.SUM or ReduceOp.AVG, got {op}")
+    checks.require_type(_OP, "async_op", async_op, bool, "a bool")
     group = require_group(_OP, group)
     ranks, device = group.size(), tensor.device
     values = {"numel": tensor.numel(), "dtype": str(tensor.dtype), "op": str(op)}

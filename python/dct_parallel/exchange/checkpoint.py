@@ -46,7 +46,7 @@ def checked(op: str, values: object, table: Mapping[str, Field], of: str = "") -
     In errors `op` is what was called, and `of` follows the name of a value.
     """
     if not isinstance(values, dict):
-        checks.fail(op, f"state{of}", "a dict", type(values).__name__, TypeError)
+        checks.fail(op, f"state{of}", "a dict", checks.shown(values), TypeError)
     for key, (rule, holds) in table.items():
         if key not in values or not holds(values[key]):
             got = _described(values[key]) if key in values else "nothing"
@@ -337,7 +337,7 @@ def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -
         states = _read(op, states, key, "rank", {})
     if not isinstance(states, Iterable):
         rule = "an iterable of all ranks' states, or a folder of them"
-        checks.fail(op, "states", rule, type(states).__name__, TypeError)
+        checks.fail(op, "states", rule, checks.shown(states), TypeError)
     _, entry, mean = _mean(_ranks(op, states))
     parameters = {name: Flat(0).saved(state) for name, state in mean.items()}
     return _made("rank", _MEAN, {**entry, "local_size": 1, "parameters": parameters})
@@ -379,7 +379,12 @@ def _read(
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     checks.require_type(op, "key", key, str, "a string")
-    metadata = dcp.FileSystemReader(folder).read_metadata()
+    rule = "a folder that torch.distributed.checkpoint wrote"
+    checks.require_type(op, "folder", folder, (str, os.PathLike), rule)
+    try:
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+    except FileNotFoundError:
+        checks.fail(op, "folder", rule, repr(folder))
     prefix, version = (*key.split("."), f"{holder}s"), f"{key}.version"
     found: dict[str, dict[str, tuple[str, ...]]] = {}  # {rank or replica: {key of DCP: path}}
     for flat, path in metadata.planner_data.items():

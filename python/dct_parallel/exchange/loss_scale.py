@@ -10,6 +10,8 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from dct_kernels import checks
+
 from .._torch import has_step_hooks, optimizer_notes, scale_of
 from .results import HostCopy
 
@@ -25,7 +27,7 @@ def loss_scale_of(
         None without a scaler, or with a disabled one.
     """
     if scaler is not None and not isinstance(scaler, GradScaler):
-        got = type(scaler).__name__
+        got = checks.shown(scaler)
         raise TypeError(f"dct::{op}: grad_scaler must be a torch.amp.GradScaler, got {got}")
     if scaler is None or not scaler.is_enabled():
         return None
@@ -39,7 +41,7 @@ def loss_scale_of(
         optimizers = list(optimizer)
     wrong = [each for each in optimizers if not has_step_hooks(each)]
     if wrong or not optimizers:
-        got = type(wrong[0]).__name__ if wrong else "an empty list"
+        got = checks.shown(wrong[0]) if wrong else "an empty list"
         raise TypeError(
             f"dct::{op}: optimizer must be a torch.optim.Optimizer, or a list of them (of a "
             f"wrapper, the optimizer inside), got {got}"

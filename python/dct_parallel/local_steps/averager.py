@@ -97,11 +97,13 @@ class DCTAverager(ModelAverager):
         refresh_every: int = 1000,
         step_ahead: bool = False,
     ) -> None:
-        group = groups.require_group(_OP, process_group)
+        group = groups.require_group(_OP, process_group, "process_group")
         super().__init__(group)
         with refusing(_OP, group, *shard_groups(module)):
             density = 1.0 if density is None else density
-            format = format or ("ternary" if density == 1 else "bfloat16")
+            checks.require_density(_OP, density)
+            if format is None:
+                format = "ternary" if density == 1 else "bfloat16"
             self._settings = Settings.checked(
                 _OP, density, format, transport, policy, refresh_every
             )

@@ -121,7 +121,7 @@ class FlatWeights:
 
     def __init__(self, op: str, module: nn.Module, group: dist.ProcessGroup) -> None:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"dct::{op}: module must be an nn.Module, got {type(module).__name__}")
+            raise TypeError(f"dct::{op}: module must be an nn.Module, got {checks.shown(module)}")
         if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
             raise TypeError(
                 f"dct::{op}: module must be trained without DistributedDataParallel, which "

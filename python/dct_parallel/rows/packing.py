@@ -13,7 +13,10 @@ from ..formats import DTYPES, require_format
 
 def require_rows(op: str, x: Tensor) -> Tensor:
     """`x` [B, d], made contiguous."""
-    x = x.contiguous() if isinstance(x, Tensor) else x
+    checks.require_dense(op, "x", x)
+    if x.device.type not in ("cpu", "cuda"):
+        checks.fail(op, "x", "on the CPU or CUDA", x.device)
+    x = x.contiguous()
     checks.require_tensor(op, "x", x, checks.FLOATS, (2,))
     return x
 
@@ -95,7 +98,8 @@ def unpack_rows(
         raise ValueError(
             f"dct::unpack_rows: positions must have {rule} {values_shape}, got {found}"
         )
-    return dct_kernels.row_unpack(*rows, width, dtype or values.dtype).view(*leading, width)
+    dtype = values.dtype if dtype is None else dtype
+    return dct_kernels.row_unpack(*rows, width, dtype).view(*leading, width)
 
 
 class RowPack(nn.Module):
@@ -133,9 +137,11 @@ class RowPack(nn.Module):
             checks.require_int("RowPack", "k", k, 1, 2**31 - 1)
         if format is not None:
             format = _require_dtype("RowPack", format)
+        checks.require_type("RowPack", "inference", inference, bool, "a bool")
         self.density, self.k, self.format, self.inference = density, k, format, inference
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        _require_rows("RowPack", "x", x)
         if not (self.training or self.inference):
             return pack_rows(x, x.shape[-1])
         k = self.k if self.density is None else row_k(x.shape[-1], self.density)
@@ -179,7 +185,11 @@ def _require_dtype(op: str, format: str | torch.dtype) -> str:
 
 
 def _rows(op: str, arg: str, tensor: Tensor) -> Tensor:
-    checks.require_type(op, arg, tensor, Tensor, "a tensor")
-    if tensor.dim() == 0:
-        raise ValueError(f"dct::{op}: {arg} must be at least 1-D, got 0-D")
+    _require_rows(op, arg, tensor)
     return as_rows(tensor)
+
+
+def _require_rows(op: str, arg: str, tensor: Tensor) -> None:
+    checks.require_dense(op, arg, tensor)
+    if tensor.dim() == 0:
+        checks.fail(op, arg, "at least 1-D", "0-D")

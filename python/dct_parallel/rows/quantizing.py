@@ -41,7 +41,7 @@ class RowQuantize(nn.Module):
         self.format = _require_every_entry("RowQuantize", format)
 
     def forward(self, x: Tensor) -> Tensor:
-        checks.require_type("RowQuantize", "x", x, Tensor, "a tensor")
+        checks.require_dense("RowQuantize", "x", x)
         if x.dim() == 0 or x.dtype not in checks.FLOATS:
             rule = "float32, bfloat16 or float16, at least 1-D"
             got = f"{x.dim()}-D {str(x.dtype).removeprefix('torch.')}"
@@ -88,6 +88,7 @@ class RowDequantize(nn.Module):
         self.width, self.dtype = width, dtype
 
     def forward(self, message: Tensor) -> Tensor:
+        checks.require_dense("RowDequantize", "message", message)
         width, dtype = self.width, self.dtype
         forward_format, backward_format = self.format.formats(dtype)
         size = _message_size(width, forward_format, backward_format)
