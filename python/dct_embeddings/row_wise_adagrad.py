@@ -96,7 +96,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             ValueError: `weight` is not one of params.
         """
         state = self._state_of(weight)
-        checks.require_type(type(self).__name__, "rows", rows, Tensor, "a tensor")
+        checks.require_tensor(type(self).__name__, "rows", rows, (torch.int32, torch.int64))
         if "pending" in state:
             state["sum"][rows] += state["pending"][rows]
             state["pending"][rows] = 0

@@ -8,7 +8,6 @@ sampled quantile; the paper samples it once in thousands of steps, this class in
 import functools
 import math
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +23,8 @@ from dct_kernels.layout import (
     payload_layout,
     range_bounds,
 )
+
+from .user_warnings import warn_user
 
 POLICIES = ("fresh", "fixed")
 HEADROOM = 1.25  # capacity over the entries that should pass
@@ -281,11 +282,10 @@ def _require_scale(op: str, arg: str, scale: Tensor | None) -> None:
 def warn_of_eager(device_type: str) -> None:
     """Warn if the ops run on eager PyTorch on such devices, unless DCT_BACKEND asks for that."""
     if dct_kernels.backend_of(device_type) == "eager" and "DCT_BACKEND" not in os.environ:
-        warnings.warn(
+        warn_user(
             f"DCT: backend eager on {device_type}, which is for correctness only: on a CPU it is "
             "some hundred times slower than compiled kernels. `python -m dct_kernels` says what is "
-            f"missing; this installation is in {Path(dct_kernels.__file__).parent}.",
-            stacklevel=3,
+            f"missing; this installation is in {Path(dct_kernels.__file__).parent}."
         )
 
 

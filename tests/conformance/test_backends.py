@@ -184,7 +184,7 @@ def test_the_layer_warns_of_eager_once_and_says_what_to_do(uncompiled):
     """In a wheel; where eager was asked for it does not."""
     output, error = uncompiled["layer"]
     assert output == "eager\n", error
-    assert error.count("Warning: DCT: backend eager on cpu") == 1, error
+    assert error.count("<string>:1: UserWarning: DCT: backend eager on cpu") == 1, error
     assert f"says what is missing; this installation is in {uncompiled['path']}." in error
     assert uncompiled["layer on eager"] == ["eager\n", ""]
     damaged = r"_C\S+, built with torch unknown, does not load"

@@ -217,7 +217,7 @@ def test_plans_and_settings_that_are_refused(rank):
         ("mesh must have dimensions", two, {"mesh": flat}, ValueError),
         (r"tables\[1\] must have width 3", mixed, {}, ValueError),
         ("tables must be tensors, got 5", 5, {}, TypeError),
-        ("exchange must be callable, got str", two, {"exchange": "int8"}, TypeError),
+        ("exchange must be callable, got 'int8'", two, {"exchange": "int8"}, TypeError),
         ("dedup must be the same on every rank, got False", two, {"dedup": rank == 1}, ValueError),
     ):
         given = {"plan": OWN, "mesh": mesh} | changed

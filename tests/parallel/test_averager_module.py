@@ -30,6 +30,7 @@ def test_ranks_with_other_settings_raise(rank):
         (nn.Linear(2, 2), {"step_ahead": 1}, TypeError, "step_ahead must be a bool, got 1"),
         (nn.Linear(2, 2), {"density": 0.0}, ValueError, "density must be "),
         (nn.Linear(2, 2), {"format": torch.float16}, ValueError, "format must be "),
+        (nn.Linear(2, 2), {"format": ""}, ValueError, "format must be .*, got ''"),
         (nn.Linear(2, 2).double(), {}, TypeError, "parameter weight must be float32, .* float64"),
         (nn.ReLU(), {}, ValueError, "module must have parameters that require grad"),
         ([], {}, TypeError, "module must be an nn.Module, got list"),

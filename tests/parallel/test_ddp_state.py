@@ -122,7 +122,7 @@ def test_mistakes_are_explained(rank):
         ),
         ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
         ({"start_step": -1}, ValueError, "start_step must be in"),
-        ({"grad_scaler": 2.0}, TypeError, "grad_scaler must be a torch.amp.GradScaler, got float"),
+        ({"grad_scaler": 2.0}, TypeError, "grad_scaler must be a torch.amp.GradScaler, got 2.0"),
         ({"ddp": model.module}, TypeError, "ddp must be a DistributedDataParallel .*, got D"),
     ]:
         with pytest.raises(error, match=f"dct::DCTState: .*{text}"):
@@ -139,7 +139,7 @@ def test_a_state_of_another_model_is_refused_at_once(rank):
 
 @on_ranks(1)
 def test_a_hook_without_a_state_says_what_to_pass(rank):
-    for wrong, name in ((None, "NoneType"), ({"step": 0}, "dict")):
+    for wrong, name in ((None, "None"), ({"step": 0}, "dict")):
         model = ddp(Dictated(SIZES))
         model.register_comm_hook(wrong, dct_hook)
         text = rf"state must be a DCTState, as in ddp.register_comm_hook\(.*\), got {name}$"

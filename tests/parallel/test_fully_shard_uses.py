@@ -154,7 +154,7 @@ def test_what_cannot_be_is_refused_by_name(rank):
         model,
         transport="auto",
     )
-    refuses(TypeError, "grad_scaler must be a torch.amp.GradScaler, got int", model, grad_scaler=1)
+    refuses(TypeError, "grad_scaler must be a torch.amp.GradScaler, got 1", model, grad_scaler=1)
     refuses(ValueError, r"density must be in \(0, 1\]", model, density=0)
     refuses(ValueError, "start_step must be in", model, start_step=-1)
     text = r"density must be the same on every rank, got 0.1 on rank 0, 0.2 on rank 1"

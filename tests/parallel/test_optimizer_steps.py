@@ -227,7 +227,7 @@ def test_optimizers_that_cannot_be_watched_are_refused(rank):
         ([], TypeError, f"optimizer must be {hook}, got an empty list"),
         (other, ValueError, "optimizer must be of the parameters that are averaged, got SGD of "),
         (wrapper, TypeError, f"optimizer must be {hook}, got PostLocalSGDOptimizer"),
-        ([other, 3], TypeError, f"optimizer must be {hook}, got int"),
+        ([other, 3], TypeError, f"optimizer must be {hook}, got 3"),
     ]:
         options = {"grad_scaler": scaler, "optimizer": optimizer}
         with pytest.raises(error, match=f"^dct::DCTState: {text}"):

@@ -154,6 +154,7 @@ WRONG = [
         "x must be float32, bfloat16 or float16, got fl",
     ),
     (lambda x: pack_rows(None, 1), TypeError, "dct::pack_rows: x must be a tensor, got None"),
+    (lambda x: unpack_rows(*pack_rows(x, 2), 8, 0), TypeError, "dtype must be torch.float32, "),
     (lambda x: RowUnpack(8, torch.int8), TypeError, "dct::RowUnpack: dtype must be float32"),
     (lambda x: pack_rows(x, 0), ValueError, "dct::row_pack: k must be in [1, 8], got 0"),
     (lambda x: pack_rows(x, 9), ValueError, "dct::row_pack: k must be in [1, 8], got 9"),

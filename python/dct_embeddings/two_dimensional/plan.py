@@ -81,8 +81,10 @@ def rows_of(shards: Sequence[Shard]) -> int:
 
 def require_list(op: str, arg: str, values: Iterable[_Item], rule: str) -> list[_Item]:
     """`values` as a list; raise unless they are iterable."""
-    checks.require_type(op, arg, values, Iterable, rule)
-    return list(values)
+    try:
+        return list(values)
+    except TypeError:
+        checks.fail(op, arg, rule, checks.shown(values), TypeError)
 
 
 def require_plan(

@@ -322,7 +322,7 @@ class DCTState:
             "local_size": self._topology.node.size,
         }
         sizes = {name: Flat(parameter.numel()) for parameter, name in self._names.items()}
-        return Run("rank", self._ledger.rank, same, sizes)
+        return Run("rank", self._ledger.rank, self.settings.format, same, sizes)
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings, because DDP, process groups and threads cannot be copied."""

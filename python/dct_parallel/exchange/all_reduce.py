@@ -121,8 +121,9 @@ def all_reduce_compressed(
     """
     settings = Settings.checked(_OP, 1.0, require_format(_OP, "format", format, FORMATS))
     _require(tensor, residual)
-    if isinstance(op, int) or op not in (ReduceOp.SUM, ReduceOp.AVG):
-        raise ValueError(f"dct::{_OP}: op must be ReduceOp.SUM or ReduceOp.AVG, got {op}")
+    checks.require_type(_OP, "op", op, (ReduceOp, ReduceOp.RedOpType), "a ReduceOp")
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        checks.fail(_OP, "op", "ReduceOp.SUM or ReduceOp.AVG", op)
     checks.require_type(_OP, "async_op", async_op, bool, "a bool")
     group = require_group(_OP, group)
     ranks, device = group.size(), tensor.device

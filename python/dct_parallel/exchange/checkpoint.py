@@ -205,12 +205,14 @@ class Run(NamedTuple):
     Attributes:
         holder: what has an entry of its own, a "rank" or "replica".
         number: of this rank or replica.
+        format: in which it sends, for errors; states of different formats fit.
         same: {key: value} of an entry, which must be the same in an entry that is loaded.
         parameters: {name: how it is saved} of this model.
     """
 
     holder: str
     number: int
+    format: str
     same: Mapping[str, Any]
     parameters: _Parameters
 
@@ -257,13 +259,8 @@ class Run(NamedTuple):
         entry = checked(op, saved, _TABLES[here])
         for key, value in self.same.items():
             if key == "density" and (entry[key] == 1) != (value == 1):
-                here, saved_by = _sent(value), _sent(entry[key])
-                checks.fail(
-                    op,
-                    "format",
-                    f"one that sends {here}, as in this run",
-                    f"a state of one that sends {saved_by}",
-                )
+                rule = f"{_sent(value)}, as in this run ({self.format!r})"
+                checks.fail(op, "format", rule, f"a state of {_sent(entry[key])}", verb="send")
             if entry[key] != value and not (any_size and key in _SIZES):
                 checks.fail(op, key, f"{value}, as in this run{_SIZES.get(key, '')}", entry[key])
         if difference := entry["parameters"].keys() ^ self.parameters.keys():

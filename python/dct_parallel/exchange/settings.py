@@ -6,7 +6,6 @@ dct_kernels.layout, and a case in Settings.
 """
 
 import dataclasses
-import warnings
 
 import torch
 
@@ -15,6 +14,7 @@ from dct_kernels.layout import payload_layout
 
 from ..compressor import Compressor, check_settings, default_capacity
 from ..formats import DTYPES, require_format
+from ..user_warnings import warn_user
 from . import quantized
 
 # In the first two of them by default this fraction of the entries, in the others every one.
@@ -75,10 +75,9 @@ class Settings:
                 f"{density}"
             )
         if density == 1 and not named:
-            warnings.warn(
+            warn_user(
                 f"DCT: density is a fraction, and 1 sends every entry in {FORMAT}; 1 % is 0.01. "
-                f'If you mean 1, say format="{FORMAT}"; "int4" sends a quarter of its bytes.',
-                stacklevel=4,  # the caller of an entry point, which `names_keywords` wraps
+                f'If you mean 1, say format="{FORMAT}"; "int4" sends a quarter of its bytes.'
             )
         return Settings(float(density), format, policy, refresh_every, transport)
 

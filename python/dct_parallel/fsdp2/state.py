@@ -249,7 +249,7 @@ class FullyShardState:
             for bucket, unit in zip(self._buckets, self._units, strict=True)
             for piece in unit.pieces
         }
-        return Run("replica", self._replica, same, parameters)
+        return Run("replica", self._replica, self.settings.format, same, parameters)
 
     def _resume(self, entry: Entry, states: States) -> None:
         self._ledger.load(entry)

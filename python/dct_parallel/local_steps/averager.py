@@ -312,7 +312,8 @@ class DCTAverager(ModelAverager):
         sizes = zip(self._plan.names, self._plan.sizes, strict=True)
         ranks = {"world_size": self.process_group.size(), "local_size": 1}
         same = {**self._run_settings, "density": self._settings.density, **ranks}
-        return Run("rank", self._ledger.rank, same, {name: Flat(numel) for name, numel in sizes})
+        parameters = {name: Flat(numel) for name, numel in sizes}
+        return Run("rank", self._ledger.rank, self._settings.format, same, parameters)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
