@@ -29,7 +29,7 @@ def _sound():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of DeviceMesh and FSDP themselves
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-        sharded = fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])
+        sharded, other, more = (fully_shard(nn.Linear(4, 4), mesh=mesh["shard"]) for _ in range(3))
     plan, weight = dct_embeddings.plan_shards([8], 1), nn.Parameter(torch.ones(8, 4))
     bags = dct_embeddings.ShardedEmbeddingBags([torch.ones(8, 4)], plan, mesh)
     rows = dct_embeddings.FeatureRows(torch.ones(8, 1))
@@ -63,6 +63,8 @@ def _sound():
         averager.load_state_dict: {"state": {}},
         "dct_fully_shard_hook": {"model": sharded, "mesh": mesh},
         replicas.load_state_dict: {"state": {}},
+        "compress_fully_shard": {"model": more},
+        dct_parallel.compress_fully_shard(other).load_state_dict: {"state": {}},
         replicas.load_merged: {"folder": "no folder"},
         "all_reduce_compressed": {"tensor": out, "format": "int4"},
         "merge_states": {"states": "no folder"},
@@ -154,4 +156,4 @@ def test_arguments_without_their_keywords_are_named():
                 with pytest.raises(TypeError) as error:
                     getattr(package, name)(*positions, 2.5, "x")
                 assert str(error.value) == f"dct::{name}: {first} must be {rule}"
-    assert len(tried) == 13
+    assert len(tried) == 14

@@ -168,7 +168,7 @@ class CompressedUnit:
             like = isinstance(value, DTensor) and value.shape == parameter.shape
             if not like or (_local(value).shape, value.dtype) != (shape, dtype):
                 rule = f"a {dtype} DTensor of {list(parameter.shape)}, cut like the weight"
-                checks.fail(op, f"kept of {name}", rule, type(value).__name__)
+                checks.fail(op, f"kept of {name}", rule, checks.shown(value))
             numbers = _local(value).flatten().to(self.device)
             parts.append(pad(numbers, (0, numel - len(numbers))))
         return torch.cat(parts)
@@ -187,10 +187,11 @@ def units_of(model: nn.Module) -> list[CompressedUnit]:
     Raises:
         TypeError, ValueError: there is none, or one cannot be compressed.
     """
-    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    named = model.named_modules() if isinstance(model, nn.Module) else ()
+    modules = [(name, m) for name, m in named if isinstance(m, FSDPModule)]
     if not modules:
         rule = "a module that fully_shard was applied to"
-        checks.fail(OP, "model", rule, type(model).__name__, TypeError)
+        checks.fail(OP, "model", rule, checks.shown(model), TypeError)
     for _, module in modules:
         module.reshard()
     names = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
