@@ -7,13 +7,14 @@ Problems: python-... trains a transformer on the Python sources of torch and sym
 character twice. clicks-... trains DLRM on rows of clicks, generated or from --data. clicks-adam
 uses row-wise AdaGrad for the tables (with --table-lr) and Adam for the MLPs.
 
-The learning rate follows a cosine to 0, after a rise over the first 50 steps of a transformer.
+The learning rate follows a cosine to 0. A transformer's rises over the first --warmup steps.
 
 Methods: dense (float32), bf16, powersgd4, powersgd8 and powersgd16 (PowerSGD of that rank, after a
 tenth of the steps), dct:D% and reduce_scatter:D% (DCTState; D is the percentage of entries sent),
 int8, int4 and ternary (DCTState with every entry in that format). local:D%xH and local-FORMAT:xH
 are DCTAverager with period H, and ahead:D% is DCTAverager(period=1, step_ahead=True). All but
-dense, bf16, powersgd and reduce_scatter also take ",transport=reduce_scatter".
+dense, bf16, powersgd, reduce_scatter and fsdp also take ",transport=reduce_scatter".
+fsdp-WEIGHTS-GRADIENTS is compress_fully_shard with these formats, and scores unrounded weights.
 
 All ranks are simulated in one process with the bits of real ranks. Bytes are what a rank sends,
 computed from the message sizes.
@@ -43,9 +44,8 @@ from bench import files
 from bench.cli import Parser, count, exit_status, make_folder, positive, several
 from dct_embeddings import RowWiseAdagrad
 
-from . import dp_local, dp_methods, dp_python, dp_ranks, dp_tasks, runs
+from . import dp_local, dp_methods, dp_python, dp_ranks, dp_shards, dp_tasks, runs
 
-WARMUP_STEPS = 50  # of a transformer's rate
 CURVE_EVERY = 20  # steps
 
 Task = dp_tasks.ClicksTask | dp_python.PythonTask
@@ -60,7 +60,6 @@ class Problem(NamedTuple):
 
     task: str
     optimizers: Callable[[nn.Module, float, float], list[torch.optim.Optimizer]]
-    warmup: int
     rates: tuple[float, ...]
 
 
@@ -78,13 +77,11 @@ _sgd = partial(torch.optim.SGD, fused=True)
 _adam = partial(torch.optim.Adam, fused=True)
 _adamw = partial(torch.optim.AdamW, fused=True)
 PROBLEMS = {
-    "python-adamw": Problem("python", _one(_adamw), WARMUP_STEPS, (4e-3, 8e-3, 1.6e-2)),
-    "python-momentum": Problem(
-        "python", _one(partial(_sgd, momentum=0.9)), WARMUP_STEPS, (0.1, 0.3)
-    ),
-    "clicks-sgd": Problem("clicks", _one(_sgd), 0, (0.1, 0.3)),
-    "clicks-momentum": Problem("clicks", _one(partial(_sgd, momentum=0.9)), 0, (0.01, 0.03)),
-    "clicks-adam": Problem("clicks", _adam_and_adagrad, 0, (1e-3, 3e-3)),
+    "python-adamw": Problem("python", _one(_adamw), (4e-3, 8e-3, 1.6e-2)),
+    "python-momentum": Problem("python", _one(partial(_sgd, momentum=0.9)), (0.1, 0.3)),
+    "clicks-sgd": Problem("clicks", _one(_sgd), (0.1, 0.3)),
+    "clicks-momentum": Problem("clicks", _one(partial(_sgd, momentum=0.9)), (0.01, 0.03)),
+    "clicks-adam": Problem("clicks", _adam_and_adagrad, (1e-3, 3e-3)),
 }
 
 
@@ -96,7 +93,7 @@ def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) 
     make = dp_methods.method(run["method"])
     if make.func is dp_ranks.PowerSGD:
         make = partial(make, start=max(dp_ranks.START_STEP, options.steps // 10))
-    warmup = max(1, problem.warmup)
+    warmup = options.warmup if problem.task == "python" else 1
     parts = [
         (1 + math.cos(math.pi * step / options.steps)) / 2 * min(1, (step + 1) / warmup)
         for step in range(options.steps)
@@ -109,6 +106,9 @@ def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) 
         models = [model, *(copy.deepcopy(model) for _ in batches[1:])]
         updates = [update_of(own) for own in models]
         steps = dp_local.train(models, task.loss, batches, make(models), updates, options.steps)
+    elif make.func is dp_shards.Shards:
+        shards, update = make(model, options.ranks), update_of(model)
+        steps = dp_shards.train(model, task.loss, batches, shards, update, options.steps)
     else:
         update = update_of(model)
         steps = dp_ranks.train(model, task.loss, batches, make, update, options.steps)
@@ -145,7 +145,7 @@ def stepper(
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, object]:
-    names = ("ranks", "table_lr", "batch", "width", "layers", "rows")
+    names = ("ranks", "table_lr", "batch", "width", "layers", "warmup", "rows")
     return runs.settings_of(options, *names)
 
 
@@ -194,6 +194,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=count, default=3)
     add("--ranks", type=count, default=2)
     add("--batch", type=count, metavar="N", help="rows or texts of a rank and step: 128, or 8")
+    add("--warmup", type=count, default=50, help="steps; a tenth of all is better in long runs")
     add("--width", type=count, default=96, help="of the transformer")
     add("--layers", type=count, default=3, help="of the transformer")
     add("--data", type=Path, metavar="FILE", help="rows of clicks in Criteo's layout")

@@ -8,7 +8,7 @@ import torch
 
 from dct_parallel.exchange import quantized
 
-from . import dp_local, dp_ranks
+from . import dp_local, dp_ranks, dp_shards
 
 # What a method's name has after its colon: D, a percentage, and xH, a number of steps.
 METHODS: dict[str, tuple[str, partial]] = {
@@ -24,6 +24,10 @@ for _format in quantized.FEW_BITS:
     METHODS[_format] = ("", partial(dp_ranks.DCT, density=1, format=_format))
 for _format in ("float32", *quantized.FEW_BITS):
     METHODS[f"local-{_format}"] = ("xH", partial(dp_local.Local, density=1, format=_format))
+for _weights in dp_shards.FORMATS:
+    for _gradients in dp_shards.FORMATS:
+        _made = partial(dp_shards.Shards, weights=_weights, gradients=_gradients)
+        METHODS[f"fsdp-{_weights}-{_gradients}"] = ("", _made)
 TRANSPORT = ",transport=reduce_scatter"  # may end the names of those that take a transport
 
 
@@ -49,7 +53,7 @@ def method(name: str) -> partial:
     if period is not None:
         made = partial(made, period=int(period))
     if name.endswith(TRANSPORT):
-        if made.func in (dp_ranks.Dense, dp_ranks.PowerSGD) or "transport" in made.keywords:
+        if made.func not in (dp_ranks.DCT, dp_local.Local) or "transport" in made.keywords:
             raise argparse.ArgumentTypeError(f"must be {kind} without a transport, got {name!r}")
         made = partial(made, transport="reduce_scatter")
     return made

@@ -2,17 +2,19 @@
 
 import argparse
 import itertools
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bench.cli import UsageError
-from bench.experiments import dp_density, dp_local, dp_methods, dp_ranks, dp_tasks, runs
-from dct_parallel import DCTAverager, DCTState, dct_hook
+from bench.experiments import dp_density, dp_local, dp_methods, dp_ranks, dp_shards, dp_tasks, runs
+from dct_parallel import DCTAverager, DCTState, compress_fully_shard, dct_hook
 from ranks import run_ranks
 
 STEPS = 6
@@ -105,6 +107,24 @@ def _real(rank, width, ranks, names):
     return found
 
 
+def _sharded(rank, width, ranks, weights, gradients):
+    """Weights after some steps of FSDP2 on real ranks, and the bytes that were sent."""
+    warnings.filterwarnings("ignore", ".* returned a view tensor")  # nothing changes it in place
+    task = Task(width)
+    model = task.model(0)
+    for module in (*model.blocks, model):
+        fully_shard(module, reshard_after_forward=False)
+    state = compress_fully_shard(model, weights=weights, gradients=gradients)
+    optimizer, sent = _optimizer(model), 0
+    for batch in itertools.islice(task.batches(0, rank, ranks), STEPS):
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
+        sent += state.stats()["wire_bytes"]
+    model.reshard()
+    return {name: weight.full_tensor() for name, weight in model.state_dict().items()}, sent
+
+
 def _simulated(task, make, ranks):
     models = [task.model(0) for _ in range(ranks)]
     optimizers = [_optimizer(model) for model in models]
@@ -112,6 +132,9 @@ def _simulated(task, make, ranks):
     batches = [task.batches(0, rank, ranks) for rank in range(ranks)]
     if dp_methods.is_local(make):
         run = dp_local.train(models, task.loss, batches, make(models), updates, STEPS)
+    elif make.func is dp_shards.Shards:
+        shards = make(models[0], ranks)
+        run = dp_shards.train(models[0], task.loss, batches, shards, updates[0], STEPS)
     else:
         run = dp_ranks.train(models[0], task.loss, batches, make, updates[0], STEPS)
     assert len(list(run)) == STEPS
@@ -139,6 +162,21 @@ def test_simulated_ranks_are_real_ones(one_thread, ranks, width, names):
             assert torch.equal(weight, real[name][key]), (name, key)
 
 
+@pytest.mark.parametrize("ranks, width", [(2, 48), (3, 32)])  # in 3, shards are uneven
+@pytest.mark.parametrize("formats", [("int8", "int4"), ("int4", "bfloat16")], ids="-".join)
+def test_simulated_shards_are_those_of_fsdp2(one_thread, ranks, width, formats):
+    make, task = dp_methods.method("fsdp-" + "-".join(formats)), Task(width)
+    real, sent = run_ranks(_sharded, ranks, width, ranks, *formats)[0]
+    for name, weight in _simulated(task, make, ranks).items():
+        assert torch.equal(weight, real[name]), name
+    step = make(task.model(0), ranks).step_bytes
+    first = 0
+    if formats[0] == "int4":  # whole weights
+        first = sent - STEPS * step
+        assert 0 < first < 8 * step
+    assert sent == STEPS * step + first
+
+
 def test_power_sgd_is_torchs(one_thread):
     real = run_ranks(_power_sgd, 2, 48, 4)[0]
     simulated = _simulated(Task(48), dp_methods.method("powersgd4"), 2)
@@ -151,7 +189,7 @@ def test_power_sgd_is_torchs(one_thread):
 WRONG = "int5 dct dct:1 dct:0% dct:101% reduce_scatter:x% bf16:1% dct:1%x2 local:1% local:1%x0 "
 WRONG += "local-int8:10%x10 dct:1%,decay=0.9 reduce_scatter:1%,transport=reduce_scatter "
 WRONG += "powersgd4,transport=reduce_scatter powersgd2 dense,transport=reduce_scatter "
-WRONG += "int4,transport=all_to_all"
+WRONG += "int4,transport=all_to_all fsdp-int8 fsdp-int8-int8,transport=reduce_scatter"
 
 
 @pytest.mark.parametrize("name", WRONG.split())
