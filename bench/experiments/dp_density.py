@@ -4,9 +4,8 @@
     python -m bench.experiments.dp_density --problems clicks-sgd --data ROWS.tsv --rates 0.1
 
 Problems: python-... trains a transformer on the Python sources of torch and sympy, and reads no
-character twice. finetune-... continues on sympy's from a model that was trained on torch's.
-clicks-... trains DLRM on rows of clicks, generated or from --data. clicks-adam uses row-wise
-AdaGrad for the tables (with --table-lr) and Adam for the MLPs.
+character twice. clicks-... trains DLRM on rows of clicks, generated or from --data. clicks-adam
+uses row-wise AdaGrad for the tables (with --table-lr) and Adam for the MLPs.
 
 The learning rate follows a cosine to 0. A transformer's rises over the first --warmup steps.
 
@@ -79,7 +78,6 @@ _adam = partial(torch.optim.Adam, fused=True)
 _adamw = partial(torch.optim.AdamW, fused=True)
 PROBLEMS = {
     "python-adamw": Problem("python", _one(_adamw), (4e-3, 8e-3, 1.6e-2)),
-    "finetune-adamw": Problem("finetune", _one(_adamw), (2e-3, 8e-3)),
     "python-momentum": Problem("python", _one(partial(_sgd, momentum=0.9)), (0.1, 0.3)),
     "clicks-sgd": Problem("clicks", _one(_sgd), (0.1, 0.3)),
     "clicks-momentum": Problem("clicks", _one(partial(_sgd, momentum=0.9)), (0.01, 0.03)),
@@ -95,7 +93,7 @@ def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) 
     make = dp_methods.method(run["method"])
     if make.func is dp_ranks.PowerSGD:
         make = partial(make, start=max(dp_ranks.START_STEP, options.steps // 10))
-    warmup = 1 if problem.task == "clicks" else options.warmup
+    warmup = options.warmup if problem.task == "python" else 1
     parts = [
         (1 + math.cos(math.pi * step / options.steps)) / 2 * min(1, (step + 1) / warmup)
         for step in range(options.steps)
@@ -160,9 +158,6 @@ def work(options: argparse.Namespace) -> None:
         batch = {} if options.batch is None else {"batch": options.batch}
         if name == "python":
             return dp_python.PythonTask(options.width, options.layers, **batch)
-        if name == "finetune":
-            start = options.out / "start.pt"
-            return dp_python.FineTuneTask(start, options.width, options.layers, **batch)
         return dp_tasks.ClicksTask(options.data, options.rows, **batch)
 
     def finish(run: dict, problem: Problem) -> None:

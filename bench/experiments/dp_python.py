@@ -4,7 +4,6 @@ They are a text of 70 million characters that no method was tuned for, and that 
 Only printable ASCII and line ends are kept. Generated files are left out.
 """
 
-import io
 import zlib
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bench import files
 from bench.cli import UsageError
 
 from .dp_tasks import BATCH_TEXTS, CONTEXT, Transformer, next_character_loss
@@ -26,7 +24,6 @@ DROPPED = bytes(set(range(256)) - set(KNOWN))
 LONGEST_LINE, MOST_DIGITS = 80, 0.2  # of a file written by hand: mean line, share of digits
 PARTS = {0: "validation", 1: "test"}  # one in 32 files each, by a hash of the path
 VALIDATION_TEXTS = 4000  # enough to choose by: differences vary less than losses. All of test are.
-START_STEPS, START_RATE = 1200, 4e-3  # of the model that is fine-tuned
 SCORED_AT_ONCE = 32  # texts; more of them leave the cache
 
 
@@ -92,18 +89,10 @@ class PythonTask:
     Args:
         width, layers: of the transformer.
         batch: texts of a rank and step.
-        package: whose files are read; None: all.
     """
 
-    def __init__(
-        self,
-        width: int = 96,
-        layers: int = 3,
-        batch: int = BATCH_TEXTS,
-        package: str | None = None,
-    ) -> None:
-        sources = (s for s in installed() if package is None or s.path.startswith(f"{package}/"))
-        texts = windows(sources, CONTEXT + 1)
+    def __init__(self, width: int = 96, layers: int = 3, batch: int = BATCH_TEXTS) -> None:
+        texts = windows(installed(), CONTEXT + 1)
         self._train = texts["train"]
         self._scored = {
             "validation": _spread(texts["validation"], VALIDATION_TEXTS),
@@ -132,46 +121,6 @@ class PythonTask:
         batches = self._scored[part].split(SCORED_AT_ONCE)
         losses = [self.loss(model, batch.long()).item() * len(batch) for batch in batches]
         return {"loss": sum(losses) / len(self._scored[part])}
-
-
-class FineTuneTask(PythonTask):
-    """sympy's files for a model that was trained on torch's.
-
-    Args:
-        start: the model's file, written if it is not there.
-        width, layers, batch: see `PythonTask`.
-    """
-
-    def __init__(
-        self, start: Path, width: int = 96, layers: int = 3, batch: int = BATCH_TEXTS
-    ) -> None:
-        super().__init__(width, layers, batch, "sympy")
-        if not start.exists():
-            trained = io.BytesIO()
-            torch.save(_trained(PythonTask(width, layers, batch, "torch")).state_dict(), trained)
-            files.write(start, trained.getvalue())
-        self._start = torch.load(start)
-
-    def model(self, seed: int) -> nn.Module:
-        model = super().model(seed)
-        model.load_state_dict(self._start)
-        return model
-
-
-def _trained(task: PythonTask) -> nn.Module:
-    """A model of the task, after START_STEPS on two ranks' batches without compression."""
-    model = task.model(0)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, START_RATE, START_STEPS, pct_start=0.05, cycle_momentum=False
-    )
-    ranks = [task.batches(0, rank, 2) for rank in range(2)]
-    for _, *batches in zip(range(START_STEPS), *ranks, strict=False):
-        optimizer.zero_grad()
-        task.loss(model, torch.cat(batches)).backward()
-        optimizer.step()
-        schedule.step()
-    return model
 
 
 def _spread(texts: Tensor, count: int) -> Tensor:
