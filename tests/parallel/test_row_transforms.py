@@ -106,6 +106,16 @@ def test_compiled_exchanges_run_eagerly(one_rank, exchange):
         torch.export.export(Model(), (x,))
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_of_quantized_rows_are_refused_inside_torch_compile(transform):
+    """Dynamo gives a wrong gradient here, without an error."""
+    torch._dynamo.reset()
+    call = transform(lambda x: _loss(_quantize_modules(x)))
+    text = "dct::RowQuantize: the call must be outside of torch.func inside torch.compile"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=text):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(torch.randn(2, WIDTH))
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_vmap_of_quantized_rows(dim):
     x = torch.randn(3, 4, WIDTH)

@@ -24,7 +24,8 @@ class RowQuantize(nn.Module):
     bfloat16: send, receive or copy it, but do not compute with it. Give it to only one module, a
     `RowDequantize` of the same formats. Its gradient is also a message. Quantizes in eval mode as
     well. Has no parameters and no state. Deterministic, bitwise the same on every backend. Works
-    with torch.compile, torch.vmap and torch.func.grad; there is no second derivative.
+    with torch.compile, torch.vmap and torch.func.grad, but not with a transform of torch.func
+    inside torch.compile. There is no second derivative.
 
     Args:
         format: a name, a torch dtype, or a `RowFormat` without a density: "int4", or

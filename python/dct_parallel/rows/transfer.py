@@ -106,16 +106,21 @@ def with_gradient(
     """forward(x). If g is the gradient of the result, backward(g) is the gradient of `x`.
 
     torch.func.grad and torch.func.vjp work. A second derivative, forward mode and torch.vmap raise
-    an error. The graph keeps `backward` and all its references alive, so it must refer to a process
-    group by a `GroupForBackward`.
+    an error, and so does every transform of torch.func inside torch.compile. The graph keeps
+    `backward` and all its references alive, so it must refer to a process group by a
+    `GroupForBackward`.
 
     Args:
         op: the public name, for errors.
         row_wise: both functions work on each row alone, whatever the dimensions before. torch.vmap
             then works as well.
     """
+    compiling = torch.compiler.is_compiling()
+    if compiling and transforms_are_active():  # Dynamo would differentiate `forward` instead
+        rule = "outside of torch.func inside torch.compile (do not compile the transform)"
+        checks.fail(op, "the call", rule, "one inside")
     # Dynamo traces no autograd.Function that has a jvp.
-    function = _Gradient if torch.compiler.is_compiling() else _EagerGradient
+    function = _Gradient if compiling else _EagerGradient
     y: Tensor = function.apply(op, x, forward, backward, row_wise)  # type: ignore[no-untyped-call]
     return y
 
