@@ -64,6 +64,8 @@ def _described(value: Any) -> str:
     value = value.to_local() if hasattr(value, "to_local") else value
     if not checks.is_plain(value):
         return f"{text}, {value.layout} on {value.device}"
+    if value.dtype not in checks.FLOATS:
+        return text
     wrong = value[~value.isfinite()]
     return f"{text} with {wrong[0].item()}" if len(wrong) else text
 
@@ -146,7 +148,7 @@ class Flat(NamedTuple):
         )
         base = {_BASE: whole} if "period" in entry else {}
         found = checked(op, saved, {_RESIDUAL: whole, _OWNER: owner, **base}, of)
-        owned = found[_OWNER][0] if found[_OWNER] else None
+        owned = found[_OWNER][0].detach() if found[_OWNER] else None
         return SegmentState(found[_RESIDUAL], owned, found.get(_BASE))
 
 
