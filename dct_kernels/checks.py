@@ -124,8 +124,10 @@ def require_tensor(
 
 def is_plain(value: object) -> bool:
     """Whether it is a dense tensor or parameter with memory, and of no other class."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-    return plain and value.layout is torch.strided and not (value.is_meta or value.is_quantized)  # type: ignore[attr-defined]
+    return plain and not (value.is_meta or value.is_nested or value.is_quantized)
 
 
 def require_plain(op: str, arg: str, value: object) -> None:

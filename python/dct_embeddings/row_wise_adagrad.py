@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dct_kernels import checks
 
+from .loading import require_loadable
+
 
 class RowWiseAdagrad(torch.optim.Optimizer):
     """AdaGrad whose accumulator is one number per row: 1 / d of AdaGrad's memory.
@@ -58,6 +60,31 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for weight in group["params"]:
             for name in ("sum", "pending") if group.get("delayed") else ("sum",):
                 self.state[weight][name] = weight.detach().new_zeros(len(weight))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict()` of this class, as torch.optim.Optimizer does.
+
+        Raises:
+            ValueError, TypeError: the state does not fit these weights, or a setting in it is out
+                of its range. Nothing is loaded then.
+        """
+        op = type(self).__name__
+        checks.require_type(op, "state", state_dict, dict, "a state_dict()")
+        _require_keys(op, "state", state_dict, {"state", "param_groups"})
+        groups = state_dict["param_groups"]
+        for index, saved in enumerate(groups):
+            _require_keys(op, f"param_groups[{index}]", saved, {"params", *self.defaults})
+        sizes, found = ([len(group["params"]) for group in g] for g in (self.param_groups, groups))
+        if found != sizes:
+            checks.fail(op, "state", f"groups of {sizes} weights", found, verb="have")
+        for saved, own in zip(groups, self.param_groups, strict=True):
+            self._check({**saved, "params": own["params"]})
+            for key, weight in zip(saved["params"], own["params"], strict=True):
+                state = state_dict["state"].get(key, {})
+                for name in ("sum", "pending") if saved.get("delayed") else ("sum",):
+                    arg = f"state[{key}][{name!r}]"
+                    require_loadable(op, arg, state.get(name), weight.dtype, (len(weight),))
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -196,3 +223,8 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
 
     def _divisor(self, accumulator: Tensor, group: dict[str, Any]) -> Tensor:
         return (accumulator / float(group["scale"]) + float(group["eps"])).sqrt()
+
+
+def _require_keys(op: str, arg: str, values: dict[str, Any], keys: set[str]) -> None:
+    if missing := sorted(keys - values.keys()):
+        checks.fail(op, arg, ", ".join(sorted(keys)), f"no {', '.join(missing)}", verb="have")

@@ -11,6 +11,7 @@ from dct_kernels import checks
 from dct_parallel.groups import refusing
 
 from ..groups import require_alike
+from ..loading import part_of, require_loadable
 from .dynamic_state import MERGED, require_state
 from .feature_rows import SharedRows
 from .id_table import NO_PLACE, IdTable, mix
@@ -163,31 +164,27 @@ class DynamicFeatureRows(SharedRows):
         self._table.add(ids)
         self.weight[first:end] = self.initial(ids)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         owner = [self.group.rank(), self.group.size()]
         destination[f"{prefix}owner"] = torch.tensor(owner, dtype=torch.int64, device="cpu")
-        destination[f"{prefix}ids"] = self.ids().clone()
-        for name, tensor in self._per_row().items():  # a view would save all of the storage
-            destination[prefix + name] = tensor.detach()[1 : 1 + len(self)].clone()
+        rows = {
+            name: tensor.detach()[1 : 1 + len(self)] for name, tensor in self._per_row().items()
+        }
+        for name, tensor in {"ids": self.ids(), **rows}.items():
+            # A view would save all of the storage.
+            destination[prefix + name] = tensor if keep_vars else tensor.clone()
 
     @torch.no_grad()
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *more: Any) -> None:
-        _, _, missing_keys, unexpected_keys, error_msgs = more
-        state = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        try:
-            per_row = self._per_row()
-            names = ["owner", "ids", *per_row]
-            missing = [name for name in names if name not in state]
-            missing_keys += [prefix + name for name in missing]
-            unexpected_keys += [prefix + name for name in state if name not in names]
-            if missing == names:
-                return
-            if missing:  # an error even if the load is not strict
-                got = f"no {', '.join(missing)}"
-                raise ValueError(f"dct::{_OP}: state must have {', '.join(names)}, got {got}")
-            local = self._local_rows(state, per_row)
-        except (TypeError, ValueError) as error:
-            error_msgs.append(str(error))
+        _, _, missing_keys, unexpected_keys, _ = more
+        state, per_row = part_of(state_dict, prefix), self._per_row()
+        names = ["owner", "ids", *per_row]
+        missing_keys += [prefix + name for name in names if name not in state]
+        unexpected_keys += [prefix + name for name in state if name not in names]
+        local = self.require_state(state)
+        if local is None:
             return
         device, before = self.weight.device, len(self)
         self._table = IdTable(self.capacity, device)
@@ -196,9 +193,19 @@ class DynamicFeatureRows(SharedRows):
             tensor[1 : 1 + len(self)] = state[name].to(device)[local]
             tensor[1 + len(self) : 1 + before] = 0  # as for features not seen yet
 
-    def _local_rows(self, state: Mapping[str, Tensor], per_row: Mapping[str, Tensor]) -> Tensor:
-        """The indices of this rank's rows in a state; raises if the state does not fit."""
-        require_state(_OP, "state", {name: state[name] for name in ("owner", "ids", *per_row)})
+    def require_state(self, state: Mapping[str, Any]) -> Tensor | None:  # type: ignore[override]
+        """The indices of this rank's rows in a state, or None if there are none to load.
+
+        Raises unless all of the state can be loaded.
+        """
+        per_row = self._per_row()
+        names = ["owner", "ids", *per_row]
+        missing = [name for name in names if name not in state]
+        if missing == names:
+            return None
+        if missing:  # an error even if the load is not strict
+            checks.fail(_OP, "state", ", ".join(names), f"no {', '.join(missing)}", verb="have")
+        require_state(_OP, "state", {name: state[name] for name in names})
         rank, ranks = state["owner"].tolist()
         this, size = self.group.rank(), self.group.size()
         if rank != MERGED and (rank, ranks) != (this, size):
@@ -208,14 +215,8 @@ class DynamicFeatureRows(SharedRows):
             )
         ids = state["ids"].to(self.weight.device)
         for name, tensor in per_row.items():
-            saved = state[name].dtype
-            if saved.is_complex or saved.is_floating_point != tensor.is_floating_point():
-                rule = f"numbers like {tensor.dtype}"
-                raise TypeError(f"dct::{_OP}: state[{name!r}] must be {rule}, got {saved}")
             shape = (len(ids), *tensor.shape[1:])
-            if state[name].shape != shape:
-                got = tuple(state[name].shape)
-                raise ValueError(f"dct::{_OP}: state[{name!r}] must have shape {shape}, got {got}")
+            require_loadable(_OP, f"state[{name!r}]", state[name], tensor.dtype, shape)
         self.require_ids(_OP, ids)
         if len(ids.unique()) != len(ids):
             raise ValueError(f"dct::{_OP}: state['ids'] must be distinct, got some ids twice")

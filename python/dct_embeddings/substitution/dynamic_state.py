@@ -23,6 +23,7 @@ def require_state(op: str, arg: str, state: Mapping[str, Tensor]) -> None:
     owner, ids = state["owner"], state["ids"]
     if owner.shape != (2,):
         checks.fail(op, f"{arg}['owner']", "[rank, ranks]", f"shape {tuple(owner.shape)}")
+    checks.require_dtype(op, f"{arg}['owner']", owner.dtype, (torch.int64,))
     if ids.dtype != torch.int64 or ids.dim() != 1:
         checks.fail(op, f"{arg}['ids']", "torch.int64 [n]", f"{ids.dtype} {tuple(ids.shape)}")
 
@@ -62,5 +63,5 @@ def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
             if (tensor.shape, tensor.dtype) != (shape, first.dtype):
                 arg, got = f"states[{index}][{name!r}]", f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise ValueError(f"dct::{op}: {arg} must be {first.dtype} {shape}, got {got}")
-        merged[name] = torch.cat([state[name] for state in states])
+        merged[name] = torch.cat([state[name].detach() for state in states])
     return merged

@@ -12,7 +12,7 @@ from dct_kernels import checks
 from dct_parallel.groups import refusing, require_group
 
 from ..groups import GroupOfModule, require_alike
-from ..shard_identity import register_identity
+from ..loading import CheckedModule
 
 _OP = "FeatureRows"
 MOST_ROWS = 2**31 - 1  # an id times the multiplier stays below 2**62
@@ -20,7 +20,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 _Rank = TypeVar("_Rank", int, Tensor)
 
 
-class SharedRows(nn.Module, ABC):
+class SharedRows(CheckedModule, ABC):
     """Rows of features that the ranks of a group share; each rank holds its rows as a parameter.
 
     A copy (copy.deepcopy, AveragedModel) has its own rows, and the same group.
@@ -92,7 +92,8 @@ class FeatureRows(SharedRows):
     consecutive or evenly spaced ids are spread over the ranks.
 
     `state_dict` holds this rank's rows, and `owner`, [rank, ranks, rows of all]. Loading the state
-    of a different rank raises a ValueError before anything is loaded. Deterministic.
+    of a different rank, or one that does not fit, raises an error before anything is loaded.
+    Deterministic.
 
     Args:
         weight: the rows of all features [rows, d], float32 or float64, the same on every rank. Each
@@ -107,6 +108,8 @@ class FeatureRows(SharedRows):
         ValueError: ranks differ in rows, width or dtype; on all of them.
         RuntimeError: an argument is out of its range on a different rank only, as the text says.
     """
+
+    identity = "owner"
 
     def __init__(self, weight: Tensor, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(_OP, group)
@@ -124,7 +127,7 @@ class FeatureRows(SharedRows):
         self.weight = nn.Parameter(weight.detach()[self.ids().to(weight.device)])
         owner = [self.group.rank(), ranks, self._rows]
         identity = torch.tensor(owner, dtype=torch.int64, device=weight.device)
-        register_identity(_OP, self, "owner", identity)
+        self.register_buffer("owner", identity)
 
     def ids(self) -> Tensor:
         first, end = (self._first_number(self.group.rank() + i) for i in (0, 1))

@@ -17,6 +17,7 @@ from dct_parallel.rows.transfer import exchange_numbers
 
 from ..bag_message import by_rank, exchange_bags, require_bags
 from ..groups import GroupOfModule, require_alike
+from ..loading import CheckedModule
 from .aggregation import all_reduce, reduce_scatter, with_summed_gradient
 from .feature_rows import SharedRows
 from .operators import Bags, SubstituteOperator, require_operator
@@ -25,7 +26,7 @@ _OP = "EquivalentSubstitution"
 AGGREGATES = ("reduce_scatter", "all_reduce")
 
 
-class EquivalentSubstitution(nn.Module):
+class EquivalentSubstitution(CheckedModule):
     """Operators on rows of features that ranks share, computed on the ranks that own the rows.
 
     Each rank computes an operator's partial result from its own rows, and partial results are added
@@ -36,7 +37,8 @@ class EquivalentSubstitution(nn.Module):
     Forward and backward are collective, with equally many samples on every rank. The host waits in
     forward, for counts, so it cannot be captured in a CUDA graph. Deterministic on the CPU. Keep it
     outside of DistributedDataParallel. A copy (copy.deepcopy, AveragedModel) shares the process
-    groups. Save `state_dict()`, because the module itself cannot be saved.
+    groups. Save `state_dict()`, because the module itself cannot be saved. Loading a state that
+    does not fit raises an error before anything is loaded.
 
     Args:
         rows: FeatureRows or DynamicFeatureRows, of the ranks that share the features.

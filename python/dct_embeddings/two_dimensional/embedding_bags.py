@@ -22,7 +22,7 @@ from dct_parallel.rows.transfer import exchange_numbers
 from ..bag_message import by_rank, exchange_bags, require_bags
 from ..distinct import distinct, repeat
 from ..groups import require_same_in_mesh
-from ..shard_identity import register_identity
+from ..loading import CheckedModule
 from .plan import MOST_ROWS, Shard, require_list, require_plan, rows_of
 
 DIMENSIONS = ("replicate", "shard")  # of a mesh: across replicas, and inside one
@@ -31,7 +31,7 @@ _OP = "ShardedEmbeddingBags"
 _Pairs = list[tuple[int, int]]
 
 
-class ShardedEmbeddingBags(nn.Module):
+class ShardedEmbeddingBags(CheckedModule):
     """Embedding tables in shards over a group of ranks, with replicas across groups.
 
     The ranks of a row of the mesh own the tables together, table-wise or row-wise, and exchange
@@ -46,9 +46,9 @@ class ShardedEmbeddingBags(nn.Module):
 
     Keep it outside of DistributedDataParallel, which would average different shards. `state_dict`
     holds this rank's rows and, as `owned`, [table, first, end] of each shard. Loading different
-    shards raises a ValueError before anything is loaded. A copy (copy.deepcopy,
-    torch.optim.swa_utils.AveragedModel) shares the groups of the mesh. A pickle (torch.save of the
-    module) holds only their names, and loads on ranks that made the same groups.
+    shards, or a state that does not fit, raises an error before anything is loaded. A copy
+    (copy.deepcopy, torch.optim.swa_utils.AveragedModel) shares the groups of the mesh. A pickle
+    (torch.save of the module) holds only their names, and loads on ranks that made the same groups.
 
     Args:
         tables: every table's weight [rows, d], float32 or float64, one d and dtype for all, on the
@@ -75,6 +75,7 @@ class ShardedEmbeddingBags(nn.Module):
     Source: two-dimensional sparse parallelism (arXiv 2508.03854).
     """
 
+    identity = "owned"
     _first: Tensor
     _shards: Tensor
 
@@ -110,7 +111,7 @@ class ShardedEmbeddingBags(nn.Module):
         dist.broadcast(self.weight.detach(), group=replicas, group_src=0)
         self._number_rows(rows)
         owned = torch.tensor(self._local, dtype=torch.int64, device="cpu").view(-1, 3)
-        register_identity(_OP, self, "owned", owned.to(self.weight.device))
+        self.register_buffer("owned", owned.to(self.weight.device))
 
     def shards(self) -> dict[Shard, Tensor]:
         """This rank's shards, [rows, d]: views of `weight`, without gradient."""
