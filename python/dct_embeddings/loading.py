@@ -44,10 +44,9 @@ class CheckedModule(nn.Module):
         identity = self.identity
         if identity is not None and identity in state:
             checks.require_plain(op, f"state[{identity!r}]", state[identity])
-            expected, saved = own[identity].tolist(), state[identity].tolist()
-            if saved != expected:
-                rule = f"{expected}, as in this module"
-                checks.fail(op, f"{identity} of the state", rule, saved)
+            here, there = own[identity].tolist(), state[identity].tolist()
+            if here != there:
+                checks.fail(op, f"{identity} of the state", f"{here}, as in this module", there)
         for name, tensor in own.items():
             if name in state and isinstance(tensor, Tensor):
                 require_loadable(op, f"state[{name!r}]", state[name], tensor.dtype, tensor.shape)
@@ -73,6 +72,7 @@ def require_loadable(
     checks.require_plain(op, arg, value)
     assert isinstance(value, Tensor)
     if value.is_complex() or value.is_floating_point() != dtype.is_floating_point:
-        checks.fail(op, arg, f"numbers like {dtype}", value.dtype, TypeError)
+        rule = f"numbers like {str(dtype).removeprefix('torch.')}"
+        checks.fail(op, arg, rule, value.dtype, TypeError)
     if value.shape != torch.Size(shape):
         checks.fail(op, arg, f"shape {tuple(shape)}", tuple(value.shape), verb="have")
