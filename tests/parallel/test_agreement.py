@@ -227,6 +227,8 @@ def test_a_step_is_taken_back_by_all_ranks_or_by_none(rank, make):
         (Hook, "torch.distributed.all_to_all_single"),
         (NodeMesh, "dct_parallel.exchange.transport.all_gather"),
         (NodeMesh, "dct_parallel.ddp.node.reduce_scatter"),
+        (partial(Sharded, mesh=(2, 1)), "dct_parallel.exchange.transport.all_gather"),
+        (partial(Sharded, mesh=(2, 1)), "torch.distributed.all_to_all_single"),
     ],
 )
 @on_ranks(2)

@@ -157,10 +157,11 @@ class StepLedger:
             self._compared = True
         return notes
 
-    def compare_step(self, op: str) -> None:
+    def compare_step(self, op: str) -> bool:
         """Raise on every rank if they call `op` after different steps. Waits for all ranks.
 
-        Does nothing if an exchange of the step failed on this rank, as others may be gone.
+        Returns False, without a comparison, if an exchange of the step failed on this rank, as
+        others may be gone.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -170,6 +171,7 @@ class StepLedger:
         self._failed |= not all(bucket.words for bucket in self.sent.values())
         if not self._failed:
             require_same(op, self._exchange(op, {"step": self.step}, self._group))
+        return not self._failed
 
     def end(self) -> None:
         """The backward pass has ended: read the results of the step before, and post this one's.

@@ -164,15 +164,16 @@ class FullyShardState:
     def take_back(self) -> None:
         """Return the entries of the last step to the residuals, for a step that is not applied.
 
-        See `DCTState.take_back`. Collective, over all ranks of the mesh. If several backward passes
-        were exchanged, only the last one is taken back.
+        See `DCTState.take_back`. Collective, over all ranks of the mesh, unless an exchange failed.
+        If several backward passes were exchanged, only the last one is taken back.
 
         Raises:
             ValueError: ranks have taken different steps.
             RuntimeError: this rank received a damaged payload, or a rank did not call this within
                 the timeout of all ranks. Nothing was taken back.
         """
-        self._ledger.compare_step("take_back")
+        if not self._ledger.compare_step("take_back"):
+            self._in_step, self._order, self._last_order = False, [], []  # others may be gone
         self._finish_last_step()
         self._ledger.take_back()
 
