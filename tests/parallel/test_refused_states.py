@@ -111,6 +111,7 @@ def _in_place_of(key, good, more=""):
     else:
         values[f"float32 {shape} Tensor, torch.strided on meta"] = good.to("meta")
         values[f"float32 {shape} Tensor, torch.sparse_coo on cpu"] = good.to_sparse()
+        values[f"float8_e4m3fn {shape} Tensor"] = good.to(torch.float8_e4m3fn)
     for number in (math.nan, math.inf, -math.inf):
         spoilt = values[f"float32 {shape} {kind} with {number}"] = good.clone()
         getattr(spoilt, "_local_tensor", spoilt).view(-1)[-1] = number
@@ -203,6 +204,9 @@ def _refused(rank, make, settings):
     residual = residual if sharded else torch.stack([residual, residual], 1)[:, 0]
     path = [holders, str(rank)]
     sound = _with(before, [*path, "parameters", first, "residual"], residual)
+    if by_owners and not sharded:
+        owned = before[holders][str(rank)]["parameters"][first]["owner_residual"][0].clone().requires_grad_()
+        sound = _with(sound, [*path, "parameters", first, "owner_residual"], (owned,))
     run.state.load_state_dict(_with(sound, [*path, "other"], object()))
     assert_same_states(run.state.state_dict(), before)
     for step in range(3, 6):
