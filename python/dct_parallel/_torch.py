@@ -35,6 +35,13 @@ below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 # Whether torch.func transforms the code that runs, and how Function.apply unwraps its arguments.
 transforms_are_active = torch._C._are_functorch_transforms_active
 
+
+def is_functionalizing() -> bool:
+    """Whether this runs inside of torch.func.functionalize."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Functionalize for level in stack)
+
+
 NO_PASS = -1
 # The number of the backward pass under way in this thread, or NO_PASS. A nested pass has its own.
 backward_pass = torch._C._current_graph_task_id

@@ -205,7 +205,11 @@ def _refused(rank, make, settings):
     path = [holders, str(rank)]
     sound = _with(before, [*path, "parameters", first, "residual"], residual)
     if by_owners and not sharded:
-        owned = before[holders][str(rank)]["parameters"][first]["owner_residual"][0].clone().requires_grad_()
+        owned = (
+            before[holders][str(rank)]["parameters"][first]["owner_residual"][0]
+            .clone()
+            .requires_grad_()
+        )
         sound = _with(sound, [*path, "parameters", first, "owner_residual"], (owned,))
     run.state.load_state_dict(_with(sound, [*path, "other"], object()))
     assert_same_states(run.state.state_dict(), before)

@@ -104,6 +104,9 @@ def test_compiled_exchanges_run_eagerly(one_rank, exchange):
         torch.compile(cut, backend="aot_eager", fullgraph=True)(x)
     with pytest.raises(RuntimeError, match=f"{rule}, got torch.export"):
         torch.export.export(Model(), (x,))
+    for call in (cut, torch.func.grad(lambda x: _loss(cut(x)))):
+        with pytest.raises(RuntimeError, match=f"{rule}, got torch.func.functionalize"):
+            torch.func.functionalize(call)(x)
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dct_kernels import checks
 
-from .._torch import transforms_are_active, unwrap_dead_wrappers
+from .._torch import is_functionalizing, transforms_are_active, unwrap_dead_wrappers
 from ..collectives import all_gather
 from ..formats import ROW_FORMATS
 from ..groups import GroupForBackward, named
@@ -82,7 +82,7 @@ _Result = TypeVar("_Result")
 
 
 def exchange_of_rows(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorates an exchange: torch.compile runs it eagerly, and torch.export is refused."""
+    """Decorates an exchange: torch.compile runs it eagerly. What cannot is refused."""
     op = function.__name__
     rule = f"dct::{op}: the exchange must run eagerly"
     reason = f"{rule} (torch.compile without fullgraph=True breaks the graph here)"
@@ -91,6 +91,8 @@ def exchange_of_rows(function: Callable[_Parameters, _Result]) -> Callable[_Para
     def exchange(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         if torch.compiler.is_exporting():
             raise RuntimeError(f"{rule}, got torch.export")
+        if is_functionalizing():  # a collective would end the process
+            raise RuntimeError(f"{rule}, got torch.func.functionalize")
         return function(*args, **kwargs)
 
     eager: Callable[_Parameters, _Result] = torch.compiler.disable(exchange, reason=reason)
