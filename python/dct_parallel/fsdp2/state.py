@@ -234,9 +234,12 @@ class FullyShardState:
 
         Raises:
             ValueError: there is no such state, or a replica's is missing; or as `load_state_dict`.
+            RuntimeError: a different rank raised. Nothing has changed on any rank.
         """
         self._ledger.require_intact()
-        self._resume(*self._run().find_mean(folder, key))
+        world = groups.require_group("load_merged", None)
+        timeout = groups.timeout_of(world, self._device)
+        self._resume(*self._run().find_mean(folder, key, world, timeout))
 
     def _run(self) -> Run:
         """This replica, for checkpoints."""
