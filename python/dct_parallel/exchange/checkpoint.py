@@ -417,15 +417,14 @@ def _loads(
         values: dict[str, Any] = dict.fromkeys([version, *paths])
         for flat, path in paths.items():
             stored = metadata.state_dict_metadata[flat]
-            is_tensor = isinstance(stored, TensorStorageMetadata)
             part = parameters.get(path[1]) if path[0] == "parameters" and path[1:] else None
-            # Into a float32 tensor it would read, and convert, every dtype.
-            converts = is_tensor and stored.properties.dtype != torch.float32
-            if isinstance(part, Sharded) and not converts:
+            dtype = stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
+            # DCP would convert any dtype to that of the tensor that it reads into.
+            if isinstance(part, Sharded) and dtype in (None, torch.float32):
                 zeros = torch.zeros(part.piece.padded, dtype=torch.float32, device="cpu")
                 values[flat] = part.saved(SegmentState(zeros, zeros)).get(path[-1])
-            elif is_tensor:
-                values[flat] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+            elif isinstance(stored, TensorStorageMetadata):
+                values[flat] = torch.empty(stored.size, dtype=dtype, device="cpu")
         try:
             # DCP computes offsets of shards on the default device.
             with warnings.catch_warnings(), torch.device("cpu"):
