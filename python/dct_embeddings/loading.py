@@ -26,8 +26,10 @@ class CheckedModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        if strict and isinstance(state_dict, Mapping):
-            require_names(type(self).__name__, self.state_dict(keep_vars=True), state_dict)
+        op = type(self).__name__
+        checks.require_type(op, "state", state_dict, Mapping, "a state_dict()")
+        if strict:
+            require_names(op, self.state_dict(keep_vars=True), state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *more: Any) -> None:

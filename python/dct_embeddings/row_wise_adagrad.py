@@ -69,18 +69,24 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 of its range. Nothing is loaded then.
         """
         op = type(self).__name__
-        checks.require_type(op, "state", state_dict, dict, "a state_dict()")
         _require_keys(op, "state", state_dict, {"state", "param_groups"})
-        groups = state_dict["param_groups"]
+        groups, states = state_dict["param_groups"], state_dict["state"]
+        checks.require_type(op, "state['state']", states, dict, "a dict")
+        checks.require_type(op, "param_groups", groups, list, "a list of dicts")
         for index, saved in enumerate(groups):
-            _require_keys(op, f"param_groups[{index}]", saved, {"params", *self.defaults})
+            arg = f"param_groups[{index}]"
+            _require_keys(op, arg, saved, {"params", *self.defaults})
+            params = saved["params"]
+            if type(params) is not list or any(type(key) is not int for key in params):
+                checks.fail(op, f"{arg}['params']", "a list of integers", params, TypeError)
         sizes, found = ([len(group["params"]) for group in g] for g in (self.param_groups, groups))
         if found != sizes:
             checks.fail(op, "state", f"groups of {sizes} weights", found, verb="have")
         for saved, own in zip(groups, self.param_groups, strict=True):
             self._check({**saved, "params": own["params"]})
             for key, weight in zip(saved["params"], own["params"], strict=True):
-                state = state_dict["state"].get(key, {})
+                state = states.get(key, {})
+                checks.require_type(op, f"state[{key}]", state, dict, "a dict")
                 for name in ("sum", "pending") if saved.get("delayed") else ("sum",):
                     arg = f"state[{key}][{name!r}]"
                     require_loadable(op, arg, state.get(name), weight.dtype, (len(weight),))
@@ -226,5 +232,6 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
 
 
 def _require_keys(op: str, arg: str, values: dict[str, Any], keys: set[str]) -> None:
+    checks.require_type(op, arg, values, dict, "a dict, as in a state_dict()")
     if missing := sorted(keys - values.keys()):
         checks.fail(op, arg, ", ".join(sorted(keys)), f"no {', '.join(missing)}", verb="have")

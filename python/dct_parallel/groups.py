@@ -178,6 +178,14 @@ def refusing(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def agreeing(op: str, group: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
+    """Raise an error that is raised inside on one rank on every rank of the group. Collective."""
+    with refusing(op, group):
+        yield
+    exchange(op, {}, group, timeout)
+
+
 def _refusal(op: str, error: Exception) -> str:
     if isinstance(error, PeerError):  # it names the rank that it comes from
         return str(error)

@@ -1,6 +1,7 @@
 """A refused state changes nothing, in any module or optimizer for embeddings."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -115,6 +116,7 @@ def test_a_refused_state_changes_nothing(rank, make):
         *outer, name = path
         without = {key: value for key, value in _get(state, outer).items() if key != name}
         refuses(_put(state, outer, without), f"got no.*{name}|{name}.*got None")
+    refuses([1], "state must be a .*, got list")
     if isinstance(loader, nn.Module):
         refuses({**state, "more": torch.ones(1)}, "got also more")
     assert refused > 20
@@ -158,6 +160,22 @@ def test_settings_in_a_state_are_checked():
     ):
         with pytest.raises(ValueError, match=f"dct::MomentumScaledRowWiseAdagrad: {text}"):
             optimizer.load_state_dict({**saved, "param_groups": [{**group, **change}]})
+    for damaged, text in (
+        ([1], "state must be a dict, as in a state_dict(), got list"),
+        ({**saved, "state": [1]}, "state['state'] must be a dict, got list"),
+        ({**saved, "state": {0: 5}}, "state[0] must be a dict, got 5"),
+        ({**saved, "param_groups": 5}, "param_groups must be a list of dicts, got 5"),
+        (
+            {**saved, "param_groups": [5]},
+            "param_groups[0] must be a dict, as in a state_dict(), got 5",
+        ),
+        (
+            {**saved, "param_groups": [{**group, "params": [[0], 1]}]},
+            "param_groups[0]['params'] must be a list of integers, got [[0], 1]",
+        ),
+    ):
+        with pytest.raises(TypeError, match=f": {re.escape(text)}$"):
+            optimizer.load_state_dict(damaged)
     less = {name: value for name, value in group.items() if name != "scale"}
     with pytest.raises(ValueError, match=r"param_groups\[0\] must have .*, got no scale"):
         optimizer.load_state_dict({**saved, "param_groups": [less]})

@@ -229,17 +229,24 @@ def test_a_step_is_taken_back_by_all_ranks_or_by_none(rank, make):
         (NodeMesh, "dct_parallel.ddp.node.reduce_scatter"),
         (partial(Sharded, mesh=(2, 1)), "dct_parallel.exchange.transport.all_gather"),
         (partial(Sharded, mesh=(2, 1)), "torch.distributed.all_to_all_single"),
+        (Hook, "dct_parallel.ddp.node.dense_mean"),
+        (NodeMesh, "dct_parallel.ddp.node.dense_mean"),
+        (partial(Sharded, mesh=(2, 1)), "dct_parallel.fsdp2.state.dense_mean"),
     ],
 )
 @on_ranks(2)
 def test_a_rank_alone_takes_back_a_step_that_failed(rank, make, name):
-    """Before or after it was packed; and what the step before sent has not come back."""
+    """Before or after it was packed; and what the step before sent has not come back.
+
+    Before that, no state is saved, as it would lack what the step has sent.
+    """
 
     def fails(*args, **options):
         raise ConnectionError
 
     by = "reduce_scatter" if name.endswith("single") else "all_gather"
-    point = make([40_000], density=0.1, start_step=0, transport=by)
+    start = 9 * name.endswith("dense_mean")
+    point = make([40_000], density=0.1, start_step=start, transport=by)
     point.step(torch.arange(40_000.0))
     before = point.pending()
     numbers = torch.arange(40_000.0).flip(0)
@@ -247,11 +254,14 @@ def test_a_rank_alone_takes_back_a_step_that_failed(rank, make, name):
         patch.setattr(name, fails)
         with pytest.raises((ConnectionError, RuntimeError)):
             point.step(numbers)
+    text = r"dct::state_dict: every exchange of the last step must succeed \(call take_back first\)"
+    with pytest.raises(RuntimeError, match=text):
+        point.state.state_dict()
     if rank == 0:
         point.state.take_back()
         point.state.take_back()
     dist.barrier()
     if rank == 1:
         point.state.take_back()
-    packed = not name.endswith("reduce_scatter")  # by which a node sums its gradients
+    packed = not name.endswith(("reduce_scatter", "dense_mean"))  # a node sums by the first
     assert torch.equal(point.pending(), before + numbers.double() * packed)

@@ -66,7 +66,7 @@ OWN = {
         ("replicas", COUNT, (1.5,)),
         ("replicas", f"2, {FIT} (load_merged takes any number)", {"4": 4}),
         ("shards", COUNT, (0, GONE)),
-        ("transport", "a string", (GONE,)),
+        ("transport", "'all_gather' or 'reduce_scatter'", ("x", 5, GONE)),
         ("reduction", f"mean, {FIT}", {"sum of 2": "sum of 2"}),
     ],
 }
@@ -112,6 +112,9 @@ def _in_place_of(key, good, more=""):
         values[f"float32 {shape} Tensor, torch.strided on meta"] = good.to("meta")
         values[f"float32 {shape} Tensor, torch.sparse_coo on cpu"] = good.to_sparse()
         values[f"float8_e4m3fn {shape} Tensor"] = good.to(torch.float8_e4m3fn)
+        with warnings.catch_warnings(action="ignore"):  # torch's, of a prototype
+            nested = torch.nested.nested_tensor([good])
+        values["float32 nested Tensor, torch.strided on cpu"] = nested
     for number in (math.nan, math.inf, -math.inf):
         spoilt = values[f"float32 {shape} {kind} with {number}"] = good.clone()
         getattr(spoilt, "_local_tensor", spoilt).view(-1)[-1] = number
@@ -195,8 +198,12 @@ def _refused(rank, make, settings):
     if make is LocalSteps:
         table += _in_place_of("base", saved["base"])
     holder, merged = holders[:-1], ", or one from merge_states" * (not sharded)
-    other = f"state must be {holder} {rank}'s own{merged}, got that of {holder} 9"
-    for broken, text in (*_broken(state, table), ({**state, holders: {"9": own}}, other)):
+    other = f"state must be {holder} {rank}'s own{merged}, got that of {holder}"
+    others = [
+        ({**state, holders: {"9": own}}, f"{other} 9"),
+        ({**state, holders: {}}, f"{other} none"),
+    ]
+    for broken, text in (*_broken(state, table), *others):
         _refuses(run.state.load_state_dict, broken, f"dct::load_state_dict: {text}")
         assert_same_states(run.state.state_dict(), before)
     # A sound state may have values that nobody reads, and tensors with a graph, in any memory.
@@ -226,7 +233,10 @@ def test_by_every_entry_point(make, transport):
 
 @on_ranks(2)
 def test_by_replicas_of_shards(rank, tmp_path):
-    """Folders of other models, with damage or without a replica, other reductions and shards."""
+    """Folders of other models, with damage or without a replica, other reductions and shards.
+
+    Of a folder every rank refuses the whole, even if only one rank reads what is damaged.
+    """
 
     def made(sizes, mesh=(2, 1)):
         return Sharded(sizes, mesh, density=0.05, start_step=0)
@@ -234,18 +244,29 @@ def test_by_replicas_of_shards(rank, tmp_path):
     run = made(SIZES)
     run.step(_numbers(0, rank))
     state, nan = run.state.state_dict(), run.state.state_dict()
-    if rank == 1:
-        nan["replicas"]["1"]["parameters"]["p.0"]["residual"].to_local()[0, 0] = math.nan
+    if rank == 0:  # the first replica that is read
+        nan["replicas"]["0"]["parameters"]["p.0"]["residual"].to_local()[0, 0] = math.nan
     fewer = _with(state, ["replicas"], {"0": {**state["replicas"].get("0", {}), "replicas": 3}})
     saved = {"good": state, "early": {**state, "version": 5}, "nan": nan, "fewer": fewer}
-    dcp.save(saved, checkpoint_id=tmp_path)
+    own, path = ["replicas", str(rank)], ["parameters", "p.0", "residual"]
     good = state["replicas"][str(rank)]["parameters"]["p.0"]["residual"]
+    saved["complex"] = _with(state, [*own, *path], good.to(torch.complex64))
+    saved["list"], saved["five"] = _with(state, [*own, path[0]], [1]), _with(state, own, 5)
+    dcp.save(saved, checkpoint_id=tmp_path)
     damaged = next(row[2] for row in _in_place_of("@", good) if row[2].endswith(" nan"))
+    damaged = damaged.replace("@ of @%", "residual of p.0")
     mismatch = "Size mismatch between saved torch.Size([40, 8]) and current: torch.Size([9, 9])"
     for sizes, key, text in (
         (SIZES, "other", f"key must be the name of a state in {tmp_path}, got 'other'"),
         (SIZES, "early", f"version {VERSION} 5"),
-        (SIZES, "nan", damaged.replace("@ of @%", "residual of p.0")),
+        (SIZES, "five", f"key must be the name of a state in {tmp_path}, got 'five'"),
+        (SIZES, "list", f"parameters must be {BY_NAME}, got [1]"),
+        (
+            SIZES,
+            "complex",
+            damaged.replace("float32 [40, 8] DTensor with nan", "complex64 [40, 8] T"),
+        ),
+        (SIZES, "nan", damaged),
         (SIZES, "fewer", "folder must hold all 3 replicas, got 1"),
         (SIZES[:1], "good", f"{MODEL} p.1"),
         (((9, 9), (31,)), "good", f"folder must hold a state that fits in 'good', got {mismatch}"),
@@ -262,6 +283,14 @@ def test_by_replicas_of_shards(rank, tmp_path):
     rule = "mean of 1 in torch.float32, divide factor 4.0, as in this run"
     text = f"dct::load_state_dict: reduction must be {rule}, got mean"
     _refuses(run.state.load_state_dict, state, text)
+    run = made(SIZES, mesh=(1, 2))
+    before = run.state.state_dict()
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        run.state.load_merged(tmp_path, key="nan")
+    told = "dct::load_merged: every rank must take part, got ValueError from rank 0: " * rank
+    shard = damaged.replace("local part a float32 [40, 8]", "local part a float32 [20, 8]")
+    assert str(error.value) == f"{told}dct::load_merged: {shard}"
+    assert_same_states(run.state.state_dict(), before)
     run = made(SIZES[:1], mesh=(1, 2))
     files = [None, None]
     dist.all_gather_object(files, through_a_file(run.state.state_dict()))
@@ -320,6 +349,7 @@ def test_by_merge_states(tmp_path):
     for states, text in (
         ([], "states must be those of all ranks, got none"),
         ([good[0]], "states must be those of all 2 ranks, got rank 0"),
+        ([good[0], _state(7)], "states must be those of all 2 ranks, got ranks 0, 7"),
         ([good[0]] * 2, "states must hold one state per rank, got a second of rank 0"),
         ([merged], "states must hold one state per rank, got a merged one"),
         ([good[0], _state(1, step=6)], f"step {SAME} 5 on rank 0, 6 on rank 1"),
@@ -339,6 +369,9 @@ def test_by_merge_states(tmp_path):
         warnings.simplefilter("ignore")
         saved = {"dct": good[0], "early": {**good[0], "version": 5}}
         dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    rule = "folder must be a folder that torch.distributed.checkpoint wrote, got"
+    for file in (tmp_path / "absent", next(tmp_path.glob("*.distcp"))):
+        _refuses(merge_states, file, f"dct::merge_states: {rule} {file!r}")
     absent = f"key must be the name of a state in {tmp_path}, got 'other'"
     for key, text in (("other", absent), ("early", f"version {VERSION} 5")):
         _refuses(partial(merge_states, tmp_path), key, f"dct::merge_states: {text}")

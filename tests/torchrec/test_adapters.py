@@ -4,6 +4,7 @@ import math
 import os
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -357,7 +358,8 @@ def _damage(dmp, replicas, group):
     with pytest.raises(RuntimeError, match=text):
         dmp.sync()
     all_gather.all_gather = gather
-    for call in (dmp.sync, replicas.flush, replicas.state_dict):
+    load = partial(replicas.load_state_dict, {})
+    for call in (dmp.sync, replicas.flush, replicas.state_dict, load):
         with pytest.raises(RuntimeError, match=text):
             call()
 

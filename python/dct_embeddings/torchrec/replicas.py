@@ -133,6 +133,7 @@ class ReplicaDeltas:
             ValueError, TypeError: it is of a different rank, different tables, or a different
                 number of replicas or transport, or damaged; nothing has changed then.
         """
+        self._require_intact()
         rank = str(dist.get_rank())
         parts = {str(i): weights for i, weights in enumerate(self._weights.values())}
         by_name = checkpoint.BY_NAME

@@ -9,18 +9,15 @@ import queue
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
 
 from .._torch import below_autograd
-from ..exchange.bucket import Complete
+from ..exchange.bucket import Complete, Start
 
 _Result = TypeVar("_Result")
-# Does the work of a job, or starts it and returns a function that completes it.
-Start = Callable[[], Complete | None]
 
 EXIT_SECONDS = 5  # to finish; if it takes longer, other ranks are gone
 _Jobs = queue.SimpleQueue[tuple[Start, Any, Future[Any]] | None]  # None: the end

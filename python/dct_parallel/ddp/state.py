@@ -30,7 +30,7 @@ from dct_kernels import checks
 
 from .._torch import NO_PASS, at_end_of_backward, backward_pass, comm_hooks, current_node
 from ..compressor import warn_of_eager
-from ..exchange.bucket import Complete, parameter_stats, run_now
+from ..exchange.bucket import Complete, Start, parameter_stats, run_now
 from ..exchange.checkpoint import Flat, Run
 from ..exchange.first_step import FirstStep
 from ..exchange.ledger import StepLedger
@@ -39,7 +39,7 @@ from ..exchange.plan import describe, keeps_owners, plan_table
 from ..exchange.settings import Settings
 from ..groups import refusing
 from .buckets import Buckets, reduce_parts
-from .executors import Executor, Start, executor_for
+from .executors import Executor, executor_for
 from .node import Topology
 from .parameters import device_of, named_parameters
 
@@ -280,13 +280,15 @@ class DCTState:
         Call it between steps: after the optimizer's step (and the scaler's update), before the next
         backward pass. For `torch.save`, one file per rank. torch.distributed.checkpoint takes the
         state itself, {"dct": state} (deeper in a dict, only this method's result), and calls this
-        on loading as well, for the shapes: all parameters are in it from the start. If an exchange
-        failed because a rank is gone, call `take_back` first: what was sent in it is in no weights.
+        on loading as well, for the shapes: all parameters are in it from the start.
 
         Raises:
             ValueError: the state is not bound to a DDP yet.
-            RuntimeError: a payload was damaged.
+            RuntimeError: a payload was damaged. Or an exchange failed, as if a rank is gone: call
+                `take_back` first, because what was sent in it is in no weights.
         """
+        self._require_usable("state_dict")
+        self._ledger.require_exchanged("state_dict")
         self._finish_last_step("state_dict")
         return self._run().save(
             self._buckets.states(),
@@ -363,7 +365,7 @@ class DCTState:
         else:
             launches = [(parameters, self._launch(number)) for number, parameters in parts.items()]
             job = partial(reduce_parts, bucket.parameters(), launches, buffer)
-        mean = self._executor.submit(job, buffer)
+        mean = self._executor.submit(self._ledger.watch(job), buffer)
         self._await_end(bucket)
         return mean
 

@@ -50,6 +50,8 @@ def parameter_stats(buckets: Iterable["Bucket"]) -> dict[str, dict[str, float]]:
 
 
 Complete = Callable[[], None]  # completes an exchange that was launched
+# Does an exchange, or launches it and returns a function that completes it.
+Start = Callable[[], Complete | None]
 Submit = Callable[[Callable[[], None]], Future[None] | None]
 
 

@@ -8,20 +8,24 @@ sharded like their parameters, so torch.distributed.checkpoint can reshard them.
 """
 
 import os
+import pickle
 import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from datetime import timedelta
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
 from dct_kernels import checks
 
-from ..groups import named, require_same
+from ..groups import agreeing, named, require_same
 from .bucket import SegmentState
+from .settings import TRANSPORTS
 
 VERSION = 6  # of every saved state of this package; versions 1 to 5 were never released
 WHOLE = "whole"  # the shard of a rank that holds whole parameters
@@ -60,7 +64,8 @@ def _described(value: Any) -> str:
         return f"({', '.join(map(_described, value))})"
     if not isinstance(value, Tensor):
         return reprlib.repr(value)
-    text = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} {type(value).__name__}"
+    shape = "nested" if value.is_nested else list(value.shape)
+    text = f"{str(value.dtype).removeprefix('torch.')} {shape} {type(value).__name__}"
     value = value.to_local() if hasattr(value, "to_local") else value
     if not checks.is_plain(value):
         return f"{text}, {value.layout} on {value.device}"
@@ -113,7 +118,10 @@ _ENTRY: dict[str, Field] = {"run_id": TEXT, "world_size": integer(1), "step": in
 _ENTRY |= {"density": _FRACTION, "parameters": BY_NAME}
 _RANK = {**_ENTRY, "local_size": integer(1)}
 _AVERAGER = {"period": integer(1), "shard": TEXT, "step_ahead": _FLAG, "unaveraged": integer(0)}
-_REPLICA = {"replicas": integer(1), "shards": integer(1), "transport": TEXT, "reduction": TEXT}
+_REPLICA = {"replicas": integer(1), "shards": integer(1), "reduction": TEXT}
+_REPLICA["transport"] = Field(
+    checks.either(list(map(repr, TRANSPORTS))), lambda v: isinstance(v, str) and v in TRANSPORTS
+)
 _TABLES = {
     "DCTState": {**_RANK, "buckets": _LISTS},
     "DCTAverager": {**_RANK, **_AVERAGER},
@@ -235,7 +243,7 @@ class Run(NamedTuple):
         merged = holder == "rank" and _MEAN in found
         if not merged and number not in found:
             rule = f"{holder} {number}'s own" + ", or one from merge_states" * (holder == "rank")
-            checks.fail(op, "state", rule, f"that of {holder} {', '.join(found)}")
+            checks.fail(op, "state", rule, f"that of {holder} {', '.join(found) or 'none'}")
         if merged and self.same.get("step_ahead"):
             rule = f"rank {number}'s own with step_ahead (or flush, and start anew)"
             checks.fail(op, "state", rule, "one from merge_states")
@@ -244,12 +252,25 @@ class Run(NamedTuple):
             states = {name: SegmentState(own.residual / local) for name, own in states.items()}
         return entry, states
 
-    def find_mean(self, folder: _Folder, key: str) -> tuple[Entry, States]:
-        """Like `find`, of the mean of all replicas in a folder. Collective over all ranks."""
+    def find_mean(
+        self, folder: _Folder, key: str, group: dist.ProcessGroup, timeout: timedelta
+    ) -> tuple[Entry, States]:
+        """Like `find`, of the mean of all replicas in a folder. Collective over `group`.
+
+        An error on one rank, whose part of a replica is damaged, is raised on every rank.
+        """
         op = "load_merged"
-        read = _read(op, folder, key, self.holder, self.parameters)
-        found = (own for state in read for own in _entries(op, state, self.holder).values())
-        count, entry, mean = _mean(self._fitting(op, own, any_size=True) for own in found)
+        with agreeing(op, group, timeout):
+            loads = _loads(op, folder, key, self.holder, self.parameters)
+
+        def read() -> Iterator[tuple[Entry, States]]:
+            for load in loads:
+                with agreeing(op, group, timeout):
+                    (own,) = _entries(op, load(), self.holder).values()
+                    found = self._fitting(op, own, any_size=True)
+                yield found
+
+        count, entry, mean = _mean(read())
         if count != entry["replicas"]:
             checks.fail(op, "folder", f"all {entry['replicas']} replicas", count, verb="hold")
         return entry, mean
@@ -333,7 +354,7 @@ def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -
     """
     op = "merge_states"
     if isinstance(states, (str, os.PathLike)):
-        states = _read(op, states, key, "rank", {})
+        states = (load() for load in _loads(op, states, key, "rank", {}))
     if not isinstance(states, Iterable):
         rule = "an iterable of all ranks' states, or a folder of them"
         checks.fail(op, "states", rule, checks.shown(states), TypeError)
@@ -363,16 +384,16 @@ def _ranks(op: str, states: Iterable[object]) -> Iterator[tuple[Entry, States]]:
     if not seen:
         checks.fail(op, "states", "those of all ranks", "none")
     require_same(op, seen)
-    if len(seen) != entry["world_size"]:
+    if seen.keys() != set(map(str, range(entry["world_size"]))):
         checks.fail(op, "states", f"those of all {entry['world_size']} ranks", named(seen))
 
 
-def _read(
+def _loads(
     op: str, folder: _Folder, key: str, holder: str, parameters: _Parameters
-) -> Iterator[dict[str, Any]]:
-    """The state dicts that torch.distributed.checkpoint saved, one rank or replica at a time.
+) -> list[Callable[[], dict[str, Any]]]:
+    """Functions that read one saved state each, of a rank or replica, in a folder of DCP.
 
-    It reads the parameters that are `Sharded` as they are sharded here, which is collective.
+    They read the parameters that are `Sharded` as they are sharded here, which is collective.
     """
     import torch.distributed.checkpoint as dcp  # late: it takes a second to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -382,24 +403,28 @@ def _read(
     checks.require_type(op, "folder", folder, (str, os.PathLike), rule)
     try:
         metadata = dcp.FileSystemReader(folder).read_metadata()
-    except FileNotFoundError:
+    except (OSError, EOFError, pickle.UnpicklingError):
         checks.fail(op, "folder", rule, repr(folder))
     prefix, version = (*key.split("."), f"{holder}s"), f"{key}.version"
     found: dict[str, dict[str, tuple[str, ...]]] = {}  # {rank or replica: {key of DCP: path}}
     for flat, path in metadata.planner_data.items():
-        if path[: len(prefix)] == prefix:
+        if path[: len(prefix)] == prefix and len(path) > len(prefix) + 1:
             found.setdefault(path[len(prefix)], {})[flat] = path[len(prefix) + 1 :]
     if not found:
         checks.fail(op, "key", f"the name of a state in {folder}", repr(key))
-    for number, paths in sorted(found.items()):
+
+    def load(number: str, paths: dict[str, tuple[str, ...]]) -> dict[str, Any]:
         values: dict[str, Any] = dict.fromkeys([version, *paths])
         for flat, path in paths.items():
             stored = metadata.state_dict_metadata[flat]
-            if path[0] == "parameters" and isinstance(part := parameters.get(path[1]), Sharded):
+            part = parameters.get(path[1]) if path[0] == "parameters" and path[1:] else None
+            dtype = stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
+            # DCP would convert any dtype to that of the tensor that it reads into.
+            if isinstance(part, Sharded) and dtype in (None, torch.float32):
                 zeros = torch.zeros(part.piece.padded, dtype=torch.float32, device="cpu")
                 values[flat] = part.saved(SegmentState(zeros, zeros)).get(path[-1])
             elif isinstance(stored, TensorStorageMetadata):
-                values[flat] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+                values[flat] = torch.empty(stored.size, dtype=dtype, device="cpu")
         try:
             # DCP computes offsets of shards on the default device.
             with warnings.catch_warnings(), torch.device("cpu"):
@@ -411,4 +436,6 @@ def _read(
         entry: Entry = {}
         for flat, (*names, last) in paths.items():
             reduce(lambda below, n: below.setdefault(n, {}), names, entry)[last] = values[flat]
-        yield _made(holder, number, entry, values[version])
+        return _made(holder, number, entry, values[version])
+
+    return [partial(load, number, paths) for number, paths in sorted(found.items())]

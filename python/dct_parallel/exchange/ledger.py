@@ -7,6 +7,7 @@ notified: they fail when this rank exits, or when the process group times out.
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from dct_kernels import __version__
 
 from .._torch import span
 from ..groups import exchange, refusing, require_same, timeout_of
-from .bucket import Bucket, StepResults, Submit, run_now
+from .bucket import Bucket, Complete, Start, StepResults, Submit, run_now
 from .first_step import FirstStep
 from .loss_scale import LossScale
 from .plan import BucketPlan, step_bytes
@@ -108,7 +109,8 @@ class StepLedger:
         self.packed = step - self._start_step - 1
         self.sent: dict[int, Bucket] = {}
         self.scales: tuple[Tensor | None, Tensor | None] = None, None
-        self._failed = False  # whether an exchange of the step did, as if a rank was gone
+        self._open: set[object] = set()  # exchanges of the step that have not succeeded
+        self._failed = False  # whether one failed before `compare_step`, as if a rank was gone
         self._posted = 0  # buckets of the step whose results are posted, or read
         self._results: tuple[int, StepResults] | None = None  # posted, of the step of this number
         self._compared = False  # whether ranks resume from the same step
@@ -135,6 +137,7 @@ class StepLedger:
         self.scales = self._loss_scale.begin() if self._loss_scale else (None, None)
         self.sent, self._posted = {}, 0  # those of the last step were applied, or taken back
         self._failed = self.non_finite = False
+        self._open = set()
         self.packed = self.step - self._start_step
         self.step += 1
 
@@ -160,18 +163,42 @@ class StepLedger:
     def compare_step(self, op: str) -> bool:
         """Raise on every rank if they call `op` after different steps. Waits for all ranks.
 
-        Returns False, without a comparison, if an exchange of the step failed on this rank, as
-        others may be gone.
+        Returns False, without a comparison, if an exchange that was watched failed on this rank,
+        as others may be gone.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
         """
         self.look()
         self.require_intact()
-        self._failed |= not all(bucket.words for bucket in self.sent.values())
+        self._failed |= bool(self._open)
         if not self._failed:
             require_same(op, self._exchange(op, {"step": self.step}, self._group))
         return not self._failed
+
+    def watch(self, start: Start) -> Start:
+        """`start`, which has failed unless it and the function that it returns complete."""
+        started, is_open = object(), self._open
+        is_open.add(started)
+
+        def complete(finish: Complete) -> None:
+            finish()
+            is_open.discard(started)
+
+        def watched() -> Complete | None:
+            finish = start()
+            if finish is not None:
+                return partial(complete, finish)
+            is_open.discard(started)
+            return None
+
+        return watched
+
+    def require_exchanged(self, op: str) -> None:
+        """Raise if an exchange of the step failed, because its entries are in no weights."""
+        if self._open:
+            rule = "every exchange of the last step must succeed (call take_back first)"
+            raise RuntimeError(f"dct::{op}: {rule}, got a failed one")
 
     def end(self) -> None:
         """The backward pass has ended: read the results of the step before, and post this one's.
@@ -241,6 +268,7 @@ class StepLedger:
 
     def take_back(self) -> None:
         """Return the entries of the last step to the residuals. Idempotent."""
+        self._open.clear()
         if self._results is not None:
             self._results[1].wait_posted()  # taking back overwrites headers
         while self.sent:

@@ -185,8 +185,10 @@ class FullyShardState:
         takes the state itself, {"dct": state}, or for torch.save, one file per rank.
 
         Raises:
-            RuntimeError: this rank received a damaged payload.
+            RuntimeError: this rank received a damaged payload. Or an exchange failed, as in
+                `DCTState.state_dict`.
         """
+        self._ledger.require_exchanged("state_dict")
         self._finish_last_step()
         owners = keeps_owners(self.settings, self._group.size())
         states = {name: s for bucket in self._buckets for name, s in bucket.states().items()}
@@ -234,9 +236,12 @@ class FullyShardState:
 
         Raises:
             ValueError: there is no such state, or a replica's is missing; or as `load_state_dict`.
+            RuntimeError: a different rank raised. Nothing has changed on any rank.
         """
         self._ledger.require_intact()
-        self._resume(*self._run().find_mean(folder, key))
+        world = groups.require_group("load_merged", None)
+        timeout = groups.timeout_of(world, self._device)
+        self._resume(*self._run().find_mean(folder, key, world, timeout))
 
     def _run(self) -> Run:
         """This replica, for checkpoints."""
@@ -274,10 +279,14 @@ class FullyShardState:
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if self._ledger.packed >= 0:
             self._ledger.sent[index] = self._buckets[index]
-            self._buckets[index].reduce(flat, *self._ledger.scales)
+            exchange = partial(self._buckets[index].reduce, flat, *self._ledger.scales)
         else:
-            with span("dct::exchange_dense"):
-                flat.copy_(dense_mean(flat, torch.bfloat16, self._group))
+            exchange = partial(self._reduce_densely, flat)
+        self._ledger.watch(exchange)()
+
+    def _reduce_densely(self, flat: Tensor) -> None:
+        with span("dct::exchange_dense"):
+            flat.copy_(dense_mean(flat, torch.bfloat16, self._group))
 
     def _begin_step(self) -> None:
         self._ledger.begin(OP)
