@@ -25,14 +25,15 @@ from bench.cli import (
     several,
 )
 from bench.network import report
-from bench.network.methods import METHODS, REPLICATED
+from bench.network.methods import METHODS, REPLICATED, SHARDED
 from bench.network.namespaces import Loopback, Namespaces
 from bench.rates import UNLIMITED, describe_rate, parse_rate
 
 ROOT = Path(__file__).parents[1]
 DESCRIPTION = """\
 Train DLRM on generated rows over links of a set rate, with several ways of averaging gradients,
-and measure a step: its time, and the bytes that leave a rank's interface.
+or a transformer in shards, and measure a step: its time, and the bytes that leave a rank's
+interface.
 
 Every rank is a process in a network namespace. A link is a veth pair with a token bucket filter at
 both ends, so each direction has the full rate. A bridge joins the links. Bytes are read from the
@@ -49,6 +50,8 @@ examples:
   sudo $(which python) -m bench.link --embedding-dim 64 --rates 1gbit --row-format int4,ternary \\
       --modes hybrid-dense,hybrid-dct,hybrid-format-dedup
       sharded tables: rows in few bits, each distinct row once
+  sudo $(which python) -m bench.link --modes fsdp-bfloat16,fsdp-int8,fsdp-int4 --seconds 60
+      FSDP2: 10.7 million parameters, 512 tokens per rank and step
   python -m bench.link --loopback
       no root: the cost of each mode where the network costs next to nothing
 """
@@ -81,7 +84,9 @@ def parser() -> Parser:
         help="float32 and bfloat16 all-reduce, PowerSGD of rank 1, DCT with both transports, and "
         "with every entry in int4; local-ternary: DCTAverager every 10 steps, where a step is the "
         "mean of ten; hybrid-...: embedding tables sharded over the ranks, with rows in float32, "
-        "by their largest entries, or in few bits; with -dedup each distinct row is sent once",
+        "by their largest entries, or in few bits; with -dedup each distinct row is sent once; "
+        "fsdp-...: a transformer in shards that computes in bfloat16, with torch's collectives or "
+        "with `compress_fully_shard`; with -kept weights are gathered once per step",
     )
     measured.add_argument(
         "--loopback",
@@ -151,6 +156,8 @@ def run(options: argparse.Namespace) -> int:
         options.rates = [parse_rate(text) for text in default]
     if options.loopback and options.rates != [None]:
         raise UsageError(f"--loopback has no rate limit: --rates must be {UNLIMITED}")
+    if len({mode in SHARDED for mode in options.modes}) > 1:
+        raise UsageError("--modes must train one model: all of them fsdp-..., or none")
     make_folder(options.out)
     print(report.announce(options), flush=True)
     plain = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}

@@ -4,20 +4,22 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel import DCTAverager, DCTState, RowFormat, dct_hook
+from dct_parallel import DCTAverager, DCTState, RowFormat, compress_fully_shard, dct_hook
 from dct_parallel.rows.all_to_all import RowExchange
 from examples.dlrm.models.row_exchange import rows_in
 
 PERIOD = 10  # of local steps
 START_STEP = 2  # steps before compression starts, in every mode that has a residual
 
-Register = Callable[[DistributedDataParallel, argparse.Namespace], object]
+Register = Callable[[nn.Module, argparse.Namespace], object]
 
 
 def _dense(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
@@ -53,6 +55,18 @@ def _averager(model: nn.Module, options: argparse.Namespace) -> DCTAverager:
     return DCTAverager(model, period=PERIOD)
 
 
+def _shards(format: str | None, reshard: bool | None = None) -> Register:
+    """Shards a transformer and, unless `format` is None, compresses what the shards exchange."""
+
+    def register(model: nn.Module, options: argparse.Namespace) -> object:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for module in (*model.blocks, model):
+            fully_shard(module, mp_policy=policy, reshard_after_forward=reshard)
+        return format and compress_fully_shard(model, weights=format, gradients=format)
+
+    return register
+
+
 def _largest_entries(options: argparse.Namespace) -> RowExchange:
     return rows_in(RowFormat("bfloat16", density=options.row_density))
 
@@ -73,7 +87,7 @@ class Method(NamedTuple):
     """
 
     title: str
-    register: Callable[[nn.Module, argparse.Namespace], object]
+    register: Register
     exchange: Callable[[argparse.Namespace], RowExchange] | None = None
     dedup: bool = False
     period: int = 0
@@ -94,4 +108,12 @@ HYBRID = {
     "hybrid-format": Method("hybrid, DCT-DP, few bits", _dct(), _few_bits),
     "hybrid-format-dedup": Method("hybrid, DCT-DP, few bits, dedup", _dct(), _few_bits, True),
 }
-METHODS = REPLICATED | HYBRID
+SHARDED = {
+    "fsdp-torch": Method("torch's FSDP2 in bfloat16", _shards(None)),
+    "fsdp-bfloat16": Method("bfloat16", _shards("bfloat16")),
+    "fsdp-int8": Method("int8, int8", _shards("int8")),
+    "fsdp-int4": Method("int4, int4", _shards("int4")),
+    "fsdp-bfloat16-kept": Method("bfloat16, no resharding", _shards("bfloat16", False)),
+    "fsdp-int8-kept": Method("int8, int8, no resharding", _shards("int8", False)),
+}
+METHODS = REPLICATED | HYBRID | SHARDED

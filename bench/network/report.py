@@ -9,7 +9,7 @@ import numpy as np
 from bench.rates import describe_rate
 from bench.tables import number, table, times
 
-from .methods import METHODS
+from .methods import METHODS, SHARDED
 
 # Ethernet 14, IPv4 20, TCP 20 and its timestamps 12, in every packet. Acknowledgements are packets
 # without payload.
@@ -30,8 +30,9 @@ def announce(options: argparse.Namespace) -> str:
     links = "over 127.0.0.1" if options.loopback else f"over links of {rates}"
     cells = len(options.ranks) * len(options.rates) * len(options.modes)
     minutes = math.ceil(cells * (options.seconds + WARM_UP_SECONDS) / 60)
+    model = "a transformer in shards" if options.modes[0] in SHARDED else "DLRM on generated rows"
     return (
-        f"Trains DLRM on generated rows with {ranks} ranks on this machine, {links}: "
+        f"Trains {model} with {ranks} ranks on this machine, {links}: "
         f"{', '.join(options.modes)}. {minutes} minutes at most; results in {options.out}."
     )
 
@@ -96,7 +97,8 @@ def _times(cells: Sequence[dict], links: Sequence[dict], rates: Sequence[float |
 
 def _bytes(cells: Sequence[dict], rate: float | None) -> str:
     cells = [cell for cell in cells if cell["rate"] == rate]
-    dense = next((cell for cell in cells if cell["mode"].endswith("dense")), None)
+    baselines = ("dense", "fsdp-bfloat16")
+    dense = next((cell for cell in cells if cell["mode"].endswith(baselines)), None)
     rows = []
     for cell in cells:
         formula, counter, packets = (cell[k] for k in ("payload_bytes", "wire_bytes", "packets"))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.experiments.dp_tasks import BATCH_TEXTS, CONTEXT, Transformer, next_character_loss
 from dct_embeddings import plan_shards
 from examples.dlrm.data.features import Rows, table_rows
 from examples.dlrm.data.synthetic import Generator
@@ -30,19 +31,20 @@ from examples.dlrm.models.dlrm import BOTTOM, DLRM, TOP
 from examples.dlrm.models.sharded import ShardedDLRM
 from examples.wire_meter import WireMeter
 
-from .methods import METHODS, Method
+from .methods import METHODS, SHARDED, Method
 
 ROUNDS = 3  # every mode gets a third of its steps in each, so a busy moment affects all modes
 WARMUP_STEPS = 6  # DDP rebuilds its buckets, compression starts, TCP's windows open
 MIN_STEPS = 5
 LEARNING_RATE = 0.1
-BATCHES = 16  # of generated rows, used in turn
+BATCHES = 16  # of generated rows or texts, used in turn
+CHARACTERS = 97
 TRANSFER_BYTES = 64 * 2**20
 _PR_SET_PDEATHSIG = 1
 
 
 class Worker:
-    """Trains in all modes, on this rank's batches of generated rows."""
+    """Trains in all modes, on this rank's batches of generated rows or texts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -55,10 +57,14 @@ class Worker:
         rows = table_rows(options.hash_size)
         encoded = Rows.encode(block.labels, block.ints, block.values, rows)
         self.batches = [encoded.take(slice(i * size, (i + 1) * size)) for i in range(BATCHES)]
+        generator = torch.Generator().manual_seed(self.rank)
+        shape = (BATCHES, BATCH_TEXTS, CONTEXT + 1)
+        self.texts = torch.randint(CHARACTERS, shape, generator=generator)
 
     def measure(self) -> dict:
         """The model, the link, and a figure of every round for each mode."""
-        parameters = sum(parameter.numel() for parameter in self._model().parameters())
+        model = self._model(self.options.modes[0])
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         model = {"parameters": parameters, "threads_per_rank": torch.get_num_threads()}
         link, rounds = self._transfer(), {mode: [] for mode in self.options.modes}
         dist.init_process_group("gloo")
@@ -80,16 +86,18 @@ class Worker:
                 return {"bits_per_second": _receive(peer)}
         return None
 
-    def _model(self) -> DLRM:
+    def _model(self, mode: str) -> DLRM | Transformer:
         options = self.options
         torch.manual_seed(0)
+        if mode in SHARDED:
+            return Transformer(CHARACTERS, width=384, layers=6, heads=6)
         rows = table_rows(options.hash_size)
         return DLRM(rows, options.embedding_dim, BOTTOM, TOP)
 
-    def _parallel_model(self, method: Method) -> tuple[torch.nn.Module, object]:
-        """The model, and the state of its hook or its averager."""
-        model = self._model()
-        if method.period:
+    def _parallel_model(self, mode: str, method: Method) -> tuple[torch.nn.Module, object]:
+        """The model, and the state of its hook, its averager or its shards."""
+        model = self._model(mode)
+        if method.period or mode in SHARDED:
             return model, method.register(model, self.options)
         if method.exchange is None:
             model = ddp = self._replicated(model)
@@ -114,15 +122,21 @@ class Worker:
     def _train(self, mode: str) -> dict:
         """A round of a mode: its steps, fewer (but MIN_STEPS) where they would take too long."""
         method = METHODS[mode]
-        model, state = self._parallel_model(method)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, fused=True)
+        model, state = self._parallel_model(mode, method)
+        if mode in SHARDED:
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, fused=True)
 
         def step(number: int) -> float:
-            batch = self.batches[number % BATCHES]
             start = time.perf_counter()
             optimizer.zero_grad()
-            logits = model(batch.ints, batch.ids)
-            loss = binary_cross_entropy_with_logits(logits, batch.labels.float())
+            if mode in SHARDED:
+                loss = next_character_loss(model, self.texts[number % BATCHES])
+            else:
+                batch = self.batches[number % BATCHES]
+                logits = model(batch.ints, batch.ids)
+                loss = binary_cross_entropy_with_logits(logits, batch.labels.float())
             loss.backward()
             optimizer.step()
             if method.period:
@@ -190,6 +204,8 @@ def main() -> None:
     # If the parent is killed, it cannot end its ranks; the kernel does.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    # A step does not change what the model returns.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     options = argparse.Namespace(**json.loads(sys.argv[1]))
     Path(sys.argv[2]).write_text(json.dumps(Worker(options).measure()))
 

@@ -1,11 +1,13 @@
-"""Train with Hugging Face Accelerate and DCT: int4 gradients on every step, or local steps.
+"""Train with Hugging Face Accelerate and DCT: int4 gradients, local steps, or FSDP2 in int8.
 
     torchrun --nproc-per-node 2 examples/recipes/with_accelerate.py FOLDER
     torchrun --nproc-per-node 2 examples/recipes/with_accelerate.py FOLDER --local-steps
+    torchrun --nproc-per-node 2 examples/recipes/with_accelerate.py FOLDER --fsdp2
 
 Needs `pip install accelerate`. By default the hook is registered on the DDP that Accelerate
 prepares. With --local-steps the model is prepared without a DDP, and the ranks average the changes
-of their weights every 20 steps. The program saves after every epoch. The same command resumes from
+of their weights every 20 steps. With --fsdp2 Accelerate shards the model, and the shards exchange
+weights and gradients in int8. The program saves after every epoch. The same command resumes from
 the last epoch in FOLDER, bit for bit. It prints the loss of the first and the last step, the bytes
 that were sent, and the sum of each rank's weights.
 """
@@ -18,20 +20,34 @@ import sys
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dct_parallel import DCTAverager, DCTState, dct_hook
+from dct_parallel import DCTAverager, DCTState, compress_fully_shard, dct_hook
 
 EPOCHS = 3
 PERIOD = 20
 
 
-def train(folder, local_steps):
+def make_accelerator(fsdp2):
+    plugin = None
+    if fsdp2:  # for a transformer: the default policy, with transformer_cls_names_to_wrap=["..."]
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1000
+        )
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
+    if fsdp2 and accelerator.device.type == "cpu":
+        # Accelerate uses the plugin on GPUs only. These lines are for trying it on CPUs.
+        PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
+def train(folder, local_steps, fsdp2):
     set_seed(0)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    accelerator = make_accelerator(fsdp2)
     x = torch.randn(6400, 128)
     data = DataLoader(TensorDataset(x, x[:, :8].sum(1, keepdim=True).tanh()), batch_size=64)
     model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 1))
@@ -43,6 +59,10 @@ def train(folder, local_steps):
         optimizer, data = accelerator.prepare(optimizer, data)
         dct = DCTAverager(model, period=PERIOD)
         parts = {"model": model, "optimizer": optimizer, "averager": dct}
+    elif fsdp2:
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        dct = compress_fully_shard(model)
+        parts = {"shards": dct}
     else:
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
         # The scaler is None without float16. The state takes the optimizer inside Accelerate's.
@@ -52,7 +72,8 @@ def train(folder, local_steps):
         parts = {"hook": dct}
     accelerator.register_for_checkpointing(rate)
 
-    # Accelerate saves the state of rank 0. Each rank adds a file with the parts that differ.
+    # Accelerate saves the state of rank 0, or all shards. Each rank adds a file with the parts that
+    # differ.
     rank_file = f"rank{accelerator.process_index}.pt"
     done = len(glob.glob(f"{folder}/epoch*/{rank_file}"))
     if done:
@@ -85,12 +106,13 @@ def train(folder, local_steps):
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {stats['step']} steps")
         interval = f"every {PERIOD} steps" if local_steps else "per step"
         print(f"sent {stats['wire_bytes']:,} bytes {interval}")
-    total = sum(parameter.double().sum().item() for parameter in model.parameters())
+    whole = [p.full_tensor() if fsdp2 else p for p in model.parameters()]
+    total = sum(parameter.double().sum().item() for parameter in whole)
     print(f"rank {accelerator.process_index}: weights {total!r}")
 
 
-def main(folder, local_steps):
-    train(folder, local_steps)
+def main(folder, local_steps, fsdp2):
+    train(folder, local_steps, fsdp2)
     gc.collect()  # free the model before its process group
     dist.destroy_process_group()
 
@@ -100,5 +122,7 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
-    parser.add_argument("--local-steps", action="store_true")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--local-steps", action="store_true")
+    way.add_argument("--fsdp2", action="store_true")
     main(**vars(parser.parse_args()))

@@ -106,9 +106,29 @@ def test_hybrid_modes_send_fewer_bytes_of_rows(tmp_path):
     assert sent["hybrid-format-dedup"] < sent["hybrid-format"] < sent["hybrid-dense"] / 10
 
 
+@pytest.mark.large
+def test_sharded_modes_send_fewer_bytes(tmp_path):
+    """6 blocks of width 384 are gathered twice; embeddings, and a head of 97 rows, once."""
+    modes = "fsdp-torch,fsdp-int8,fsdp-int8-kept"
+    given = ["--steps", "15", "--modes", modes, "--loopback", "--out", str(tmp_path)]
+    assert link.main(given) == 0
+    cells = json.loads((tmp_path / "link.json").read_text())["cells"]
+    torchs, int8, kept = (cell["payload_bytes"] for cell in cells)
+    blocks, rest = 6 * (12 * 384**2 + 13 * 384), (2 * 98 + 64 + 2) * 384 + 98
+    assert torchs == 3 * blocks + 2 * rest  # half of the elements, 2 bytes each
+    # 66 bytes for 64 elements and 1 % of small parameters, and gradients without a second gather.
+    assert torchs / 1.95 < int8 < torchs / 1.9
+    assert kept == pytest.approx(int8 * (2 * blocks + 2 * rest) / (3 * blocks + 2 * rest), rel=1e-3)
+
+
 def test_loopback_refuses_a_rate(tmp_path, capsys):
     assert link.main(["--loopback", "--rates", "1gbit", "--out", str(tmp_path)]) == 1
     assert "--rates must be unlimited" in capsys.readouterr().err
+
+
+def test_modes_of_two_models_are_refused(tmp_path, capsys):
+    assert link.main(["--loopback", "--modes", "dct,fsdp-int8", "--out", str(tmp_path)]) == 1
+    assert "--modes must train one model: all of them fsdp-..., or none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

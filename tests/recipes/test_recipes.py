@@ -20,6 +20,8 @@ RECIPES = {
     "with_lightning.py": (MLP, 150, "epoch=[12]*"),
     "with_trainer.py": (GPT2, 150, "checkpoint-150"),
 }
+RUNS = [(recipe, way) for recipe in RECIPES for way in ((), ("--local-steps",))]
+RUNS += [("with_accelerate.py", ("--fsdp2",))]
 
 
 def test_every_recipe_is_run():
@@ -27,19 +29,24 @@ def test_every_recipe_is_run():
     assert {path.name for path in FOLDER.glob("*.py")} == RECIPES.keys() | elsewhere
 
 
-@pytest.mark.parametrize("options", [(), ("--local-steps",)], ids=["hook", "local-steps"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "options"), RUNS, ids=lambda part: "".join(part) or "hook")
 def test_recipe(recipe, options, tmp_path):
     framework = recipe[len("with_") : -len(".py")].replace("trainer", "transformers")
     pytest.importorskip(framework, reason=f"{framework} is in the environment of make recipes")
     numel, steps, last = RECIPES[recipe]
-    period = 20 if options else 1
+    period = 20 if "--local-steps" in options else 1
     printed, counted = _run(FOLDER / recipe, options, tmp_path)
 
     first, final, done = re.search(r"loss (\S+) -> (\S+), (\d+) steps", printed).groups()
     assert float(final) < float(first) / 4 and int(done) == steps
     # docs/reference/payload.md: a header, and rows of 1,024 entries in int4 or ternary
-    nbytes = 64 + math.ceil(numel / 1024) * (544 if period == 1 else 240)
+    nbytes, dense = 64 + math.ceil(numel / 1024) * (544 if period == 1 else 240), 8 * numel
+    if "--fsdp2" in options:
+        # In int8, half of the first layer in three messages and half of the second in two. Biases
+        # follow in float32, in multiples of 16 bytes.
+        halves = 128 * 256 + 256, 512 + 1
+        first_layer, second = (64 + math.ceil(half / 1024) * 1056 for half in halves)
+        nbytes, dense = 3 * (first_layer + 4 * 256) + 2 * (second + 16), 12 * numel
     assert f"sent {nbytes:,} bytes " in printed
     weights = _weights(printed)
 
@@ -52,9 +59,9 @@ def test_recipe(recipe, options, tmp_path):
     if counted is None:
         pytest.skip("all but the bytes on the wire holds: they need `unshare --net` and `ip`")
     # Both ranks' messages. Besides: the first weights, two dense steps or the flush, and what
-    # torchrun and the framework say. Float32 gradients would be 8 bytes per parameter and step.
+    # torchrun and the framework say. In float32 both ranks would send `dense` bytes per step.
     messages = 2 * nbytes * (steps // period)
-    assert messages < counted < messages + 24 * numel + 2**20 < 8 * numel * steps / 4
+    assert messages < counted < messages + 24 * numel + 2**20 < dense * steps / 3
 
 
 def _weights(printed):
