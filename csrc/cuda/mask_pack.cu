@@ -63,17 +63,18 @@ __device__ float threshold_of(const MaskPackArgs& args, int range) {
 // Both kernels compare elements that are not staged with this function, so they select the same.
 __device__ bool passes(float sum, float threshold) { return !(fabsf(sum) < threshold); }
 
-// Vectors that contain an entry, compacted in element order until full warps can process them.
-// Flushed before the loads of a pass, when registers are free.
-constexpr uint32_t kBufferVectors = 256, kFlushAt = 48;
+// Vectors held back, compacted in element order until full warps can process them. Flushed before
+// the loads of a pass, when registers are free. A pass always fits, whatever its entries are.
+constexpr uint32_t kFlushAt = 48, kBufferVectors = kFlushAt + kPass / kVectorElements;
 struct CompactionBuffer {
   alignas(16) float sums[kBufferVectors][kVectorElements];
   uint32_t offset_and_mask[kBufferVectors];  // offset in the warp's elements << 2 | mask of entries
 };
 
 // Stages the elements of one warp, one pass at a time: load, accumulate, compare, buffer the
-// vectors with entries, store the others. A vector with an entry is stored when it is flushed:
-// until then the residual holds its old value, which it keeps where the sum is not finite.
+// vectors of 32-byte sectors with entries, store the others. A sector with an entry is stored when
+// it is flushed: until then the residual holds its old value, which it keeps where the sum is not
+// finite. Memory with error correction reads a sector before it writes a part of it.
 template <typename Grad>
 struct WarpStager {
   using Sums = float[kVectors][kVectorElements];  // of one lane
@@ -114,12 +115,14 @@ struct WarpStager {
       }
       const uint32_t mask = mark(sums);
       const uint32_t kept_in_pass = __reduce_add_sync(kFullWarp, __popc(mask));
-      if (buffered + kept_in_pass > kBufferVectors || kept + kept_in_pass > slot.capacity) break;
+      if (kept + kept_in_pass > slot.capacity) break;
       kept += kept_in_pass;
-      if (kept_in_pass != 0) compact(sums, mask, pass + lane);
+      // The vectors of two lanes are a sector.
+      const uint32_t held = mask | __shfl_xor_sync(kFullWarp, mask, 1);
+      if (kept_in_pass != 0) compact(sums, mask, held, pass + lane);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        if ((mask >> (4 * v) & 15) == 0) stream_out(residual + v * kWarpVector, sums[v]);
+        if ((held >> (4 * v) & 15) == 0) stream_out(residual + v * kWarpVector, sums[v]);
       }
     }
     flush();
@@ -157,16 +160,16 @@ struct WarpStager {
     return ~below;
   }
 
-  __device__ void compact(const Sums& sums, uint32_t mask, int offset) {
+  __device__ void compact(const Sums& sums, uint32_t mask, uint32_t held, int offset) {
     const uint32_t below = (1u << lane_index()) - 1;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      const uint32_t vector_mask = mask >> (4 * v) & 15;
-      const uint32_t lanes = __ballot_sync(kFullWarp, vector_mask != 0);
-      if (vector_mask != 0) {
+      const bool is_held = (held >> (4 * v) & 15) != 0;
+      const uint32_t lanes = __ballot_sync(kFullWarp, is_held);
+      if (is_held) {
         const uint32_t at = buffered + __popc(lanes & below);
         memcpy(buffer.sums[at], sums[v], sizeof(sums[v]));
-        buffer.offset_and_mask[at] = (offset + v * kWarpVector) << 2 | vector_mask;
+        buffer.offset_and_mask[at] = (offset + v * kWarpVector) << 2 | (mask >> (4 * v) & 15);
       }
       buffered += __popc(lanes);
     }
@@ -182,7 +185,7 @@ struct WarpStager {
       const uint32_t count = __popc(offset_and_mask & 15), inclusive = warp_inclusive_sum(count);
       uint32_t entry = staged + inclusive - count;
       staged += __shfl_sync(kFullWarp, inclusive, kWarpSize - 1);
-      if (offset_and_mask == 0) continue;
+      if (at >= buffered) continue;
       float* residual = args.residual + begin + offset;
       float (&sums)[kVectorElements] = buffer.sums[at];
       for (uint32_t mask = offset_and_mask & 15; mask != 0; mask &= mask - 1) {
