@@ -18,7 +18,6 @@
 namespace dct::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kMinBlocks = 2;  // at most 128 registers per thread
 constexpr int kVectorElements = 4;
 constexpr int kWarpVector = kWarpSize * kVectorElements;  // elements of one vector load by a warp

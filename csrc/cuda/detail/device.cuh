@@ -65,6 +65,7 @@ __device__ inline void prefetch_line(const void* address) {
 }
 
 constexpr int kWarpSize = 32;
+constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;  // of most kernels' blocks
 constexpr unsigned kFullWarp = 0xffffffff;
 
 __device__ inline int thread_index() { return static_cast<int>(threadIdx.x); }

@@ -11,12 +11,10 @@
 namespace dct::cuda {
 
 struct Policy {
-  static constexpr int kThreads = 256;
   static constexpr int kMinBlocks = 3;  // 67 KB of shared memory each
   static constexpr int kRanks = 64;     // validated at a time
   static constexpr int kInFlight = 8;   // warp-wide loads before the first is used
 };
-constexpr int kWarps = Policy::kThreads / kWarpSize;
 constexpr int kWarpElements = kBlock / kWarps;  // elements a warp owns
 
 // One rank's entries for this block.
