@@ -46,7 +46,8 @@ PROMISES = {
     # Eight vectors of residual and eight of gradient; 16-bit gradients are read by 8 bytes.
     "mask_pack_stage_kernel": Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}),
     "mask_pack_stage_kernel<float>": Promise(wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}),
-    "mask_pack_scatter_kernel": Promise(in_flight={LOADS: 8}),
+    # Positions and values of six groups of entries.
+    "mask_pack_scatter_kernel": Promise(in_flight={LOADS: 12}),
     # Four picks of the gradient and of the residual.
     "sample_threshold_kernel<float>": Promise(
         in_flight={WORDS: 8}, between_blocks=LAST_BLOCK, in_order=True

@@ -26,6 +26,15 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, s
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
+// Multiprocessors of the current device.
+inline int multiprocessors() {
+  int device = 0, count = 1;
+  if (cudaGetDevice(&device) == cudaSuccess) {
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  }
+  return count;
+}
+
 // Lets a kernel use `bytes` of dynamic shared memory, and prefers shared memory to the L1 cache.
 // Asks the driver once per kernel and device.
 template <auto kKernel>
