@@ -82,8 +82,9 @@ PROMISES = {
     "quantize_pack_kernel<(PayloadFormat)1>": replace(QUANTIZES, divides=False),
     # Several ranks' codes of a row, with their scales. The first block of a range adds to a status.
     # Sums go to other lanes through 4.5 KB a row, except those of float32; ternary has two rows.
-    "dequantize_sum_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608),
+    "dequantize_sum_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608, fuses=True),
     "dequantize_sum_kernel<(PayloadFormat)0>": SUMS,
+    "dequantize_sum_kernel<(PayloadFormat)1>": replace(SUMS, dynamic_shared_bytes=8 * 4608),
     "dequantize_sum_kernel<(PayloadFormat)6>": replace(
         SUMS, in_flight={STREAMS: 4}, dynamic_shared_bytes=8 * 8704, fuses=True
     ),
