@@ -9,71 +9,34 @@
 // When the second kernel runs, all counts are known. It copies the entries from the slots to the
 // payload, compacts the elements that the first kernel only counted into the payload, and writes
 // the headers. No block waits for another.
-#include <limits>
-
-#include "detail/device.cuh"
-#include "detail/elements.cuh"
+#include "detail/mask_pack_scatter.cuh"
 #include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kMinBlocks = 2;  // at most 128 registers per thread
 constexpr int kVectorElements = 4;
 constexpr int kWarpVector = kWarpSize * kVectorElements;  // elements of one vector load by a warp
 // Vectors of each tensor that a lane loads at once. Long runs of a tensor count for more than
 // resident warps: on an H200, half as many vectors at twice the occupancy are a tenth slower.
-constexpr int kVectors = 8;
+constexpr int kVectors = kPass / kWarpVector;
 constexpr int kLaneElements = kVectors * kVectorElements;
 static_assert(kLaneElements == 32, "one bit of a mask for each element of a lane");
-constexpr int kPass = kWarpSize * kLaneElements;  // elements that a warp loads at once
-// Blocks per range in the second kernel: about as many as are resident.
-constexpr int64_t kMaxBlocksPerRange = 256;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr Word kMostSeen = std::numeric_limits<int32_t>::max();
 
-// The first kernel's result for one warp. Elements after the staged passes are unchanged.
-struct WarpCount {
-  uint32_t kept : 12;    // entries that pass the threshold
-  uint32_t staged : 12;  // the first of these, which are in the warp's slot
-  uint32_t passes : 8;   // whose entries are staged
-};
-
-// Scratch memory. The first kernel writes all that the second reads, so it need not be cleared.
-struct Staging {
-  int warp_tile;           // elements per warp; kWarps of them are a tile, which divides kBlock
-  uint32_t slot_capacity;  // entries per slot, a multiple of 8
-  uint32_t* totals;        // [tiles]: entries kept | any non-finite << 31
-  WarpCount* counts;       // [tiles, kWarps]
-  uint8_t* slots;          // [tiles, kWarps]: u16 positions[slot_capacity], value[slot_capacity]
-
-  __device__ Entries slot(int64_t index, DType value_dtype) const {
-    uint8_t* const entries = slots + index * slot_capacity * (2 + itemsize(value_dtype));
-    return {reinterpret_cast<uint16_t*>(entries), entries + 2 * slot_capacity, slot_capacity,
-            value_dtype};
-  }
-};
-
-// The threshold of a range, at least the smallest subnormal, so that zeros never pass.
-__device__ float threshold_of(const MaskPackArgs& args, int range) {
-  return fmaxf(args.threshold[range], bits_to_float(1));
-}
-
-// Both kernels compare elements that are not staged with this function, so they select the same.
-__device__ bool passes(float sum, float threshold) { return !(fabsf(sum) < threshold); }
-
-// Vectors that contain an entry, compacted in element order until full warps can process them.
-// Flushed before the loads of a pass, when registers are free.
-constexpr uint32_t kBufferVectors = 256, kFlushAt = 48;
+// Vectors held back, compacted in element order until full warps can process them. Flushed before
+// the loads of a pass, when registers are free. A pass always fits, whatever its entries are.
+constexpr uint32_t kFlushAt = 48, kBufferVectors = kFlushAt + kPass / kVectorElements;
 struct CompactionBuffer {
   alignas(16) float sums[kBufferVectors][kVectorElements];
   uint32_t offset_and_mask[kBufferVectors];  // offset in the warp's elements << 2 | mask of entries
 };
 
 // Stages the elements of one warp, one pass at a time: load, accumulate, compare, buffer the
-// vectors with entries, store the others. A vector with an entry is stored when it is flushed:
-// until then the residual holds its old value, which it keeps where the sum is not finite.
+// vectors of 32-byte sectors with entries, store the others. A sector with an entry is stored when
+// it is flushed: until then the residual holds its old value, which it keeps where the sum is not
+// finite. Memory with error correction reads a sector before it writes a part of it.
 template <typename Grad>
 struct WarpStager {
   using Sums = float[kVectors][kVectorElements];  // of one lane
@@ -114,12 +77,14 @@ struct WarpStager {
       }
       const uint32_t mask = mark(sums);
       const uint32_t kept_in_pass = __reduce_add_sync(kFullWarp, __popc(mask));
-      if (buffered + kept_in_pass > kBufferVectors || kept + kept_in_pass > slot.capacity) break;
+      if (kept + kept_in_pass > slot.capacity) break;
       kept += kept_in_pass;
-      if (kept_in_pass != 0) compact(sums, mask, pass + lane);
+      // The vectors of two lanes are a sector.
+      const uint32_t held = mask | __shfl_xor_sync(kFullWarp, mask, 1);
+      if (kept_in_pass != 0) compact(sums, mask, held, pass + lane);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        if ((mask >> (4 * v) & 15) == 0) stream_out(residual + v * kWarpVector, sums[v]);
+        if ((held >> (4 * v) & 15) == 0) stream_out(residual + v * kWarpVector, sums[v]);
       }
     }
     flush();
@@ -157,16 +122,16 @@ struct WarpStager {
     return ~below;
   }
 
-  __device__ void compact(const Sums& sums, uint32_t mask, int offset) {
+  __device__ void compact(const Sums& sums, uint32_t mask, uint32_t held, int offset) {
     const uint32_t below = (1u << lane_index()) - 1;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      const uint32_t vector_mask = mask >> (4 * v) & 15;
-      const uint32_t lanes = __ballot_sync(kFullWarp, vector_mask != 0);
-      if (vector_mask != 0) {
+      const bool is_held = (held >> (4 * v) & 15) != 0;
+      const uint32_t lanes = __ballot_sync(kFullWarp, is_held);
+      if (is_held) {
         const uint32_t at = buffered + __popc(lanes & below);
         memcpy(buffer.sums[at], sums[v], sizeof(sums[v]));
-        buffer.offset_and_mask[at] = (offset + v * kWarpVector) << 2 | vector_mask;
+        buffer.offset_and_mask[at] = (offset + v * kWarpVector) << 2 | (mask >> (4 * v) & 15);
       }
       buffered += __popc(lanes);
     }
@@ -182,7 +147,7 @@ struct WarpStager {
       const uint32_t count = __popc(offset_and_mask & 15), inclusive = warp_inclusive_sum(count);
       uint32_t entry = staged + inclusive - count;
       staged += __shfl_sync(kFullWarp, inclusive, kWarpSize - 1);
-      if (offset_and_mask == 0) continue;
+      if (at >= buffered) continue;
       float* residual = args.residual + begin + offset;
       float (&sums)[kVectorElements] = buffer.sums[at];
       for (uint32_t mask = offset_and_mask & 15; mask != 0; mask &= mask - 1) {
@@ -210,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const RangeTiles::Tile tile = tiles.locate(blockIdx.x);
   const int64_t begin = tile.bounds.begin + warp * staging.warp_tile;
   const int length = min(static_cast<int>(tile.bounds.end - begin), staging.warp_tile);
-  const Entries slot = staging.slot(index, args.value_dtype);
+  const Entries slot = staging.slot(blockIdx.x, warp, args.value_dtype);
   const float threshold = threshold_of(args, tile.range);
   WarpStager<Grad> stager = {args, buffers[warp], threshold, begin, length, slot};
   if (length >= kPass) stager.prefetch(0);  // before the barrier
@@ -226,159 +191,6 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const uint32_t sum = atomicAdd(&block_sum, added) + added;
   if ((sum >> 16 & 255) == kWarps) {
     staging.totals[blockIdx.x] = (sum & 0xffff) | uint32_t{sum >> 24 != 0} << 31;
-  }
-}
-
-// A tile's total as a summand: entries kept, and above kKeptBits the tiles with a non-finite entry.
-constexpr int kKeptBits = 38;  // of tensors with fewer than 2^38 elements
-constexpr Word kKeptMask = (Word{1} << kKeptBits) - 1;
-__device__ Word summand(uint32_t total) {
-  return (total & 0xffff) | Word{total >> 31} << kKeptBits;
-}
-
-// Copies the entries of a tile to the payload, several slots at a time. Lane w < kWarps passes how
-// many entries slot w has, and how many entries of the tile precede them. By one warp.
-__device__ void copy_slots(const MaskPackArgs& args, const Staging& staging, int64_t first_slot,
-                           uint32_t staged, uint32_t preceding, float* residual,
-                           const Entries& output) {
-  constexpr int kInFlight = 4;
-  for (int first = 0; first < kWarps; first += kInFlight) {
-    uint32_t at[kInFlight], count[kInFlight], most = 0;
-#pragma unroll
-    for (int a = 0; a < kInFlight; ++a) {
-      at[a] = __shfl_sync(kFullWarp, preceding, first + a);
-      count[a] = __shfl_sync(kFullWarp, staged, first + a);
-      most = max(most, count[a]);
-    }
-    for (uint32_t i = lane_index(); i < most; i += kWarpSize) {
-      uint32_t position[kInFlight], bits[kInFlight];
-#pragma unroll
-      for (int a = 0; a < kInFlight; ++a) {
-        if (i >= count[a]) continue;
-        const Entries slot = staging.slot(first_slot + first + a, args.value_dtype);
-        position[a] = slot.positions[i];
-        bits[a] = load_value(slot.values, i, args.value_dtype);
-      }
-#pragma unroll
-      for (int a = 0; a < kInFlight; ++a) {
-        if (i >= count[a]) continue;
-        if (at[a] + i < output.capacity) {
-          output.put(at[a] + i, position[a], bits[a]);
-        } else if (is_finite(payload_value(bits[a], args.value_dtype))) {
-          // Does not fit: back into the residual, from which no non-finite sum was taken.
-          float& left = residual[position[a]];
-          left = restore(left, bits[a], args.value_dtype);
-        }
-      }
-    }
-  }
-}
-
-// Compacts elements [begin, begin + length), which the first kernel only counted, from its
-// unchanged inputs. Entries that exceed the capacity stay in the residual. By one warp.
-template <typename Grad>
-__device__ void pack_elements(const MaskPackArgs& args, float threshold, int64_t begin, int length,
-                              const Entries& output) {
-  uint32_t entry = 0;
-  const auto pack = [&](int i, float sum, bool inside) {
-    const bool keeps = inside && passes(sum, threshold);
-    const unsigned lanes = __ballot_sync(kFullWarp, keeps);
-    const uint32_t at = entry + __popc(lanes & ((1u << lane_index()) - 1));
-    entry += __popc(lanes);
-    if (!inside) return;
-    float& residual = args.residual[begin + i];
-    float remainder = sum;
-    if (keeps && at < output.capacity) {
-      const Split split_sum = split(sum, args.value_dtype);
-      output.put(at, begin + i, split_sum.bits);
-      remainder = split_sum.remainder;
-    }
-    residual = is_finite(sum) ? remainder : finite_or_zero(residual);
-  };
-  for_each_sum(args.residual + begin, static_cast<const Grad*>(args.grad) + begin,
-               load_scale(args.inv_scale), length, pack);
-}
-
-// A block scatters consecutive tiles of one range, and each of its warps an equal part of them.
-template <typename Grad>
-__global__ void __launch_bounds__(kThreads, kMinBlocks)
-    mask_pack_scatter_kernel(MaskPackArgs args, RangeTiles tiles, PayloadLayout layout,
-                             Staging staging, unsigned blocks_per_range, unsigned tiles_per_warp) {
-  __shared__ Word warp_sums[kWarps];
-  const int lane = lane_index(), warp = warp_index();
-  const auto index = static_cast<int>(blockIdx.x / blocks_per_range);
-  const unsigned tiles_in_range = tiles.count_of(index);
-  const unsigned block_first = blockIdx.x % blocks_per_range * kWarps * tiles_per_warp;
-  const unsigned first = min(block_first + warp * tiles_per_warp, tiles_in_range);
-  const unsigned last = min(first + tiles_per_warp, tiles_in_range);
-  if (block_first >= tiles_in_range) return;
-  const int64_t first_tile = tiles.first_of(index);
-  const uint32_t* totals = staging.totals + first_tile;
-  const WarpCount* counts = staging.counts + first_tile * kWarps;
-  // Lane w < kWarps loads what warp w of the first kernel counted. One tile is prefetched.
-  const auto load_count = [&](unsigned t) {
-    return t < last && lane < kWarps ? counts[int64_t{t} * kWarps + lane] : WarpCount{};
-  };
-  WarpCount next = load_count(first);
-
-  // The tiles before the block's are summed by the block, those of its lower warps by each warp.
-  Word sum = 0;
-#pragma unroll 8
-  for (unsigned t = thread_index(); t < block_first; t += kThreads) sum += summand(totals[t]);
-  sum = warp_sum(sum);
-  if (lane == 0) warp_sums[warp] = sum;
-  __syncthreads();
-  sum = lane < kWarps ? warp_sums[lane] : 0;
-  for (unsigned t = block_first + lane; t < first; t += kWarpSize) sum += summand(totals[t]);
-  const Word before = warp_sum(sum) & kKeptMask;
-
-  const Range range = tiles.bounds_of(index);
-  const float threshold = threshold_of(args, index);
-  uint8_t* payload = args.payload + index * layout.nbytes;
-  auto* starts = reinterpret_cast<uint32_t*>(payload + layout.starts);
-  // The range's last warp has read all totals after its own, so what it writes is exact.
-  if (block_first + kWarps * tiles_per_warp >= tiles_in_range && warp == kWarps - 1) {
-    for (unsigned t = first + lane; t < last; t += kWarpSize) sum += summand(totals[t]);
-    const Word all = warp_sum(sum), kept = all & kKeptMask;
-    const int64_t numel = range.end - range.begin;
-    const PayloadHeader header =
-        payload_header(numel, args.capacity, args.value_dtype, kept, all != kept);
-    if (lane == 0) {
-      *reinterpret_cast<PayloadHeader*>(payload) = header;
-      starts[num_blocks(numel)] = header.count;
-      args.seen[index] = static_cast<int32_t>(min(kept, kMostSeen));
-    }
-  }
-
-  const auto capacity = static_cast<uint32_t>(args.capacity);
-  Entries output = {reinterpret_cast<uint16_t*>(payload + layout.positions),
-                    payload + layout.values, capacity, args.value_dtype};
-  output = output.after(before);
-  for (unsigned t = first; t < last; ++t) {
-    const WarpCount count = next;
-    next = load_count(t + 1);
-    const int64_t begin = range.begin + t * tiles.tile;
-    const int length = static_cast<int>(min(tiles.tile, range.end - begin));
-    if (length == 0) return;  // an empty range
-    if (lane == 0 && begin % kBlock == 0) {
-      starts[(begin - range.begin) / kBlock] = capacity - output.capacity;
-    }
-    const uint32_t inclusive = warp_inclusive_sum(uint32_t{count.kept});
-    const uint32_t preceding = inclusive - count.kept;
-    copy_slots(args, staging, (first_tile + t) * kWarps, count.staged, preceding,
-               args.residual + (begin - begin % kBlock), output);
-    // The first kernel has only counted the elements after a warp's staged passes.
-    const int done = lane * staging.warp_tile + count.passes * kPass;
-    const int end = min(length, (lane + 1) * staging.warp_tile);
-    unsigned unstaged = __ballot_sync(kFullWarp, lane < kWarps && done < end);
-    for (; unstaged != 0; unstaged &= unstaged - 1) {
-      const int w = __ffs(static_cast<int>(unstaged)) - 1;
-      const int from = __shfl_sync(kFullWarp, done, w);
-      const int to = __shfl_sync(kFullWarp, end, w);
-      const uint32_t entry = __shfl_sync(kFullWarp, preceding + count.staged, w);
-      pack_elements<Grad>(args, threshold, begin + from, to - from, output.after(entry));
-    }
-    output = output.after(__shfl_sync(kFullWarp, inclusive, kWarps - 1));
   }
 }
 
@@ -398,8 +210,10 @@ cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Staging
   const cudaError_t staged = launch(mask_pack_stage_kernel<Grad>, tiles.total, kThreads, 0, stream,
                                     args, tiles, staging, aligned);
   if (staged != cudaSuccess) return staged;
+  // The blocks of a range: at most as many as are resident.
   const int64_t tiles_in_range = max(max(tiles.tiles_per_full, tiles.short_tiles), 1u);
-  const int64_t tiles_per_warp = ceil_div(tiles_in_range, kMaxBlocksPerRange * kWarps);
+  const int64_t tiles_per_warp =
+      ceil_div(tiles_in_range, int64_t{kScatterMinBlocks} * multiprocessors() * kWarps);
   const int64_t blocks_per_range = ceil_div(tiles_in_range, kWarps * tiles_per_warp);
   const PayloadLayout layout =
       payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges);
@@ -411,8 +225,9 @@ cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Staging
 }  // namespace
 
 MaskPackSizes mask_pack_sizes(const MaskPackArgs& args) {
-  // Smaller tensors get small tiles, so that every multiprocessor has work.
-  const int warp_tile = kPass * (args.numel < 1 << 25 ? 1 : 2);
+  // Smaller tensors get small tiles: of large ones there are at least 8 for each resident block.
+  const int64_t large_tiles = args.numel / (2 * kPass * kWarps);
+  const int warp_tile = kPass * (large_tiles < 8 * kMinBlocks * multiprocessors() ? 1 : 2);
   // One and a half times a warp's share of the capacity, and a few more; past 256 the second kernel
   // takes over.
   const int64_t share =

@@ -12,7 +12,6 @@ namespace dct::cuda {
 namespace {
 
 struct Policy {
-  static constexpr int kThreads = 256;
   static constexpr int kVectorBytes = 16;
   static constexpr int kColumns = 40;  // per lane: whole bytes of every format, whole vectors
   static constexpr int kBusyColumns =
@@ -21,7 +20,7 @@ struct Policy {
 };
 
 struct Shared {
-  alignas(16) uint8_t codes[Policy::kThreads * Policy::kColumns];
+  alignas(16) uint8_t codes[kThreads * Policy::kColumns];
 };
 
 // Dequantizes the row at `in`; stores nothing if inactive. By a group of lanes.
@@ -83,11 +82,11 @@ __device__ void dequantize_row(const uint8_t* in, Out* out, int64_t width, bool 
 }
 
 template <typename Out>
-__global__ void __launch_bounds__(Policy::kThreads)
+__global__ void __launch_bounds__(kThreads)
     row_dequantize_kernel(RowDequantizeArgs args, int lanes, bool aligned) {
   __shared__ Shared shared;
   const int group = thread_index() / lanes;
-  const int64_t index = int64_t{blockIdx.x} * (Policy::kThreads / lanes) + group;
+  const int64_t index = int64_t{blockIdx.x} * (kThreads / lanes) + group;
   // All lanes of a warp take part: those past the last row load the first.
   const bool active = index < args.rows;
   const int64_t row = active ? index : 0, width = args.width;
@@ -110,12 +109,11 @@ template <typename Out>
 cudaError_t run(const RowDequantizeArgs& args, cudaStream_t stream) {
   int lanes = 4;
   while (lanes < kWarpSize && lanes * Policy::kBusyColumns < args.width) lanes *= 2;
-  const int64_t rows = Policy::kThreads / lanes, blocks = (args.rows + rows - 1) / rows;
+  const int64_t rows = kThreads / lanes, blocks = (args.rows + rows - 1) / rows;
   const int64_t bytes = args.width * static_cast<int64_t>(sizeof(Out));
   const bool aligned =
       is_aligned(args.out, Policy::kVectorBytes) && bytes % Policy::kVectorBytes == 0;
-  return launch(row_dequantize_kernel<Out>, blocks, Policy::kThreads, 0, stream, args, lanes,
-                aligned);
+  return launch(row_dequantize_kernel<Out>, blocks, kThreads, 0, stream, args, lanes, aligned);
 }
 
 }  // namespace

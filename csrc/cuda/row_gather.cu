@@ -9,16 +9,15 @@ namespace dct::cuda {
 namespace {
 
 struct Policy {
-  static constexpr int kThreads = 256;
   static constexpr int64_t kMaxWarpWidth = 4096;  // a bitmap of 16 bytes per lane
 };
 
 // One row per group of kGroup threads.
 template <int kGroup>
-__global__ void __launch_bounds__(Policy::kThreads)
+__global__ void __launch_bounds__(kThreads)
     row_gather_kernel(RowGatherArgs args, PositionFormat format) {
   __shared__ ScanStorage<kGroup> storage;
-  constexpr int kRows = Policy::kThreads / kGroup;
+  constexpr int kRows = kThreads / kGroup;
   const int64_t row = int64_t{blockIdx.x} * kRows + thread_index() / kGroup;
   if (row >= args.rows) return;
   const uint8_t* positions = args.positions + row * format.bytes;
@@ -32,9 +31,9 @@ __global__ void __launch_bounds__(Policy::kThreads)
 
 template <int kGroup>
 cudaError_t run(const RowGatherArgs& args, cudaStream_t stream) {
-  constexpr int kRows = Policy::kThreads / kGroup;
+  constexpr int kRows = kThreads / kGroup;
   const int64_t blocks = (args.rows + kRows - 1) / kRows;
-  return launch(row_gather_kernel<kGroup>, blocks, Policy::kThreads, 0, stream, args,
+  return launch(row_gather_kernel<kGroup>, blocks, kThreads, 0, stream, args,
                 PositionFormat(args.width, args.k));
 }
 
@@ -43,7 +42,7 @@ cudaError_t run(const RowGatherArgs& args, cudaStream_t stream) {
 cudaError_t row_gather(const RowGatherArgs& args, cudaStream_t stream) {
   if (args.rows == 0) return cudaSuccess;
   return args.width <= Policy::kMaxWarpWidth ? run<kWarpSize>(args, stream)
-                                             : run<Policy::kThreads>(args, stream);
+                                             : run<kThreads>(args, stream);
 }
 
 }  // namespace dct::cuda

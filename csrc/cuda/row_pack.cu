@@ -12,7 +12,6 @@ namespace dct::cuda {
 namespace {
 
 struct Policy {
-  static constexpr int kThreads = 256;
   // Blocks per multiprocessor: 64 registers are enough for 32 columns per thread, 80 for 64.
   static constexpr int min_blocks(int columns) { return columns <= 32 ? 4 : 3; }
 };
@@ -181,10 +180,9 @@ __device__ auto selected_columns(const uint32_t (&words)[kWords], TopK top_k) {
 }
 
 template <typename T, int kLanes, int kWords>
-__global__ void __launch_bounds__(Policy::kThreads,
-                                  Policy::min_blocks(kWords* RowKeys<T>::kPerWord))
+__global__ void __launch_bounds__(kThreads, Policy::min_blocks(kWords* RowKeys<T>::kPerWord))
     row_pack_narrow_kernel(RowPackArgs args, bool aligned) {
-  constexpr int kRows = Policy::kThreads / kLanes, kColumns = kWords * RowKeys<T>::kPerWord;
+  constexpr int kRows = kThreads / kLanes, kColumns = kWords * RowKeys<T>::kPerWord;
   const int64_t row = int64_t{blockIdx.x} * kRows + thread_index() / kLanes;
   const bool active = row < args.rows;
   const int width = static_cast<int>(args.width), k = static_cast<int>(args.k);
@@ -213,11 +211,11 @@ __global__ void __launch_bounds__(Policy::kThreads,
 
 template <typename T, int kLanes, int kWords>
 cudaError_t run_narrow(const RowPackArgs& args, cudaStream_t stream) {
-  constexpr int kRows = Policy::kThreads / kLanes;
+  constexpr int kRows = kThreads / kLanes;
   const int64_t blocks = (args.rows + kRows - 1) / kRows;
   const bool aligned = is_aligned(args.x, 16) && args.width * sizeof(T) % 16 == 0;
-  return launch(row_pack_narrow_kernel<T, kLanes, kWords>, blocks, Policy::kThreads, 0, stream,
-                args, aligned);
+  return launch(row_pack_narrow_kernel<T, kLanes, kWords>, blocks, kThreads, 0, stream, args,
+                aligned);
 }
 
 // With 32 columns per lane, the cost per lane is small and a lane's mask is one word.
@@ -232,7 +230,7 @@ cudaError_t run(const RowPackArgs& args, cudaStream_t stream) {
   if constexpr (RowKeys<T>::kPerWord == 2) {
     if (args.width <= 2048) return run_narrow<T, 32, 2 * kWords>(args, stream);
   }
-  return launch(row_pack_wide_kernel<T>, args.rows, kWideThreads, 0, stream, args);
+  return launch(row_pack_wide_kernel<T>, args.rows, kThreads, 0, stream, args);
 }
 
 }  // namespace

@@ -12,7 +12,6 @@ namespace dct::cuda {
 namespace {
 
 struct Policy {
-  static constexpr int kThreads = 256;
   // Blocks per multiprocessor: 64 registers are enough for 16 columns per lane, not for 32.
   static constexpr int min_blocks(int columns) { return columns <= 16 ? 4 : 2; }
   static constexpr int kVectorBytes = 16;
@@ -21,7 +20,7 @@ struct Policy {
 template <typename T, int kLanes, int kVectors>
 struct Shape {
   static constexpr int kElementsPerVector = Policy::kVectorBytes / sizeof(T);
-  static constexpr int kRows = Policy::kThreads / kLanes;
+  static constexpr int kRows = kThreads / kLanes;
   static constexpr int kColumns = kLanes * kVectors * kElementsPerVector;
   static_assert(kColumns <= kUnitsInWord, "sums fit 32 bits");
 
@@ -129,7 +128,7 @@ __device__ void quantize_row(const float (&x)[kVectors][kElementsPerVector], int
 // block.
 __device__ void store_bytes(uint8_t* target, const uint8_t* shared, int count) {
   const int skip = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16);
-  for (int i = thread_index() * 16; i < skip + count; i += Policy::kThreads * 16) {
+  for (int i = thread_index() * 16; i < skip + count; i += kThreads * 16) {
     if (i >= skip && i + 16 <= skip + count) {
       __stcs(reinterpret_cast<uint4*>(target + (i - skip)),
              *reinterpret_cast<const uint4*>(shared + i));
@@ -142,7 +141,7 @@ __device__ void store_bytes(uint8_t* target, const uint8_t* shared, int count) {
 }
 
 template <typename T, int kLanes, int kVectors>
-__global__ void __launch_bounds__(Policy::kThreads, Policy::min_blocks(kVectors * 16 / sizeof(T)))
+__global__ void __launch_bounds__(kThreads, Policy::min_blocks(kVectors * 16 / sizeof(T)))
     row_quantize_narrow_kernel(RowQuantizeArgs args, bool aligned) {
   using Shape = Shape<T, kLanes, kVectors>;
   __shared__ typename Shape::Shared shared;
@@ -184,8 +183,8 @@ cudaError_t run_narrow(const RowQuantizeArgs& args, cudaStream_t stream) {
   const int64_t blocks = (args.rows + Shape::kRows - 1) / Shape::kRows;
   const bool aligned =
       is_aligned(args.x, Policy::kVectorBytes) && args.width % Shape::kElementsPerVector == 0;
-  return launch(row_quantize_narrow_kernel<T, kLanes, kVectors>, blocks, Policy::kThreads, 0,
-                stream, args, aligned);
+  return launch(row_quantize_narrow_kernel<T, kLanes, kVectors>, blocks, kThreads, 0, stream, args,
+                aligned);
 }
 
 template <typename T>
@@ -196,7 +195,7 @@ cudaError_t run(const RowQuantizeArgs& args, cudaStream_t stream) {
   if (args.width <= 256) return run_narrow<T, 16, kVectors>(args, stream);
   if (args.width <= 512) return run_narrow<T, 32, kVectors>(args, stream);
   if (args.width <= 1024) return run_narrow<T, 32, 2 * kVectors>(args, stream);
-  return launch(row_quantize_wide_kernel, args.rows, kWideThreads, 0, stream, args);
+  return launch(row_quantize_wide_kernel, args.rows, kThreads, 0, stream, args);
 }
 
 }  // namespace

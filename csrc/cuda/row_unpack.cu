@@ -11,7 +11,6 @@ namespace dct::cuda {
 namespace {
 
 struct Policy {
-  static constexpr int kThreads = 256;
   static constexpr int kVectorBytes = 16;
   static constexpr int kLaneBytes = 128;  // of a narrow row: 32 KB of shared memory per block
 };
@@ -22,12 +21,12 @@ __host__ __device__ int stage_bytes(int row_bytes) {
 }
 
 template <int kLanes, typename Out>
-__global__ void __launch_bounds__(Policy::kThreads)
+__global__ void __launch_bounds__(kThreads)
     row_unpack_narrow_kernel(RowUnpackArgs args, PositionFormat format, bool aligned) {
   constexpr int kElementsPerVector = Policy::kVectorBytes / sizeof(Out);
   extern __shared__ __align__(16) unsigned char stages[];
   const int group = thread_index() / kLanes, lane = thread_index() % kLanes;
-  const int64_t row = int64_t{blockIdx.x} * (Policy::kThreads / kLanes) + group;
+  const int64_t row = int64_t{blockIdx.x} * (kThreads / kLanes) + group;
   const bool active = row < args.rows;  // inactive lanes still take part in warp operations
   const int width = static_cast<int>(args.width), k = static_cast<int>(args.k);
   auto* stage = reinterpret_cast<Out*>(stages + group * stage_bytes(width * sizeof(Out)));
@@ -59,35 +58,34 @@ __global__ void __launch_bounds__(Policy::kThreads)
   }
 }
 
-__global__ void __launch_bounds__(Policy::kThreads)
+__global__ void __launch_bounds__(kThreads)
     row_unpack_wide_kernel(RowUnpackArgs args, PositionFormat format) {
-  __shared__ ScanStorage<Policy::kThreads> storage;
+  __shared__ ScanStorage<kThreads> storage;
   const int64_t row = blockIdx.x;
   const int64_t size = itemsize(args.out_dtype);
   auto* out = static_cast<unsigned char*>(args.out) + row * args.width * size;
-  for (int64_t i = thread_index(); i < args.width; i += Policy::kThreads) {
+  for (int64_t i = thread_index(); i < args.width; i += kThreads) {
     store_element(out, i, 0.0f, args.out_dtype);
   }
   __syncthreads();
-  for_each_slot<Policy::kThreads>(format, args.positions + row * format.bytes, args.width, args.k,
-                                  storage, [&](int64_t slot, int column) {
-                                    if (column < 0) return;
-                                    const float x = load_element(args.values, row * args.k + slot,
-                                                                 args.value_dtype);
-                                    store_element(out, column, x, args.out_dtype);
-                                  });
+  for_each_slot<kThreads>(format, args.positions + row * format.bytes, args.width, args.k, storage,
+                          [&](int64_t slot, int column) {
+                            if (column < 0) return;
+                            const float x =
+                                load_element(args.values, row * args.k + slot, args.value_dtype);
+                            store_element(out, column, x, args.out_dtype);
+                          });
 }
 
 template <int kLanes, typename Out>
 cudaError_t run(const RowUnpackArgs& args, cudaStream_t stream) {
-  constexpr int kRows = Policy::kThreads / kLanes;
+  constexpr int kRows = kThreads / kLanes;
   const int64_t blocks = (args.rows + kRows - 1) / kRows;
   const int bytes = static_cast<int>(args.width * sizeof(Out));
   const bool aligned =
       bytes % Policy::kVectorBytes == 0 && is_aligned(args.out, Policy::kVectorBytes);
-  return launch(row_unpack_narrow_kernel<kLanes, Out>, blocks, Policy::kThreads,
-                kRows * stage_bytes(bytes), stream, args, PositionFormat(args.width, args.k),
-                aligned);
+  return launch(row_unpack_narrow_kernel<kLanes, Out>, blocks, kThreads, kRows * stage_bytes(bytes),
+                stream, args, PositionFormat(args.width, args.k), aligned);
 }
 
 }  // namespace
@@ -100,7 +98,7 @@ cudaError_t row_unpack(const RowUnpackArgs& args, cudaStream_t stream) {
     if (bytes <= 8 * Policy::kLaneBytes) return run<8, Out>(args, stream);
     if (bytes <= 16 * Policy::kLaneBytes) return run<16, Out>(args, stream);
     if (bytes <= 32 * Policy::kLaneBytes) return run<32, Out>(args, stream);
-    return launch(row_unpack_wide_kernel, args.rows, Policy::kThreads, 0, stream, args,
+    return launch(row_unpack_wide_kernel, args.rows, kThreads, 0, stream, args,
                   PositionFormat(args.width, args.k));
   });
 }

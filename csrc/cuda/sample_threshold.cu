@@ -21,7 +21,7 @@ namespace dct::cuda {
 namespace {
 
 struct Policy {
-  static constexpr int kThreads = 256, kMinBlocks = 4;
+  static constexpr int kMinBlocks = 4;
   static constexpr int kInFlight = 4;  // picks per thread before the first is counted
   // Blocks per range: one for so many picks, but no more than fill the device.
   static constexpr int kPicks = kThreads * kInFlight;
@@ -54,7 +54,7 @@ struct RangeState {
 
 struct Shared {
   uint32_t histogram[kBins];
-  SelectStorage<Policy::kThreads> select;
+  SelectStorage<kThreads> select;
   bool last;
 };
 
@@ -88,10 +88,10 @@ __device__ uint32_t first_rank(double density, int64_t picks) {
 
 // Gathers the keys of range r to keys[r * args.max_samples], one thread per pick.
 template <typename T>
-__global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
+__global__ void __launch_bounds__(kThreads, Policy::kMinBlocks)
     gather_keys_kernel(Args args, int per_range, uint32_t* keys) {
   const Picks picks(args, blockIdx.x / per_range);
-  const int64_t pick = int64_t{blockIdx.x % per_range} * Policy::kThreads + thread_index();
+  const int64_t pick = int64_t{blockIdx.x % per_range} * kThreads + thread_index();
   if (pick >= picks.count) return;
   const int64_t at = picks.at(args, pick);
   const T grad = static_cast<const T*>(args.grad)[at];
@@ -170,8 +170,8 @@ template <typename T>
 __device__ void count(const Args& args, const Picks& picks, int64_t blocks, int64_t block,
                       Digit digit, uint32_t prefix, uint32_t* histogram) {
   const float scale = load_scale(args.inv_scale);
-  const int64_t stride = blocks * Policy::kThreads;
-  const int64_t first = block * Policy::kThreads + thread_index();
+  const int64_t stride = blocks * kThreads;
+  const int64_t first = block * kThreads + thread_index();
   for (int64_t pick = first; pick < picks.count; pick += stride * Policy::kInFlight) {
     int64_t at[Policy::kInFlight];
     T grad[Policy::kInFlight];
@@ -196,7 +196,7 @@ __device__ void count(const Args& args, const Picks& picks, int64_t blocks, int6
 }
 
 template <typename T>
-__global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
+__global__ void __launch_bounds__(kThreads, Policy::kMinBlocks)
     sample_threshold_kernel(Args args, int per_range, RangeState* states, int pass) {
   __shared__ Shared shared;
   const Picks picks(args, blockIdx.x / per_range);
@@ -213,11 +213,11 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
   const uint32_t prefix = state.prefix;  // cleared to 0 before the first pass
   const uint32_t rank = pass == 0 ? first_rank(args.density, picks.count) : state.rank;
 
-  for (int b = thread_index(); b < kBins; b += Policy::kThreads) shared.histogram[b] = 0;
+  for (int b = thread_index(); b < kBins; b += kThreads) shared.histogram[b] = 0;
   __syncthreads();
   count<T>(args, picks, blocks, block, digit, prefix, shared.histogram);
   __syncthreads();
-  for (int b = thread_index(); b < kBins; b += Policy::kThreads) {
+  for (int b = thread_index(); b < kBins; b += kThreads) {
     if (shared.histogram[b] > 0) atomicAdd(&state.histogram[b], shared.histogram[b]);
   }
   __syncthreads();
@@ -240,10 +240,9 @@ cudaError_t run_few(const Args& args, uint32_t* keys, cudaStream_t stream) {
     return launch(select_pick_kernel<T>, args.ranges, Policy::kFewThreads, 0, stream, args);
   }
   const int64_t picks = std::min(args.max_samples, args.range_length);
-  const int64_t per_range = std::max<int64_t>(ceil_div(picks, Policy::kThreads), 1);
-  const cudaError_t gathered =
-      launch(gather_keys_kernel<T>, args.ranges * per_range, Policy::kThreads, 0, stream, args,
-             static_cast<int>(per_range), keys);
+  const int64_t per_range = std::max<int64_t>(ceil_div(picks, kThreads), 1);
+  const cudaError_t gathered = launch(gather_keys_kernel<T>, args.ranges * per_range, kThreads, 0,
+                                      stream, args, static_cast<int>(per_range), keys);
   if (gathered != cudaSuccess) return gathered;
   return launch(select_key_kernel, args.ranges, Policy::kFewThreads, 0, stream, args, keys);
 }
@@ -257,8 +256,8 @@ cudaError_t run_many(const Args& args, RangeState* states, cudaStream_t stream) 
   const int64_t per_range = std::max<int64_t>(std::min(ceil_div(picks, Policy::kPicks), most), 1);
   for (int pass = 0; pass < kPasses; ++pass) {
     const cudaError_t launched =
-        launch(sample_threshold_kernel<T>, per_range * args.ranges, Policy::kThreads, 0, stream,
-               args, static_cast<int>(per_range), states, pass);
+        launch(sample_threshold_kernel<T>, per_range * args.ranges, kThreads, 0, stream, args,
+               static_cast<int>(per_range), states, pass);
     if (launched != cudaSuccess) return launched;
   }
   return cudaSuccess;

@@ -78,7 +78,7 @@ __device__ void write(Out* out, int length, bool aligned, const float* sums, flo
 }
 
 template <typename Value, typename Out>
-__global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
+__global__ void __launch_bounds__(kThreads, Policy::kMinBlocks)
     scatter_unpack_kernel(ScatterUnpackArgs args, RangeTiles blocks, PayloadLayout layout,
                           bool aligned) {
   __shared__ Shared shared;
@@ -132,7 +132,7 @@ cudaError_t run(const ScatterUnpackArgs& args, cudaStream_t stream) {
   if (allowed != cudaSuccess) return allowed;
   const PayloadLayout layout =
       payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges);
-  return launch(kKernel, blocks.total, Policy::kThreads, kSumBytes, stream, args, blocks, layout,
+  return launch(kKernel, blocks.total, kThreads, kSumBytes, stream, args, blocks, layout,
                 is_aligned(args.out, 16));
 }
 

@@ -4,6 +4,8 @@ One with a wrong header adds nothing and has status 1; rows of any bytes mean so
 payload stands between two sound ones.
 """
 
+import math
+
 import numpy as np
 import pytest
 from oracle import payload
@@ -134,3 +136,21 @@ def test_scales_of_every_kind(backend, format):
     assert groups[:2].eq(0).all()
     assert groups[2].any()  # a subnormal scale counts, though no sender has one
     assert groups[[10, 11]].isnan().all()
+
+
+@pytest.mark.parametrize("format, codes", [("int8", (0xFF, 2, 0xFE)), ("int4", (0xFF, 0x22, 0xEE))])
+def test_products_that_overflow(backend, format, codes):
+    """A code times the largest scale is rounded, to infinity, before it is added."""
+    geometry = Geometry(1024, format)
+    (sound,) = random_payload(geometry)
+    scales = np.full(16, 0x7F7F, np.uint16).tobytes()
+    row = len(sound) - 64 - len(scales)
+    minus_1, plus_2, minus_2 = ([sound[:64] + bytes([code]) * row + scales] for code in codes)
+    for ranks, expected in (
+        ([minus_1, plus_2], math.inf),
+        ([plus_2, minus_1], math.inf),
+        ([minus_1, minus_2], -math.inf),
+        ([minus_2, plus_2], math.nan),
+    ):
+        out, _ = quantized_calls.dequantize_sum(backend, ranks, geometry)
+        assert np.array_equal(out.numpy(), np.full(1024, expected, np.float32), equal_nan=True)

@@ -46,7 +46,8 @@ PROMISES = {
     # Eight vectors of residual and eight of gradient; 16-bit gradients are read by 8 bytes.
     "mask_pack_stage_kernel": Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}),
     "mask_pack_stage_kernel<float>": Promise(wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}),
-    "mask_pack_scatter_kernel": Promise(in_flight={LOADS: 8}),
+    # Positions and values of six groups of entries.
+    "mask_pack_scatter_kernel": Promise(in_flight={LOADS: 12}),
     # Four picks of the gradient and of the residual.
     "sample_threshold_kernel<float>": Promise(
         in_flight={WORDS: 8}, between_blocks=LAST_BLOCK, in_order=True
@@ -81,8 +82,9 @@ PROMISES = {
     "quantize_pack_kernel<(PayloadFormat)1>": replace(QUANTIZES, divides=False),
     # Several ranks' codes of a row, with their scales. The first block of a range adds to a status.
     # Sums go to other lanes through 4.5 KB a row, except those of float32; ternary has two rows.
-    "dequantize_sum_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608),
+    "dequantize_sum_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608, fuses=True),
     "dequantize_sum_kernel<(PayloadFormat)0>": SUMS,
+    "dequantize_sum_kernel<(PayloadFormat)1>": replace(SUMS, dynamic_shared_bytes=8 * 4608),
     "dequantize_sum_kernel<(PayloadFormat)6>": replace(
         SUMS, in_flight={STREAMS: 4}, dynamic_shared_bytes=8 * 8704, fuses=True
     ),

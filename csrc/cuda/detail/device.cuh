@@ -26,6 +26,15 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, s
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
+// Multiprocessors of the current device.
+inline int multiprocessors() {
+  int device = 0, count = 1;
+  if (cudaGetDevice(&device) == cudaSuccess) {
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  }
+  return count;
+}
+
 // Lets a kernel use `bytes` of dynamic shared memory, and prefers shared memory to the L1 cache.
 // Asks the driver once per kernel and device.
 template <auto kKernel>
@@ -65,6 +74,7 @@ __device__ inline void prefetch_line(const void* address) {
 }
 
 constexpr int kWarpSize = 32;
+constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;  // of most kernels' blocks
 constexpr unsigned kFullWarp = 0xffffffff;
 
 __device__ inline int thread_index() { return static_cast<int>(threadIdx.x); }

@@ -8,7 +8,6 @@
 
 namespace dct::cuda {
 
-constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kVectorElements = 4;
 constexpr int kWarpVector = kWarpSize * kVectorElements;  // two groups of entries with one scale
 constexpr int kVectors = kRow / kWarpVector;

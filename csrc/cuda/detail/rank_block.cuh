@@ -11,12 +11,12 @@
 namespace dct::cuda {
 
 struct Policy {
-  static constexpr int kThreads = 256;
   static constexpr int kMinBlocks = 3;  // 67 KB of shared memory each
   static constexpr int kRanks = 64;     // validated at a time
   static constexpr int kInFlight = 8;   // warp-wide loads before the first is used
+  static constexpr int kPrefetched =
+      8 * kCacheLine;  // bytes of a rank's positions and of its values
 };
-constexpr int kWarps = Policy::kThreads / kWarpSize;
 constexpr int kWarpElements = kBlock / kWarps;  // elements a warp owns
 
 // One rank's entries for this block.
@@ -28,7 +28,17 @@ struct RankBlock {
   uint16_t warp_begin[kWarps + 1];  // the first entry of each warp
 };
 
-// Locates a rank's entries for this block. Returns the status bits known so far. By one thread.
+// Brings the beginning of `bytes` bytes to the L2 cache.
+__device__ inline void prefetch_entries(const void* entries, uint32_t bytes) {
+  const auto* begin = static_cast<const char*>(entries);
+  for (uint32_t at = 0; at < min(bytes, uint32_t{Policy::kPrefetched}); at += kCacheLine) {
+    prefetch_line(begin + at);
+  }
+}
+
+// Locates a rank's entries for this block, and prefetches them: a warp checks its ranks one after
+// the other, but then waits for memory only once. Returns the status bits known so far. By one
+// thread.
 __device__ inline int32_t find_entries(const ScatterUnpackArgs& args, const PayloadLayout& layout,
                                        const uint8_t* payload, const RangeTiles::Tile& block,
                                        RankBlock& found) {
@@ -49,6 +59,8 @@ __device__ inline int32_t find_entries(const ScatterUnpackArgs& args, const Payl
   found.positions = reinterpret_cast<const uint16_t*>(payload + layout.positions) + first;
   found.values = payload + layout.values + first * itemsize(args.value_dtype);
   found.entries = static_cast<int>(end - first);
+  prefetch_entries(found.positions, (end - first) * sizeof(uint16_t));
+  prefetch_entries(found.values, (end - first) * itemsize(args.value_dtype));
   return 0;
 }
 

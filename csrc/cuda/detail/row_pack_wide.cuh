@@ -10,11 +10,9 @@
 
 namespace dct::cuda {
 
-constexpr int kWideThreads = 256;
-
 struct RowPackWideShared {
-  RadixSelectShared<kWideThreads> select;
-  ScanStorage<kWideThreads> scan;
+  RadixSelectShared<kThreads> select;
+  ScanStorage<kThreads> scan;
 };
 
 // The key of one column; a NaN has that of infinity.
@@ -26,10 +24,10 @@ __device__ int row_key(const T* row, int64_t column) {
 
 template <typename T>
 __device__ TopK select_top_k_wide(const T* row, int64_t width, int64_t k,
-                                  RadixSelectShared<kWideThreads>& shared) {
+                                  RadixSelectShared<kThreads>& shared) {
   const Selected selected =
       select_key<RowKeys<T>::kBits>(static_cast<uint32_t>(k), shared, [&](auto visit) {
-        for (int64_t column = thread_index(); column < width; column += kWideThreads) {
+        for (int64_t column = thread_index(); column < width; column += kThreads) {
           visit(static_cast<uint32_t>(row_key(row, column)));
         }
       });
@@ -37,7 +35,7 @@ __device__ TopK select_top_k_wide(const T* row, int64_t width, int64_t k,
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kWideThreads) row_pack_wide_kernel(RowPackArgs args) {
+__global__ void __launch_bounds__(kThreads) row_pack_wide_kernel(RowPackArgs args) {
   __shared__ RowPackWideShared shared;
   const int64_t index = blockIdx.x;
   const T* row = static_cast<const T*>(args.x) + index * args.width;
@@ -45,12 +43,12 @@ __global__ void __launch_bounds__(kWideThreads) row_pack_wide_kernel(RowPackArgs
   const TopK top_k = select_top_k_wide(row, args.width, args.k, shared.select);
 
   int64_t above = 0, equal = 0;  // counts in the columns before
-  for (int64_t begin = 0; begin < args.width; begin += kWideThreads) {
+  for (int64_t begin = 0; begin < args.width; begin += kThreads) {
     const int64_t column = begin + thread_index();
     const int key = column < args.width ? row_key(row, column) : -1;
     const bool is_above = key > top_k.threshold, is_equal = key == top_k.threshold;
     // At most 256 of each: one scan of both counts.
-    const ScanResult both = scan<kWideThreads>(is_above | is_equal << 16, Sum{}, shared.scan);
+    const ScanResult both = scan<kThreads>(is_above | is_equal << 16, Sum{}, shared.scan);
     const int64_t above_before = above + (both.exclusive & 0xffff);
     const int64_t equal_before = equal + (both.exclusive >> 16);
     const bool selected = is_above || (is_equal && equal_before < top_k.ties);

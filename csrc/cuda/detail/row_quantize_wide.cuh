@@ -10,9 +10,6 @@
 
 namespace dct::cuda {
 
-constexpr int kWideThreads = 256;
-constexpr int kWideWarps = kWideThreads / kWarpSize;
-
 __device__ inline int larger(int a, int b) { return a > b ? a : b; }
 template <typename T>
 __device__ T sum(T a, T b) {
@@ -30,7 +27,7 @@ __device__ Value reduce(Value value, Operation operation) {
 }
 
 struct Partials {
-  Word warp[kWideWarps];
+  Word warp[kWarps];
 };
 
 // Reduction over a block.
@@ -41,7 +38,7 @@ __device__ Value reduce_block(Value value, Operation operation) {
   if (lane_index() == 0) partials.warp[warp_index()] = static_cast<Word>(value);
   __syncthreads();
   value = static_cast<Value>(partials.warp[0]);
-  for (int warp = 1; warp < kWideWarps; ++warp) {
+  for (int warp = 1; warp < kWarps; ++warp) {
     value = operation(value, static_cast<Value>(partials.warp[warp]));
   }
   __syncthreads();
@@ -58,7 +55,7 @@ struct WideRow {
 
   __device__ int top() const {
     int top = 0;
-    for (int64_t c = thread_index(); c < args.width; c += kWideThreads) {
+    for (int64_t c = thread_index(); c < args.width; c += kThreads) {
       top = larger(top, magnitude_bits((*this)[c]));
     }
     return reduce_block(top, larger);
@@ -67,7 +64,7 @@ struct WideRow {
   // The mean, in units, of the magnitudes above `bound`.
   __device__ float mean_above(float inverse_unit, float bound) const {
     Word total = 0, kept = 0;
-    for (int64_t c = thread_index(); c < args.width; c += kWideThreads) {
+    for (int64_t c = thread_index(); c < args.width; c += kThreads) {
       const float magnitude = fabsf(__fmul_rn((*this)[c], inverse_unit));
       if (!(magnitude > bound)) continue;
       total += whole_units(magnitude);
@@ -91,7 +88,7 @@ struct WideRow {
     constexpr int kCodesPerByte = codes_per_byte(kFormat);
     const int64_t bytes = code_bytes(args.width, kFormat);
     uint8_t* out = args.out + row * row_bytes(args.width, kFormat);
-    for (int64_t i = thread_index(); i < bytes; i += kWideThreads) {
+    for (int64_t i = thread_index(); i < bytes; i += kThreads) {
       const uint8_t byte = pack_byte<kFormat>([&](int k) -> uint32_t {
         const int64_t column = i * kCodesPerByte + k;
         return column < args.width ? quantizer.code<kFormat>((*this)[column]) : 0;
@@ -105,7 +102,7 @@ struct WideRow {
   }
 };
 
-__global__ void __launch_bounds__(kWideThreads) row_quantize_wide_kernel(RowQuantizeArgs args) {
+__global__ void __launch_bounds__(kThreads) row_quantize_wide_kernel(RowQuantizeArgs args) {
   const WideRow row = {args, blockIdx.x};
   switch (args.format) {
     case RowFormat::kInt8:

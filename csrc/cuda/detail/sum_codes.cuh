@@ -42,6 +42,7 @@ struct UnitFloats {
 template <PayloadFormat kFormat>
 struct RowSums {
   static constexpr int kRows = 1;
+  static constexpr float kNeverOverflows = 0x1p120f;  // a scale below it, times a code
   static constexpr int kLoads = row_code_bytes(kFormat) / (16 * kWarpSize);
   static constexpr int kEach = kRow / kWarpSize / kLoads;        // entries of a load
   static constexpr int kInFlight = kLoads > 1 ? 8 / kLoads : 4;  // payloads
@@ -92,26 +93,36 @@ struct RowSums {
         }
         scale = bits_to_float(bits << 16);
       }
+      // A code times a scale is exact unless it overflows, so that fused with the sum it rounds as
+      // if it were not.
+      if (has_scales(kFormat) && fabsf(scale) < kNeverOverflows) {
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+          const float code = value(words[e * 4 / kEach], e % (kEach / 4));
+          sums[j][e] = __fmaf_rn(code, scale, sums[j][e]);
+        }
+        continue;
+      }
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
-        sums[j][e] = __fadd_rn(sums[j][e], value(words[e * 4 / kEach], e % (kEach / 4), scale));
+        const float code = value(words[e * 4 / kEach], e % (kEach / 4));
+        sums[j][e] = __fadd_rn(sums[j][e], has_scales(kFormat) ? __fmul_rn(code, scale) : code);
       }
     }
   }
 
-  // Entry e of a word.
-  __device__ float value(uint32_t word, int e, float scale) const {
+  // Entry e of a word, without its scale.
+  __device__ float value(uint32_t word, int e) const {
     if constexpr (kFormat == PayloadFormat::kFloat32) {
       return bits_to_float(word);
     } else if constexpr (kFormat == PayloadFormat::kBFloat16) {
       return bits_to_float(e == 0 ? word << 16 : word & 0xffff0000);
     } else if constexpr (kFormat == PayloadFormat::kInt8) {
-      const float code = __fsub_rn(unit_float(e, word ^ 0x80808080), 8388608.0f + 128.0f);
-      return __fmul_rn(code, scale);
+      return __fsub_rn(unit_float(e, word ^ 0x80808080), 8388608.0f + 128.0f);
     } else {
       const uint32_t offset = word ^ 0x88888888;  // by 8
       const uint32_t nibbles = (e % 2 == 0 ? offset : offset >> 4) & 0x0f0f0f0f;
-      return __fmul_rn(__fsub_rn(unit_float(e / 2, nibbles), 8388608.0f + 8.0f), scale);
+      return __fsub_rn(unit_float(e / 2, nibbles), 8388608.0f + 8.0f);
     }
   }
 
