@@ -33,15 +33,15 @@ class CheckedModule(nn.Module):
         return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *more: Any) -> None:
-        self.require_state(part_of(state_dict, prefix))
+        self._require_state(part_of(state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, *more)
 
-    def require_state(self, state: Mapping[str, Any]) -> None:
+    def _require_state(self, state: Mapping[str, Any]) -> None:
         """Raise unless this module and those inside it can load what `state` has for them."""
         op, own = type(self).__name__, self.state_dict(keep_vars=True)
         for name, module in self.named_modules():
             if module is not self and isinstance(module, CheckedModule):
-                module.require_state(part_of(state, f"{name}."))
+                module._require_state(part_of(state, f"{name}."))
                 own = {key: own[key] for key in own if not key.startswith(f"{name}.")}
         identity = self.identity
         if identity is not None and identity in state:

@@ -183,7 +183,7 @@ class DynamicFeatureRows(SharedRows):
         names = ["owner", "ids", *per_row]
         missing_keys += [prefix + name for name in names if name not in state]
         unexpected_keys += [prefix + name for name in state if name not in names]
-        local = self.require_state(state)
+        local = self._require_state(state)
         if local is None:
             return
         device, before = self.weight.device, len(self)
@@ -193,7 +193,7 @@ class DynamicFeatureRows(SharedRows):
             tensor[1 : 1 + len(self)] = state[name].to(device)[local]
             tensor[1 + len(self) : 1 + before] = 0  # as for features not seen yet
 
-    def require_state(self, state: Mapping[str, Any]) -> Tensor | None:  # type: ignore[override]
+    def _require_state(self, state: Mapping[str, Any]) -> Tensor | None:  # type: ignore[override]
         """The indices of this rank's rows in a state, or None if there are none to load.
 
         Raises unless all of the state can be loaded.
