@@ -117,7 +117,7 @@ recipes: $(VENV)/built $(VENV)-recipes/installed
 # What goes with TORCH (docs/guide/torchrec.md); they pin none themselves.
 $(VENV)-torchrec/installed:
 	$(PYTHON) -m venv $(VENV)-torchrec
-	$(TORCHREC)/pip install --quiet $(TORCH) tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath psutil hypothesis numpy pytest
+	$(TORCHREC)/pip install --quiet $(TORCH) tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath psutil hypothesis numpy scikit-learn pytest
 	$(TORCHREC)/pip install --quiet --no-deps torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0
 	touch $@
 
