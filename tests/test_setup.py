@@ -166,7 +166,12 @@ def test_compiler_flags(setup, monkeypatch, variable, value, levels):
     assert " ".join(flag for flag in cxx if flag.startswith(("-O", "-g"))).endswith(levels)
     linked = ["-fsanitize=thread"] if variable == "DCT_SANITIZE" else []
     assert module.extra_link_args == linked
-    assert {"-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020b000000000000", *linked} <= {*cxx}
+    assert {
+        "-ffp-contract=off",
+        "-fno-trapping-math",
+        "-DTORCH_TARGET_VERSION=0x020b000000000000",
+        *linked,
+    } <= {*cxx}
 
 
 def test_the_oldest_versions_are_the_same_everywhere():
