@@ -54,24 +54,20 @@ void add_group(Unpack, const uint8_t* row, int64_t g, Sum& sum) {
     if constexpr (kFormat == PayloadFormat::kInt8) {
       add(reinterpret_cast<const int8_t*>(codes), scale);
     } else {
-      // Both arrays stay in registers: each load takes exactly what one store wrote.
+      // The table stays in registers: each load takes exactly what one store wrote.
       constexpr RowFormat kRowFormat = row_format(kFormat);
-      Entries<float> entries;
+      Entries entries;
       for (int i = 0; i < kMostEntries; i += Sum::Own::kCount) {
         Floats some;
         std::memcpy(&some, kCodes<kRowFormat>.of + i, sizeof(some));
         some *= scale;
         std::memcpy(entries.of + i, &some, sizeof(some));
       }
-      alignas(64) float values[kScaled];
-      for (int64_t i = 0; i < kScaled; i += kCodeGroup) {
-        Unpack::template look_up<kRowFormat>(codes, i, entries, values + i);
+      for (int at = 0; at < kScaled; at += kCodeGroup) {
+        Unpack::template look_up<kRowFormat>(codes, at, entries, [&](const Floats& more, int i) {
+          sum.of[(at + i) / Sum::Own::kCount] += more;
+        });
       }
-      sum.for_each([&](Floats& floats, int i) {
-        Floats more;
-        std::memcpy(&more, values + i, sizeof(more));
-        floats += more;
-      });
     }
   }
 }
@@ -95,13 +91,17 @@ void for_each_sum(const uint8_t* payloads, const std::vector<uint8_t>& intact, i
         if (intact[payload]) row[count++] = payloads + payload * nbytes + at;
       }
       for (int64_t g = 0; g < kScales; ++g) {
-        Group<decltype(how)::kVectorBytes> sum = {};
+        using Sum = Group<decltype(how)::kVectorBytes>;
+        Sum registers;
+        registers.for_each(
+            [](typename Sum::Floats& floats, int) { floats = typename Sum::Floats{}; });
         for (int64_t p = 0; p < count; ++p) {
           if (has_scales(kFormat)) {
             __builtin_prefetch(row[p] + g * row_bytes(kFormat) / kScales + kAheadBytes);
           }
-          add_group<kFormat>(how, row[p], g, sum);
+          add_group<kFormat>(how, row[p], g, registers);
         }
+        Sum sum = registers;  // whose address is taken
         function(r * kRow + g * kScaled, sum);
       }
     }

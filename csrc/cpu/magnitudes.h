@@ -19,17 +19,14 @@ inline int32_t largest_key(const float* x, int64_t width) {
   return top;
 }
 
-// The sum of the magnitudes, in units: of all of them, or with kBound of those above the bound.
-template <bool kBound>
-int64_t sum_magnitudes(const float* x, int64_t width, float inverse_unit, float bound) {
+// The sum of the magnitudes, in units.
+inline int64_t sum_magnitudes(const float* x, int64_t width, float inverse_unit) {
   int64_t total = 0;
   for (int64_t begin = 0; begin < width; begin += kUnitsInWord) {
     const int64_t n = std::min(width - begin, kUnitsInWord);
     uint32_t units = 0;
     for (int64_t i = 0; i < n; ++i) {
-      const float magnitude = std::fabs(x[begin + i]) * inverse_unit;
-      const uint32_t whole = whole_units(magnitude);
-      units += kBound && !(magnitude > bound) ? 0 : whole;
+      units += whole_units(std::fabs(x[begin + i]) * inverse_unit);
     }
     total += units;
   }

@@ -3,6 +3,7 @@
 // Codes into a row's bytes (layout: docs/reference/ops.md), by the instructions that make bits of
 // comparisons and move bytes: the compiler has no loop for them.
 
+#include <cmath>
 #include <cstdint>
 
 #include "../common/row_layout.h"
@@ -38,14 +39,20 @@ constexpr TritFields kTritFields = [] {
 }();
 
 // For each instruction set: `mark` makes bit i of two words x[i] * factor > bound and < -bound, of
-// 64 columns; `pack_trits` makes kTritBytes bytes of two planes of such bits.
+// 64 columns, bound >= 0, and returns the sum of these magnitudes in whole units; `pack_trits`
+// makes kTritBytes bytes of two planes of such bits.
 struct PlainPack {
-  static void mark(const float* x, float factor, float bound, uint64_t* above, uint64_t* below) {
+  static uint32_t mark(const float* x, float factor, float bound, uint64_t* above,
+                       uint64_t* below) {
+    uint32_t total = 0;
     *above = *below = 0;
     for (int i = 0; i < 64; ++i) {
-      *above |= uint64_t{x[i] * factor > bound} << i;
-      *below |= uint64_t{x[i] * factor < -bound} << i;
+      const float units = x[i] * factor;
+      *above |= uint64_t{units > bound} << i;
+      *below |= uint64_t{units < -bound} << i;
+      total += std::fabs(units) > bound ? whole_units(std::fabs(units)) : 0;
     }
+    return total;
   }
   static void pack_trits(const uint8_t* above, const uint8_t* below, uint8_t* out) {
     for (int i = 0; i < kTritBytes; ++i) {
@@ -68,22 +75,36 @@ struct Avx512Pack;
 
 struct Avx2Pack {
 #define DCT_AVX2 __attribute__((target("avx2")))
-  DCT_AVX2 static void mark(const float* x, float factor, float bound, uint64_t* above,
-                            uint64_t* below) {
-    const __m256 factors = _mm256_set1_ps(factor);
-    *above = *below = 0;
+  DCT_AVX2 static uint32_t mark(const float* x, float factor, float bound, uint64_t* above,
+                                uint64_t* below) {
+    const __m256 factors = _mm256_set1_ps(factor), bounds = _mm256_set1_ps(bound);
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    __m256i total = _mm256_setzero_si256();
+    uint64_t kept = 0, negative = 0;
     for (int i = 0; i < 8; ++i) {
-      const __m256 eight = _mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), factors);
-      const __m256 plus = _mm256_cmp_ps(eight, _mm256_set1_ps(bound), _CMP_GT_OQ);
-      const __m256 minus = _mm256_cmp_ps(eight, _mm256_set1_ps(-bound), _CMP_LT_OQ);
-      *above |= uint64_t(uint32_t(_mm256_movemask_ps(plus))) << (8 * i);
-      *below |= uint64_t(uint32_t(_mm256_movemask_ps(minus))) << (8 * i);
+      const __m256 eight = _mm256_loadu_ps(x + 8 * i);
+      const __m256 units = _mm256_mul_ps(_mm256_andnot_ps(sign, eight), factors);
+      const __m256 keep = _mm256_cmp_ps(units, bounds, _CMP_GT_OQ);
+      kept |= uint64_t(uint32_t(_mm256_movemask_ps(keep))) << (8 * i);
+      negative |= uint64_t(uint32_t(_mm256_movemask_ps(eight))) << (8 * i);
+      const __m256i whole = _mm256_cvttps_epi32(_mm256_and_ps(units, keep));
+      total = _mm256_add_epi32(total, whole);
     }
+    *above = kept & ~negative;
+    *below = kept & negative;
+    return sum_of(total);
   }
   DCT_AVX2 static void pack_trits(const uint8_t* above, const uint8_t* below, uint8_t* out) {
     const __m256i sums = _mm256_sub_epi16(trit_sums(above), trit_sums(below));
     const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(sums, sums), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(bytes));
+  }
+
+ protected:
+  DCT_AVX2 static uint32_t sum_of(__m256i eight) {
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    sum = _mm_add_epi32(sum, _mm_unpackhi_epi64(sum, sum));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_srli_epi64(sum, 32)));
   }
 
  private:
@@ -107,15 +128,22 @@ struct Avx2Pack {
 };
 
 struct Avx512Pack : Avx2Pack {
-  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static void mark(
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static uint32_t mark(
       const float* x, float factor, float bound, uint64_t* above, uint64_t* below) {
     const __m512 factors = _mm512_set1_ps(factor);
+    __m512i total = _mm512_setzero_si512();
     *above = *below = 0;
     for (int i = 0; i < 4; ++i) {
-      const __m512 sixteen = _mm512_mul_ps(_mm512_loadu_ps(x + 16 * i), factors);
-      *above |= uint64_t{_mm512_cmp_ps_mask(sixteen, _mm512_set1_ps(bound), _CMP_GT_OQ)} << 16 * i;
-      *below |= uint64_t{_mm512_cmp_ps_mask(sixteen, _mm512_set1_ps(-bound), _CMP_LT_OQ)} << 16 * i;
+      const __m512 units = _mm512_mul_ps(_mm512_loadu_ps(x + 16 * i), factors);
+      const __mmask16 plus = _mm512_cmp_ps_mask(units, _mm512_set1_ps(bound), _CMP_GT_OQ);
+      const __mmask16 minus = _mm512_cmp_ps_mask(units, _mm512_set1_ps(-bound), _CMP_LT_OQ);
+      *above |= uint64_t{plus} << 16 * i;
+      *below |= uint64_t{minus} << 16 * i;
+      const __m512i whole = _mm512_maskz_cvttps_epi32(plus | minus, units);
+      total = _mm512_add_epi32(total, _mm512_maskz_abs_epi32(0xffff, whole));
     }
+    return sum_of(_mm256_add_epi32(_mm512_maskz_extracti64x4_epi64(0xf, total, 0),
+                                   _mm512_maskz_extracti64x4_epi64(0xf, total, 1)));
   }
 };
 

@@ -45,15 +45,14 @@ void ternary_scales(Pack, RowScratch& row) {
   }
   for (int64_t g = 0; g < kScales; ++g) {
     const float* x = row.acc + g * kScaled;
-    total[g] = sum_magnitudes<false>(x, kScaled, row.inverse_unit[g], 0.0f);
+    total[g] = sum_magnitudes(x, kScaled, row.inverse_unit[g]);
   }
   for (int64_t g = 0; g < kScales; ++g) {
     row.bound[g] = 0.75f * mean(total[g], kScaled);
   }
   for (int64_t g = 0; g < kScales; ++g) {
     const float* x = row.acc + g * kScaled;
-    Pack::mark(x, row.inverse_unit[g], row.bound[g], &row.above[g], &row.below[g]);
-    total[g] = sum_magnitudes<true>(x, kScaled, row.inverse_unit[g], row.bound[g]);
+    total[g] = Pack::mark(x, row.inverse_unit[g], row.bound[g], &row.above[g], &row.below[g]);
     kept[g] = std::max(__builtin_popcountll(row.above[g] | row.below[g]), 1);
   }
   for (int64_t g = 0; g < kScales; ++g) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "../common/row_layout.h"
 #include "kernels.h"
@@ -24,29 +25,47 @@ float scale_of(const uint8_t* row, int64_t width) {
   return to_float(scale);
 }
 
+// An entry of a narrower dtype is in the low bits of a float: looking up does not compute.
+inline float in_low_bits(float x) { return x; }
 template <typename Out>
-Out entry(int code, float scale) {
-  return round_to<Out>(static_cast<float>(code) * scale);
+float in_low_bits(Out x) {
+  return bits_to_float(x.bits);
+}
+
+// The entries of a whole group.
+template <RowFormat kFormat, typename Unpack, typename Out>
+void look_up_group(Unpack, const uint8_t* row, int64_t column, const Entries& entries, Out* out) {
+  alignas(64) float group[kCodeGroup];
+  float* target = group;
+  if constexpr (std::is_same_v<Out, float>) target = out;
+  Unpack::template look_up<kFormat>(row, column, entries, [&](const auto& floats, int i) {
+    std::memcpy(target + i, &floats, sizeof(floats));
+  });
+  if constexpr (!std::is_same_v<Out, float>) {
+    for (int64_t i = 0; i < kCodeGroup; ++i) {
+      out[i].bits = static_cast<uint16_t>(float_to_bits(group[i]));
+    }
+  }
 }
 
 // The entries of columns [begin, end) of a row.
 template <RowFormat kFormat, typename Unpack, typename Out>
-void look_up(Unpack, const uint8_t* row, int64_t begin, int64_t end, const Entries<Out>& entries,
+void look_up(Unpack how, const uint8_t* row, int64_t begin, int64_t end, const Entries& entries,
              Out* out) {
   for (; begin + kCodeGroup <= end; begin += kCodeGroup, out += kCodeGroup) {
-    Unpack::template look_up<kFormat>(row, begin, entries, out);
+    look_up_group<kFormat>(how, row, begin, entries, out);
   }
   if (begin == end) return;
   const int64_t before = begin / codes_per_byte(kFormat);
   uint8_t bytes[kCodeGroup] = {};
   std::memcpy(bytes, row + before, code_bytes(end, kFormat) - before);
   Out group[kCodeGroup];
-  Unpack::template look_up<kFormat>(bytes, begin % codes_per_byte(kFormat), entries, group);
+  look_up_group<kFormat>(how, bytes, begin % codes_per_byte(kFormat), entries, group);
   std::memcpy(out, group, (end - begin) * sizeof(Out));
 }
 
 template <RowFormat kFormat, typename Unpack, typename Out>
-void dequantize_row(Unpack how, const uint8_t* row, int64_t width, const Entries<Out>& entries,
+void dequantize_row(Unpack how, const uint8_t* row, int64_t width, const Entries& entries,
                     bool streams, Out* out) {
   for (int64_t begin = 0; begin < width; begin += kPiece) {
     const int64_t n = std::min(width - begin, kPiece);
@@ -56,7 +75,7 @@ void dequantize_row(Unpack how, const uint8_t* row, int64_t width, const Entries
     if constexpr (kFormat == RowFormat::kInt8) {
       const float scale = scale_of<kFormat>(row, width);
       for (int64_t i = 0; i < n; ++i) {
-        target[i] = entry<Out>(static_cast<int8_t>(row[begin + i]), scale);
+        target[i] = round_to<Out>(static_cast<int8_t>(row[begin + i]) * scale);
       }
     } else {
       look_up<kFormat>(how, row, begin, begin + n, entries, target);
@@ -76,14 +95,14 @@ void dequantize_rows(const RowDequantizeArgs& args, const Parallel& parallel) {
   parallel.run(tasks, [&](int64_t task) {
     const Share span = share(args.rows, tasks, task);
     vectorize_unpacking([&](auto how) {
-      Entries<Out> entries[kRows] = {};
+      Entries entries[kRows] = {};
       for (int64_t begin = span.begin; begin < span.end; begin += kRows) {
         const int64_t n = std::min(span.end - begin, kRows);
         const uint8_t* rows = args.quantized + begin * bytes;
         for (int64_t r = 0; r < n && num_entries > 0; ++r) {
           const float scale = scale_of<kFormat>(rows + r * bytes, width);
           for (int i = 0; i < num_entries; ++i) {
-            entries[r].of[i] = entry<Out>(code_at(i, kFormat), scale);
+            entries[r].of[i] = in_low_bits(round_to<Out>(code_at(i, kFormat) * scale));
           }
         }
         for (int64_t r = 0; r < n; ++r) {

@@ -59,22 +59,23 @@ const float* as_floats(const X* x, int64_t width, float* floats) {
 }
 
 // Calls function(word, above, below) for a row's columns, 64 at a time, with the bits of
-// Pack::mark; those past the last column are 0.
+// Pack::mark; those past the last column are 0. Returns the sum of its sums.
 template <typename Pack, typename Function>
-void for_each_word(Pack, const float* x, int64_t width, float factor, float bound,
-                   Function&& function) {
+int64_t for_each_word(Pack, const float* x, int64_t width, float factor, float bound,
+                      Function&& function) {
   uint64_t above, below;
-  int64_t word = 0;
+  int64_t word = 0, total = 0;
   for (; (word + 1) * kWord <= width; ++word) {
-    Pack::mark(x + word * kWord, factor, bound, &above, &below);
+    total += Pack::mark(x + word * kWord, factor, bound, &above, &below);
     function(word, above, below);
   }
   const int64_t rest = width - word * kWord;
-  if (rest == 0) return;
+  if (rest == 0) return total;
   float last[kWord] = {};
   std::memcpy(last, x + word * kWord, rest * sizeof(float));
-  Pack::mark(last, factor, bound, &above, &below);
+  total += Pack::mark(last, factor, bound, &above, &below);
   function(word, above, below);
+  return total;
 }
 
 // Writes a whole vector, past `bytes` too, unless the task's rows end there: later writes follow.
@@ -100,16 +101,15 @@ float exact_scale(Pack how, const Row& row, int64_t width) {
   const Units units = units_of(row.top);
   if constexpr (kFormat == RowFormat::kTernary) {
     int64_t kept = 0;
-    for_each_word(how, row.x, width, units.inverse_unit, row.bound,
-                  [&](int64_t word, uint64_t above, uint64_t below) {
-                    row.above[word] = above;
-                    row.below[word] = below;
-                    kept += __builtin_popcountll(above | below);
-                  });
-    const int64_t total = sum_magnitudes<true>(row.x, width, units.inverse_unit, row.bound);
+    const int64_t total = for_each_word(how, row.x, width, units.inverse_unit, row.bound,
+                                        [&](int64_t word, uint64_t above, uint64_t below) {
+                                          row.above[word] = above;
+                                          row.below[word] = below;
+                                          kept += __builtin_popcountll(above | below);
+                                        });
     return mean(total, std::max<int64_t>(kept, 1)) * units.unit;
   } else if constexpr (kFormat == RowFormat::kSign) {
-    return mean(sum_magnitudes<false>(row.x, width, units.inverse_unit, 0.0f), width) * units.unit;
+    return mean(sum_magnitudes(row.x, width, units.inverse_unit), width) * units.unit;
   } else {
     return bits_to_float(row.top) / levels(kFormat);
   }
@@ -164,8 +164,7 @@ void quantize_together(Pack how, const X* x, int64_t count, int64_t width, const
     for (int64_t r = 0; r < count; ++r) {
       if (!rows[r].finite()) continue;
       const float inverse_unit = units_of(rows[r].top).inverse_unit;
-      rows[r].bound =
-          0.75f * mean(sum_magnitudes<false>(rows[r].x, width, inverse_unit, 0.0f), width);
+      rows[r].bound = 0.75f * mean(sum_magnitudes(rows[r].x, width, inverse_unit), width);
     }
   }
   for (int64_t r = 0; r < count; ++r) {
