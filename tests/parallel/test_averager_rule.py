@@ -4,6 +4,7 @@ Which entries are sent follows from the thresholds, which are taken from the ave
 have few bits, and are multiples of 3 for the mean of 3 ranks: equal means equal.
 """
 
+import math
 from itertools import product
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from dct_parallel import DCTAverager
+from dct_parallel.local_steps.weights import FlatWeights
 from ranks import assert_same, entry, gathered, on_ranks, weights
 
 SIZES = (3000, 40, 3500)
@@ -156,3 +158,18 @@ def test_it_steps_no_further_ahead_than_weights_can_be(rank):
         averager.average_parameters()  # sends it
     assert torch.equal(weights(model), moved)
     assert not averager._bucket.codec.residual[7]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 7e4, 0.0])
+def test_a_weight_that_its_dtype_cannot_hold_is_found_in_every_place(value):
+    dtypes = [torch.float32, torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
+    sizes = [3, 0, 2, 4, 1]
+    parameters = [nn.Parameter(torch.zeros(n, dtype=d)) for n, d in zip(sizes, dtypes, strict=True)]
+    weights = FlatWeights("average_parameters", nn.ParameterList(parameters), None)
+    held = torch.cat([torch.full((n,), i) for i, n in enumerate(sizes)])
+    for place, of in enumerate(held.tolist()):
+        flat = torch.ones(10)
+        flat[place] = value
+        assert weights.all_representable(flat) == bool(
+            torch.tensor(value).to(dtypes[of]).isfinite()
+        )

@@ -213,7 +213,7 @@ class DCTAverager(ModelAverager):
         self._bucket.add_pending(pending)
         with self._collective("flush"):
             base = dense_mean(pending, torch.float32, self.process_group).add_(self._base)
-            overflows = not self._weights.is_representable(base).all()
+            overflows = not self._weights.all_representable(base)
             overflows = on_any(overflows, self._device, *self._shard_groups)
         if overflows:
             raise RuntimeError("dct::flush: weights must be finite on every rank, got NaN or Inf")
@@ -378,7 +378,7 @@ class DCTAverager(ModelAverager):
             self._bucket.finish(mean)
         self._ledger.look()
         base = mean.add_(self._base)
-        self._ledger.non_finite |= not self._weights.is_representable(base).all()
+        self._ledger.non_finite |= not self._weights.all_representable(base)
         return base
 
     def _agree(self) -> None:

@@ -1,5 +1,6 @@
 """The weights of a module as one flat tensor, which ranks average."""
 
+import itertools
 import sys
 from typing import Any
 
@@ -219,6 +220,14 @@ class FlatWeights:
         """For each element of `flat`, whether it is finite in the dtype of its parameter."""
         parts = zip(self._own(), flat.split(self.sizes), strict=True)
         return torch.cat([part.to(own.dtype).isfinite() for own, part in parts])
+
+    def all_representable(self, flat: Tensor) -> bool:
+        """Whether all elements are: the least and the largest, as NaN is both. Waits for a GPU."""
+        for dtype, run in itertools.groupby(self._own(), key=lambda own: own.dtype):
+            part, flat = flat.tensor_split([sum(own.numel() for own in run)])
+            if part.numel() > 0 and not torch.stack(part.aminmax()).to(dtype).isfinite().all():
+                return False
+        return True
 
     def cause(self, base: Tensor) -> str:
         """Which of them, or else of the next `base`, are not finite: for errors."""
