@@ -17,6 +17,7 @@ def describe() -> dict[str, object]:
         "arguments": sys.argv[1:],
         "commit": _commit(),
         "cpu": _cpu(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg()[0],
         "kernel": platform.release(),

@@ -125,9 +125,8 @@ def sentence(result: dict) -> str:
 
 def _heading(options: argparse.Namespace) -> str:
     about = provenance.describe()
-    where = (
-        about["gpu"] if options.device == "cuda" else f"{about['cpu']}, threads: {options.threads}"
-    )
+    cpu = f"{about['cpu']}, {about['instruction_set']}, threads: {options.threads}"
+    where = about["gpu"] if options.device == "cuda" else cpu
     lines = [f"torch {about['torch']}, {where}, load {about['load_average']:.1f}\n"]
     if options.device == "cuda" and native.missing() is not None:
         lines.append(f"No copy kernel, cub or rtopk: {native.missing()}\n")
