@@ -16,7 +16,7 @@ SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -na
 CUDA_ARCHS  ?= 9.0
 WHEEL_ARCHS ?= 8.0 9.0 10.0 12.0+PTX
 
-.PHONY: help train test lint docs native sanitize reliability abi recipes torchrec wheel aot cuda triton check-all clean
+.PHONY: help train test lint docs native arm sanitize reliability abi recipes torchrec wheel aot cuda triton check-all clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make cuda       the CUDA kernels, built, inspected, executed on the CPU and counted (needs nvcc, no GPU)"
 	@echo "make aot        the Triton kernels, compiled and inspected (no GPU)"
 	@echo "make triton     the Triton kernels on every supported Triton (no GPU)"
+	@echo "make arm        the native tests on an emulated Arm processor (needs a cross compiler and qemu)"
 	@echo "make sanitize   native tests under ASan, UBSan and TSan; op tests under ASan and UBSan"
 	@echo "make reliability PART=fuzz|programs  random tests by the thousand, for 90 minutes; a later run"
 	@echo "                resumes; OPTIONS=--help"
@@ -70,6 +71,14 @@ native: $(VENV)/installed
 	  -DCMAKE_BUILD_TYPE=Release -DDCT_SANITIZE=$(SANITIZE) --log-level=WARNING
 	$(BIN)/cmake --build $(NATIVE)
 	$(BIN)/ctest --test-dir $(NATIVE) --output-on-failure
+
+# Debian: apt install g++-aarch64-linux-gnu qemu-user-static
+arm: $(VENV)/installed
+	$(BIN)/cmake -S . -B build/native-arm -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
+	  -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+	  -DCMAKE_CROSSCOMPILING_EMULATOR="qemu-aarch64-static;-L;/usr/aarch64-linux-gnu"
+	$(BIN)/cmake --build build/native-arm
+	$(BIN)/ctest --test-dir build/native-arm --output-on-failure -R default
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
