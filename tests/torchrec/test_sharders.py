@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-from datetime import timedelta
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from ranks import run_ranks, set_timeout
 
 pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
 
-from models import BAG, BATCH, CPU, WIDTH, batch, parallel, plan_of, prepare, train
+from models import BAG, BATCH, CPU, ROWS, batch, parallel, plan_of, prepare, train
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -33,6 +32,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from dct_embeddings.torchrec import compressed_sharders
 from dct_parallel import RowFormat
 from dct_parallel.formats import DTYPES
+from dct_parallel.rows import reduce_scatter
 from wire_meter import WireMeter
 
 # Rows, widths and pooling of each table.
@@ -170,7 +170,9 @@ def _expected(inputs, grads, forward, backward, tables):
                 divisor = lengths.view(-1, 1)[of_samples] + EPS
                 found, grad = found / divisor, grad / divisor
             outputs[rank].append(found)
-            of_bags = torch.zeros(len(bags), width).index_add(0, torch.tensor(of_samples).int(), grad)
+            of_bags = torch.zeros(len(bags), width).index_add(
+                0, torch.tensor(of_samples).int(), grad
+            )
             for bag, row in zip(bags, _sent(of_bags, backward), strict=True):
                 for i, weight in bag:
                     after[t][i] -= weight * row.double() / ranks
@@ -246,3 +248,202 @@ def _without_rows(rank):
 
 def test_a_rank_without_rows():
     run_ranks(_without_rows, 4)
+
+
+def _bytes_of_rows(dmp):
+    """What one rank sends in a forward pass, and in a backward pass."""
+    features, labels = batch(0)
+    with WireMeter() as meter:
+        logits = dmp(features)
+        forward = meter.take()
+        binary_cross_entropy_with_logits(logits, labels).backward()
+    return forward, meter.take()
+
+
+SHARDINGS = {
+    "table": lambda i: table_wise(rank=i % 2),
+    "column": lambda i: column_wise(ranks=[0, 1]),
+    "row": lambda i: row_wise(),
+    "mixed": lambda i: [table_wise(1), row_wise(), column_wise(ranks=[0, 1]), data_parallel()][i],
+}
+# {width: pieces of a row with one scale} that a rank sends per sample, forward and backward.
+PIECES = {
+    "table": lambda rank: ({64: 2}, {64: 2}),
+    "column": lambda rank: ({32: 4}, {32: 4}),
+    "row": lambda rank: ({64: 4}, {64: 4}),
+    "mixed": lambda rank: ({64: 1 + rank, 32: 1}, {64: 2 - rank, 32: 1}),
+}
+BYTES = {64: (256, 34, 10), 32: (128, 18, 6)}  # of a piece: float32, int4, sign
+
+
+def _training(rank, kind, pooled):
+    """As without codecs in float32, bit for bit; in few bits nearly, and in fewer bytes."""
+    prepare()
+    plain = parallel(None, SHARDINGS[kind], pooled)
+    floats = parallel(compressed_sharders(format="float32"), SHARDINGS[kind], pooled)
+    few = parallel(compressed_sharders(), SHARDINGS[kind], pooled)
+    losses = train(plain)
+    assert train(floats) == losses
+    assert train(few) == pytest.approx(losses, abs=0.03) and train(few) != losses
+    before, after = _bytes_of_rows(floats), _bytes_of_rows(few)
+    assert before == _bytes_of_rows(plain)
+    if (kind, pooled) == ("row", False):  # a row for each id, to the rank that asked for it
+        features, _ = batch(0)
+        foreign = int((features.values() // (ROWS // 2) != rank).sum())
+        assert before[1] - after[1] == foreign * (256 - 10)
+        return
+    for i, pieces in enumerate(PIECES[kind](rank)):
+        saved = sum(n * (BYTES[width][0] - BYTES[width][1 + i]) for width, n in pieces.items())
+        assert before[i] - after[i] == BATCH * saved * (1 if pooled else BAG)
+
+
+# TorchRec's collection of rows itself does not take this mixed plan.
+@pytest.mark.parametrize(
+    ("kind", "pooled"), [(k, p) for k in SHARDINGS for p in (True, False) if p or k != "mixed"]
+)
+def test_training(kind, pooled):
+    run_ranks(_training, 2, kind, pooled, timeout=300)
+
+
+def _sharders(formats):
+    return compressed_sharders(format=RowFormat(*formats.split(", ")))
+
+
+def _steps(dmp, sizes, steps, tables=TABLES):
+    """The outputs of some steps, and this rank's shards after them."""
+    outputs, rank = [], dist.get_rank()
+    for step in range(steps):
+        inputs = _inputs(step, sizes, tables=tables)[rank]
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        found = dmp(_features(inputs, False, False))
+        found.backward(torch.randn(found.shape, generator=generator))
+        outputs.append(found.detach())
+    return outputs, [shard.clone() for _, shard, _ in _shards(dmp)]
+
+
+def _within_nodes(rank):
+    """Two nodes of two ranks: within one TorchRec sums in float32, between them rows are coded."""
+    prepare(local_size=2)
+    shardings = {f"t{i}": table_row_wise(host_index=i % 2) for i in range(len(TABLES))}
+    given = [EmbeddingBagCollectionSharder()], *map(_sharders, ("float32", "int4, sign"))
+    models = [_sharded(shardings, sharders, SUMS, local_size=2) for sharders in given]
+    sent, results = [], []
+    for dmp in models:
+        (output_dist,) = dmp.module.bags._output_dists
+        with (
+            WireMeter(output_dist._cross_pg) as between,
+            WireMeter(output_dist._intra_pg) as within,
+        ):
+            results.append(_steps(dmp, (4, 4, 4, 4), 1))
+            sent.append((between.take(), within.take()))
+    (plain, weights), (floats, shards), (few, _) = results
+    assert all(map(torch.equal, floats + shards, plain + weights))
+    torch.testing.assert_close(few, [_sent(plain[0], "int4")], rtol=0, atol=0)
+    # Between nodes: rows of 96 entries for 4 samples there and gradients of 64 back, or reversed.
+    there, back = ((96, 64), (64, 96))[rank // 2]
+    assert sent[0] == sent[1] == (4 * 4 * (there + back), sent[0][1])
+    assert sent[2] == (4 * (there // 32 * 18 + back // 32 * 6), sent[0][1])
+
+
+def test_within_nodes():
+    run_ranks(_within_nodes, 4, timeout=300)
+
+
+def _planned(rank):
+    """A plan of TorchRec's planner, of four kinds, on four ranks."""
+    prepare()
+    tables = ((40, 64, "SUM"), (90, 32, "MEAN"), (30, 128, "SUM"), (7, 64, "SUM"))
+    kinds = ["row_wise", "table_wise", "column_wise", "data_parallel"]
+    constraints = {
+        f"t{i}": ParameterConstraints(sharding_types=[kind], min_partition=64)
+        for i, kind in enumerate(kinds)
+    }
+    topology = Topology(4, "cpu", local_world_size=4)
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    sharders = compressed_sharders(format="float32")
+    plan = planner.collective_plan(Bags(tables=tables), sharders, dist.group.WORLD)
+    found = {name: own.sharding_type for name, own in plan.plan["bags"].items()}
+    assert found == dict(zip(constraints, kinds, strict=True))
+    results = []
+    for given in ([EmbeddingBagCollectionSharder()], sharders, compressed_sharders()):
+        model = Bags(tables=tables)
+        dmp = DistributedModelParallel(model, device=CPU, plan=plan, sharders=given)
+        _fill(dmp, _weights(tables))
+        results.append(_steps(dmp, (5, 5, 5, 5), 3, tables))
+    expected, floats, few = results
+    torch.testing.assert_close(floats, expected, rtol=1e-6, atol=2e-6)
+    error = few[0][0] - expected[0][0]
+    assert 0 < error.norm() < 0.2 * expected[0][0].norm()
+
+
+def test_a_plan_of_the_planner():
+    run_ranks(_planned, 4, timeout=300)
+
+
+def _damaged(rank):
+    """The message has no checksum: a damaged row is some numbers, and no other row changes."""
+    prepare()
+    sizes = (4, 3)
+    dmp = _sharded({f"t{i}": row_wise() for i in range(3)}, _sharders("int4"), SUMS)
+    inputs = _features(_inputs(0, sizes)[rank], False, False)
+    sound = dmp(inputs).detach()
+    start = reduce_scatter.start_all_to_all
+
+    def damaging(*arguments):
+        receive = start(*arguments)
+
+        def damaged():
+            message = receive()
+            message[0] = torch.arange(len(message[0]))  # sample 0's first piece, from rank 0
+            return message
+
+        return damaged
+
+    reduce_scatter.start_all_to_all = damaging
+    damaged = dmp(inputs)
+    assert not torch.equal(damaged[0, :SHARED], sound[0, :SHARED])
+    damaged[0, :SHARED] = sound[0, :SHARED]
+    assert torch.equal(damaged, sound)
+
+
+def test_a_damaged_row():
+    run_ranks(_damaged, 2)
+
+
+def _dies(rank, when):
+    prepare()
+    dmp = _sharded({f"t{i}": row_wise() for i in range(3)}, _sharders("int4"))
+    features = _features(_inputs(0, (4, 4))[rank], False, False)
+    dmp(features)
+    set_timeout(20)
+    dist.barrier()
+    start = reduce_scatter.start_all_to_all
+    if rank == 1 and when == "forward":
+        reduce_scatter.start_all_to_all = lambda *arguments: os._exit(7)
+    found = dmp(features)
+    if rank == 1:
+        os._exit(7)
+    found.sum().backward()
+
+
+@pytest.mark.parametrize(("when", "named"), [("forward", "wait"), ("backward", "wait|all_gather")])
+def test_a_rank_that_dies_ends_the_others_with_an_error(when, named):
+    with pytest.raises(
+        RuntimeError, match=rf"(?s)exit codes \[1, 7\].*reduce_scatter.py.*({named})"
+    ):
+        run_ranks(_dies, 2, when)
+
+
+def test_errors_name_the_argument():
+    for given, error, text in [
+        ({"format": "int5"}, ValueError, "dct::compressed_sharders: format must be 'float32', "),
+        ({"format": 4}, TypeError, "dct::compressed_sharders: format must be a string or a"),
+        (
+            {"format": RowFormat(density=0.1)},
+            ValueError,
+            r"dct::compressed_sharders: format must be without a density: every entry is sent, got",
+        ),
+        ({"width": 64}, TypeError, "width"),
+    ]:
+        with pytest.raises(error, match=text):
+            compressed_sharders(**given)
