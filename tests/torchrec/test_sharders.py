@@ -186,7 +186,7 @@ FORMATS = [
     ("int4", "sign"),
     ("sign", "int4"),
 ]
-# Tables, and samples of each rank: even, uneven; and none on a rank, of which TorchRec takes no means.
+# Tables, and samples of each rank: even, uneven; and none, of which TorchRec takes no means.
 CASES = {
     2: [(TABLES, (6, 6)), (TABLES, (1, 4)), (SUMS, (5, 0)), (SUMS, (0, 0))],
     4: [(TABLES, (3, 3, 3, 3)), (TABLES, (1, 4, 2, 3)), (SUMS, (0, 5, 1, 2)), (SUMS, (0, 0, 0, 0))],
@@ -417,7 +417,6 @@ def _dies(rank, when):
     dmp(features)
     set_timeout(20)
     dist.barrier()
-    start = reduce_scatter.start_all_to_all
     if rank == 1 and when == "forward":
         reduce_scatter.start_all_to_all = lambda *arguments: os._exit(7)
     found = dmp(features)

@@ -162,7 +162,7 @@ class _RowWiseDist(BaseEmbeddingDist):  # type: ignore[misc]
         if sharding_ctx.variable_batch_per_feature:
             batches = sharding_ctx.batch_size_per_rank_per_feature
             sizes = [sum(map(operator.mul, of_rank, dims)) for of_rank in batches]
-            shape = (-1,)
+            shape: tuple[int, ...] = (-1,)
         else:
             sizes = [batch * sum(dims) for batch in sharding_ctx.batch_size_per_rank]
             shape = (-1, sum(dims))
