@@ -1,4 +1,4 @@
-"""Sums of rows: each rank has a part of the sum for every rank's rows, as of a table split by rows."""
+"""Sums of rows over ranks: the pooled embeddings of a table whose rows are split over ranks."""
 
 from collections.abc import Sequence
 
