@@ -135,21 +135,20 @@ class Clicks(nn.Module):
 class Rows:
     """A context that counts the bytes of rows which this rank sends; sums go by rings.
 
-    TorchRec sends rows by an all-to-all. With --row-wise it sums them by a reduce-scatter, and
-    gathers their gradients. A message of integers of 32 bits and more holds ids or counts.
+    TorchRec sends rows by an all-to-all. With `sums` it adds them by a reduce-scatter, and gathers
+    their gradients. A message of integers of 32 bits and more holds ids or counts.
     """
 
+    def __init__(self, sums: bool) -> None:
+        self._names = ["all_to_all_single"]
+        if sums:
+            self._names += ["reduce_scatter_tensor", "all_gather_into_tensor", "all_gather_single"]
+
     def __enter__(self) -> "Rows":
-        self.sent, ranks = 0, dist.get_world_size()
-        shares: dict[str, Callable[..., float]] = {
-            "all_to_all_single": _share_of_others,
-            "reduce_scatter_tensor": lambda: (ranks - 1) / ranks,
-            "all_gather_into_tensor": lambda: ranks - 1,
-            "all_gather_single": lambda: ranks - 1,
-        }
-        self._originals = {n: getattr(dist, n) for n in shares if hasattr(dist, n)}
+        self.sent = 0
+        self._originals = {n: getattr(dist, n) for n in self._names if hasattr(dist, n)}
         for name, original in self._originals.items():
-            setattr(dist, name, partial(self._counted, original, shares[name]))
+            setattr(dist, name, partial(self._counted, name, original))
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -163,20 +162,24 @@ class Rows:
 
     def _counted(
         self,
-        collective: Callable[..., Any],
-        share: Callable[..., float],
+        name: str,
+        collective: Callable,
         output: Tensor,
         input: Tensor,
-        *splits: list[int],
-        **options: Any,
+        *rest: Any,
+        **named: Any,
     ) -> Any:
         if input.dtype not in (torch.int32, torch.int64):
-            self.sent += round(input.nbytes * share(*splits))
-        return collective(output, input, *splits, **options)
-
-
-def _share_of_others(received: list[int], sent: list[int]) -> float:
-    return (sum(sent) - sent[dist.get_rank()]) / max(1, sum(sent))
+            ranks = dist.get_world_size()
+            if name == "all_to_all_single":
+                parts = rest[1] if rest else named["input_split_sizes"]
+                others = sum(parts) - parts[dist.get_rank()]
+                self.sent += input.nbytes * others // max(1, sum(parts))
+            elif name == "reduce_scatter_tensor":
+                self.sent += input.nbytes * (ranks - 1) // ranks
+            else:
+                self.sent += input.nbytes * (ranks - 1)
+        return collective(output, input, *rest, **named)
 
 
 def job(
@@ -193,7 +196,7 @@ def job(
         state = compress_dense(model.dmp, density=options.density, start_step=START_STEP)
     optimizer = torch.optim.SGD(model.mlps(), options.lr, fused=True)
     sent: list[tuple[int, int]] = []
-    with Rows() as rows:
+    with Rows(sums=options.problem == "row_wise") as rows:
         for batch in dataset.batches(data, options.batch_size, seed, options.epochs):
             optimizer.zero_grad()
             logits = model(batch.ints, batch.ids)
