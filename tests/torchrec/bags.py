@@ -73,9 +73,9 @@ def fill_tables(dmp, tables):
 
 
 def make_inputs(seed, sizes, weighted=False, distinct=None, tables=TABLES):
-    """For each rank and feature: bags of at most two (id, weight), and the bag of each sample.
+    """For each rank and feature: bags of (id, weight), and the bag of each sample.
 
-    Sums of two rows are exact in any order, and so are products with these weights.
+    Products with these weights are exact.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -85,7 +85,7 @@ def make_inputs(seed, sizes, weighted=False, distinct=None, tables=TABLES):
     def bags(rows, count):
         return [
             [(i, 2.0 ** (below(3, 1)[0] - 1) if weighted else 1.0) for i in below(rows, length)]
-            for length in below(3, count)
+            for length in below(6, count)
         ]
 
     result = []
