@@ -7,7 +7,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dct_kernels import checks
 from dct_parallel import DCTState, dct_hook
-from dct_parallel._torch import comm_hooks
 
 from ._torchrec import dense_part
 
@@ -40,8 +39,8 @@ def compress_dense(dmp: DistributedModelParallel, **settings: Any) -> DCTState:
     if not isinstance(ddp, DistributedDataParallel):
         rule = "one whose dense part is in DistributedDataParallel (init_data_parallel)"
         raise ValueError(f"dct::{_OP}: dmp must be {rule}, got a {type(ddp).__name__} in it")
-    if hooks := comm_hooks(ddp):
-        hook, _ = hooks[0]
+    if ddp._comm_hooks:
+        hook, _ = ddp._comm_hooks[0]
         got = getattr(hook, "__qualname__", type(hook).__name__)
         rule = "one whose DDP has no hook yet (allreduce_comm_precision sets one)"
         raise ValueError(f"dct::{_OP}: dmp must be {rule}, got {got}")
