@@ -27,12 +27,12 @@ def compressed_sharders(
 
     For float32 tables under any plan. Table- and column-wise, rows travel in an all-to-all in a
     number format, and their gradients back in one. Row-wise, each rank sends its part of each sum,
-    and the receiver adds the parts in rank order in float32; gradients are all-gathered. Between
-    the ranks of a node, table-row-wise and grid sharding sum in float32. Gradients are
-    straight-through. Deterministic. See docs/guide/torchrec.md.
+    and the receiver adds the parts in rank order in float32; gradients are all-gathered.
+    Table-row-wise, TorchRec sums in float32 within a node, and only the all-to-all between nodes is
+    compressed. Gradients are straight-through. Deterministic. See docs/guide/torchrec.md.
 
-    The tables of a collection that are sharded in the same way send rows of the greatest common
-    divisor of their shards' widths, each with a scale.
+    Entries share a scale in groups, as many as the greatest common divisor of the widths of shards,
+    among the tables of a collection that are sharded in the same way.
 
     Args:
         format: as of `all_to_all_rows`, without a density; the same on every rank. "float32" gives
@@ -42,9 +42,8 @@ def compressed_sharders(
         use_index_dedup: as of EmbeddingCollectionSharder.
 
     Returns:
-        Two sharders, for TorchRec's planner and `DistributedModelParallel`. The planner may choose
-        row-wise sharding on the CPU as well. FeatureProcessedEmbeddingBagCollectionSharder and
-        others take the first as their `ebc_sharder`.
+        Two sharders, for TorchRec's planner and `DistributedModelParallel`. With them the planner
+        may choose row-wise sharding also on the CPU.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
