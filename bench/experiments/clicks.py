@@ -26,6 +26,7 @@ Job = Callable[..., tuple[nn.Module, float, dict[str, float]]]
 def parser(name: str, description: str, exchanges: Sequence[str], known: Callable) -> Parser:
     """The options of both programs; `known` is the argparse type of an exchange's name."""
     parser = Parser(prog=f"python -m bench.experiments.{name}", description=description)
+    parser.set_defaults(problem="")
     add = parser.add_argument
     add("--exchanges", nargs="+", type=known, default=exchanges, metavar="EXCHANGE")
     add("--rates", type=several(positive), default="0.3,1,3,10", help="of the tables")
@@ -54,7 +55,7 @@ def train_by_rates(options: argparse.Namespace, job: Job) -> None:
         options, [(n, rate, RATE_SEED) for n in options.exchanges for rate in options.rates], job
     )
     records = runs.load(options.out, settings)
-    best = {name: runs.best_rate(records, "", name) for name in options.exchanges}
+    best = {name: runs.best_rate(records, options.problem, name) for name in options.exchanges}
     seeds = range(RATE_SEED + 1, RATE_SEED + 1 + options.seeds)
     _train(options, [(n, r, s) for s in seeds for n, r in best.items() if r is not None], job)
     text = runs.tables(runs.load(options.out, settings))
@@ -71,7 +72,7 @@ def _train(
     options: argparse.Namespace, settings: Iterable[tuple[str, float, int]], job: Job
 ) -> None:
     asked = [dict(zip(("method", "rate", "seed"), each, strict=True)) for each in settings]
-    asked = [run | {"problem": ""} for run in asked]
+    asked = [run | {"problem": options.problem} for run in asked]
     missing = [run for run in asked if not runs.path(options.out, run).exists()]
     if missing:
         launch(_work, options.ranks, missing, options, job)

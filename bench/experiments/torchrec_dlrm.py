@@ -3,15 +3,16 @@
     python -m bench.experiments.torchrec_dlrm --data ROWS.tsv --epochs 3 --batch-size 64
 
 Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md). torchrec.models.dlrm.DLRM runs in
-DistributedModelParallel. Each table is on one rank, under row-wise AdaGrad as TorchRec fuses it
-into the backward pass. The MLPs are on all ranks, under SGD. An exchange is one of
+DistributedModelParallel. Each table is on one rank, or with --row-wise on all of them,
+under row-wise AdaGrad as TorchRec fuses it into the backward pass. The MLPs are on all ranks, under
+SGD. An exchange is one of
 
     float32             TorchRec without codecs
     fp16, int8, mx4     FBGEMM's codecs with their defaults; int8 and mx4 have a scale for every 32
-                        entries
-    FORWARD,BACKWARD    dct_embeddings.torchrec.qcomm_codecs, with a scale for each embedding
+                        entries, and do not go with --row-wise
+    FORWARD,BACKWARD    dct_embeddings.torchrec.compressed_sharders, with a scale for each embedding
     EXCHANGE+hook       also compress_dense on the MLPs, with --density; otherwise their gradients
-                        are averaged in float32
+                        are averaged in float32. Not with --row-wise
 
 Learning rates of the tables are chosen as in mp_formats.py, and finished runs are not repeated.
 """
@@ -20,7 +21,9 @@ import argparse
 import os
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +37,12 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     get_qcomm_codecs_registry,
 )
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
-from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlan
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.models.dlrm import DLRM
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -43,7 +50,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from bench.cli import density, exit_status
 from bench.network.methods import START_STEP
 from dct_embeddings import plan_shards
-from dct_embeddings.torchrec import compress_dense, qcomm_codecs
+from dct_embeddings.torchrec import compress_dense, compressed_sharders
 from dct_parallel import DCTState, RowFormat
 from dct_parallel.formats import ROW_FORMATS
 from examples.dlrm.data import dataset
@@ -58,14 +65,15 @@ FBGEMM = {"fp16": CommType.FP16, "int8": CommType.INT8, "mx4": CommType.MX4}
 BAGS = "sparse_arch.embedding_bag_collection"
 
 
-def codecs(name: str, width: int) -> dict[str, QuantizedCommCodecs] | None:
-    """The codecs of an exchange, whose name is given without +hook."""
+def sharder(name: str) -> ModuleSharder:
+    """The sharder of an exchange, whose name is given without +hook."""
     if name == "float32":
-        return None
+        return EmbeddingBagCollectionSharder()
     if name in FBGEMM:
         config = QCommsConfig(forward_precision=FBGEMM[name], backward_precision=FBGEMM[name])
-        return get_qcomm_codecs_registry(config, device=CPU)
-    return qcomm_codecs(width, format=RowFormat(*name.split(",")))
+        codecs = get_qcomm_codecs_registry(config, device=CPU)
+        return EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs)
+    return compressed_sharders(format=RowFormat(*name.split(",")))[0]
 
 
 class Clicks(nn.Module):
@@ -99,16 +107,17 @@ class Clicks(nn.Module):
         )
         bags = model.get_submodule(BAGS)
         apply_optimizer_in_backward(RowWiseAdagrad, bags.parameters(), {"lr": rate, "eps": 1e-8})
-        sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs(name, width))
-        ranks = dist.get_world_size()
+        ranks, own = dist.get_world_size(), sharder(name)
         owners = enumerate(plan_shards(rows, ranks))
-        of_tables = {f"t{s.table}": table_wise(rank=r) for r, own in owners for s in own}
+        of_tables = {f"t{s.table}": table_wise(rank=r) for r, shards in owners for s in shards}
+        if options.problem == "row_wise":
+            of_tables = {table: row_wise() for table in of_tables}
         plan = construct_module_sharding_plan(
-            bags, of_tables, sharder=sharder, local_size=ranks, world_size=ranks, device_type="cpu"
+            bags, of_tables, sharder=own, local_size=ranks, world_size=ranks, device_type="cpu"
         )
         torch.manual_seed(seed * ranks + dist.get_rank())  # of the tables, which are made now
         self.dmp = DistributedModelParallel(
-            model, device=CPU, plan=ShardingPlan(plan={BAGS: plan}), sharders=[sharder]
+            model, device=CPU, plan=ShardingPlan(plan={BAGS: plan}), sharders=[own]
         )
 
     def mlps(self) -> list[nn.Parameter]:
@@ -124,39 +133,53 @@ class Clicks(nn.Module):
 
 
 class Rows:
-    """A context that counts the bytes of rows which this rank sends.
+    """A context that counts the bytes of rows which this rank sends; sums go by rings.
 
-    TorchRec sends rows by an all-to-all; one of integers of 32 bits and more sends ids or counts.
+    TorchRec sends rows by an all-to-all. With `sums` it adds them by a reduce-scatter, and gathers
+    their gradients. A message of integers of 32 bits and more holds ids or counts.
     """
 
+    def __init__(self, sums: bool) -> None:
+        self._names = ["all_to_all_single"]
+        if sums:
+            self._names += ["reduce_scatter_tensor", "all_gather_into_tensor", "all_gather_single"]
+
     def __enter__(self) -> "Rows":
-        self.sent, self._original = 0, dist.all_to_all_single
-        dist.all_to_all_single = self._all_to_all
+        self.sent = 0
+        self._originals = {n: getattr(dist, n) for n in self._names if hasattr(dist, n)}
+        for name, original in self._originals.items():
+            setattr(dist, name, partial(self._counted, name, original))
         return self
 
     def __exit__(self, *raised: object) -> None:
-        dist.all_to_all_single = self._original
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
 
     def take(self) -> int:
         """The bytes since the last call."""
         sent, self.sent = self.sent, 0
         return sent
 
-    def _all_to_all(
+    def _counted(
         self,
+        name: str,
+        collective: Callable,
         output: Tensor,
         input: Tensor,
-        output_split_sizes: list[int] | None = None,
-        input_split_sizes: list[int] | None = None,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
         if input.dtype not in (torch.int32, torch.int64):
-            parts = input_split_sizes or [1] * dist.get_world_size()
-            others = sum(parts) - parts[dist.get_rank()]
-            self.sent += input.nbytes * others // max(1, sum(parts))
-        splits = output_split_sizes, input_split_sizes
-        return self._original(output, input, *splits, group, async_op)
+            ranks = dist.get_world_size()
+            if name == "all_to_all_single":
+                parts = rest[1] if rest else named["input_split_sizes"]
+                others = sum(parts) - parts[dist.get_rank()]
+                self.sent += input.nbytes * others // max(1, sum(parts))
+            elif name == "reduce_scatter_tensor":
+                self.sent += input.nbytes * (ranks - 1) // ranks
+            else:
+                self.sent += input.nbytes * (ranks - 1)
+        return collective(output, input, *rest, **named)
 
 
 def job(
@@ -173,7 +196,7 @@ def job(
         state = compress_dense(model.dmp, density=options.density, start_step=START_STEP)
     optimizer = torch.optim.SGD(model.mlps(), options.lr, fused=True)
     sent: list[tuple[int, int]] = []
-    with Rows() as rows:
+    with Rows(sums=options.problem == "row_wise") as rows:
         for batch in dataset.batches(data, options.batch_size, seed, options.epochs):
             optimizer.zero_grad()
             logits = model(batch.ints, batch.ids)
@@ -202,8 +225,15 @@ def exchange_name(text: str) -> str:
 def main() -> None:
     parser = clicks.parser("torchrec_dlrm", __doc__, NAMES, exchange_name)
     parser.set_defaults(rates="0.001,0.003,0.01")
-    parser.add_argument("--density", type=density, default=0.01, help="of +hook")
-    clicks.train_by_rates(parser.parse_args(), job)
+    add = parser.add_argument
+    add("--density", type=density, default=0.01, help="of +hook")
+    add("--row-wise", dest="problem", action="store_const", const="row_wise", help="all tables")
+    options = parser.parse_args()
+    if options.problem and (
+        refused := [n for n in options.exchanges if n.endswith(("mx4", "int8", "+hook"))]
+    ):
+        parser.error(f"--row-wise must be without mx4, int8 and +hook, got {', '.join(refused)}")
+    clicks.train_by_rates(options, job)
 
 
 if __name__ == "__main__":

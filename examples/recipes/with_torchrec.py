@@ -1,10 +1,10 @@
-"""DCT in a TorchRec training: rows in few bits, and the hook on the dense part.
+"""DCT in a TorchRec training: rows in few bits under a plan of its planner, and the dense hook.
 
-    torchrun --nproc-per-node 2 examples/recipes/with_torchrec.py
+    torchrun --nproc-per-node 4 examples/recipes/with_torchrec.py
 
-Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md says how to install them). Trains four tables,
-each on one rank, and an MLP on both. Prints the loss of the first steps and of the last, and what
-a rank sent.
+Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md says how to install them). Trains four tables
+and an MLP. The largest table does not fit on one rank, so the planner shards it row-wise. Prints
+the plan, the loss of the first steps and of the last, and what a rank sent.
 """
 
 import os
@@ -14,17 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dct_embeddings.torchrec import compress_dense, qcomm_codecs
+from dct_embeddings.torchrec import compress_dense, compressed_sharders
 from dct_parallel import RowFormat
 
-TABLES, ROWS, WIDTH, BATCH, STEPS = 4, 100, 64, 64, 200
-FEATURES = [f"f{i}" for i in range(TABLES)]
+ROWS, WIDTH, BATCH, STEPS = (4000, 100, 100, 100), 64, 64, 200
+MEMORY = 2**20  # bytes of each rank for tables and their exchanges
+FEATURES = [f"f{i}" for i in range(len(ROWS))]
 
 
 class Model(nn.Module):
@@ -32,12 +31,12 @@ class Model(nn.Module):
         super().__init__()
         tables = [
             EmbeddingBagConfig(
-                name=f"t{i}", embedding_dim=WIDTH, num_embeddings=ROWS, feature_names=[feature]
+                name=f"t{i}", embedding_dim=WIDTH, num_embeddings=rows, feature_names=[feature]
             )
-            for i, feature in enumerate(FEATURES)
+            for i, (rows, feature) in enumerate(zip(ROWS, FEATURES, strict=True))
         ]
         self.bags = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-        self.over = nn.Sequential(nn.Linear(TABLES * WIDTH, 256), nn.ReLU(), nn.Linear(256, 1))
+        self.over = nn.Sequential(nn.Linear(len(ROWS) * WIDTH, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, features):
         return self.over(self.bags(features).values()).squeeze(1)
@@ -45,8 +44,8 @@ class Model(nn.Module):
 
 def batch(generator):
     """An id of each table for every sample; the label is whether that of the first is even."""
-    ids = torch.randint(ROWS, (TABLES, BATCH), generator=generator)
-    lengths = torch.ones(TABLES * BATCH, dtype=torch.int32)
+    ids = torch.stack([torch.randint(rows, (BATCH,), generator=generator) for rows in ROWS])
+    lengths = torch.ones(ids.numel(), dtype=torch.int32)
     features = KeyedJaggedTensor.from_lengths_sync(FEATURES, ids.flatten(), lengths)
     return features, (ids[0] % 2 == 0).float()
 
@@ -54,23 +53,13 @@ def batch(generator):
 def train():
     torch.manual_seed(0)
     model = Model()
-    apply_optimizer_in_backward(torch.optim.SGD, model.bags.parameters(), {"lr": 20.0})
+    apply_optimizer_in_backward(torch.optim.SGD, model.bags.parameters(), {"lr": 200.0})
     # Embeddings in 4 bits an entry and their gradients in one, with a scale for each 64.
-    format = RowFormat("int4", backward="sign")
-    sharder = EmbeddingBagCollectionSharder(
-        qcomm_codecs_registry=qcomm_codecs(WIDTH, format=format)
-    )
-    own = construct_module_sharding_plan(
-        model.bags,
-        {f"t{i}": table_wise(rank=i % 2) for i in range(TABLES)},
-        sharder=sharder,
-        local_size=2,
-        world_size=2,
-        device_type="cpu",
-    )
-    dmp = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=ShardingPlan(plan={"bags": own}), sharders=[sharder]
-    )
+    sharders = compressed_sharders(format=RowFormat("int4", backward="sign"))
+    topology = Topology(dist.get_world_size(), "cpu", ddr_cap=MEMORY)
+    planner = EmbeddingShardingPlanner(topology=topology, batch_size=BATCH)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    dmp = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
     state = compress_dense(dmp, density=0.05)
     dense = [p for name, p in dmp.named_parameters() if "over" in name]
     optimizer = torch.optim.SGD(dense, lr=0.1)
@@ -84,6 +73,8 @@ def train():
         optimizer.step()
         losses.append(loss.item())
     if dist.get_rank() == 0:
+        for table, sharding in plan.plan["bags"].items():
+            print(f"{table}: {sharding.sharding_type} on ranks {sharding.ranks}")
         first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
         print(f"loss {first:.3f} -> {last:.3f} in {STEPS} steps")
         stats = state.stats()

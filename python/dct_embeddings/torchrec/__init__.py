@@ -4,8 +4,8 @@ Only this folder imports torchrec. No extra of this package installs it, because
 torch.
 """
 
-from .codecs import qcomm_codecs
 from .dense import compress_dense
 from .replicas import ReplicaDeltas, replica_sync
+from .sharders import compressed_sharders
 
-__all__ = ["ReplicaDeltas", "compress_dense", "qcomm_codecs", "replica_sync"]
+__all__ = ["ReplicaDeltas", "compress_dense", "compressed_sharders", "replica_sync"]

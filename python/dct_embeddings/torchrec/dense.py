@@ -8,6 +8,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from dct_kernels import checks
 from dct_parallel import DCTState, dct_hook
 
+from ._torchrec import dense_part
+
 _OP = "compress_dense"
 
 
@@ -33,7 +35,7 @@ def compress_dense(dmp: DistributedModelParallel, **settings: Any) -> DCTState:
     """
     kinds = "a DistributedModelParallel or DMPCollection"
     checks.require_type(_OP, "dmp", dmp, DistributedModelParallel, kinds)
-    ddp = dmp._dmp_wrapped_module
+    ddp = dense_part(dmp)
     if not isinstance(ddp, DistributedDataParallel):
         rule = "one whose dense part is in DistributedDataParallel (init_data_parallel)"
         raise ValueError(f"dct::{_OP}: dmp must be {rule}, got a {type(ddp).__name__} in it")

@@ -18,6 +18,8 @@ from dct_parallel.exchange.plan import plan_bucket
 from dct_parallel.exchange.settings import Settings
 from dct_parallel.formats import require_format
 
+from ._torchrec import all_reduce_hook, contexts, uses_relay
+
 _OP = "replica_sync"
 _NAME = "weights"  # of the one segment of a bucket
 
@@ -86,7 +88,7 @@ class ReplicaDeltas:
     def __init__(self, dmp: DMPCollection, settings: Settings) -> None:
         self._weights: dict[tuple[int, ...], _Weights] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of optimizer state
-        for ctx in dmp._ctxs:
+        for ctx in contexts(dmp):
             for tensors in ctx.weights_by_dtype.values():
                 weights = _Weights(tensors, ctx.replica_pg, settings)
                 self._weights[_key(tensors)] = weights
@@ -225,13 +227,12 @@ def _key(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 def _require_hook(dmp: DMPCollection) -> None:
     """Raise unless `dmp.sync()` would call a hook, and has none yet."""
-    taken = getattr(dmp, "_custom_all_reduce", None) or getattr(dmp, "_all_reduce_hook", None)
-    if taken is not None:
+    if (taken := all_reduce_hook(dmp)) is not None:
         got = getattr(taken, "__qualname__", type(taken).__name__)
         checks.fail(_OP, "dmp", "one without custom_all_reduce", got)
-    if getattr(dmp, "_use_sharded_relay", False):
+    if uses_relay(dmp):
         checks.fail(_OP, "use_sharded_relay", "False: it averages past any hook", True)
-    for ctx in dmp._ctxs:
+    for ctx in contexts(dmp):
         if ctx.sharding_strategy.name == "FULLY_SHARDED":
             rule = "DEFAULT or PER_MODULE, because only they call a hook"
             checks.fail(_OP, "sharding_strategy", rule, ctx.sharding_strategy.name)

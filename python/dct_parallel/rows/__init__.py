@@ -1,5 +1,6 @@
 """Rows at a cut of a model, compressed: activations forward, their gradients backward.
 
 Reading order: packing (the largest entries of a row), codecs (rows as bytes), transfer (the common
-parts of all exchanges), row_format, quantizing (two modules), all_to_all, all_gather.
+parts of all exchanges), row_format, quantizing (two modules), all_to_all, all_gather,
+reduce_scatter.
 """

@@ -1,0 +1,73 @@
+"""Sums of rows over ranks: the pooled embeddings of a table whose rows are split over ranks."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..groups import GroupForBackward
+from .row_format import RowFormat
+from .transfer import Receive, Transfer, exchange_of_rows, start_all_gather, start_all_to_all
+
+
+@exchange_of_rows
+def reduce_scatter_rows_async(
+    x: Tensor,
+    splits: Sequence[int],
+    *,
+    format: RowFormat,
+    group: dist.ProcessGroup,
+    average_gradients: bool = False,
+) -> Transfer:
+    """Sum over ranks the rows that belong to this rank, compressed. Differentiable in x.
+
+    Like a reduce-scatter of uneven parts, but in few bits, which cannot be added as they are. Each
+    rank sends to every rank its rows for it, in one all-to-all. The receiver adds them in float32
+    and in rank order, so the result is deterministic. The gradient is straight-through: every rank
+    receives the quantized gradients of all ranks, in one all-gather that is padded to the longest.
+
+    Nothing is compared between ranks. Every rank must call this, with the same `splits`, `format`
+    and width, and if x needs a gradient, run the backward pass.
+
+    Args:
+        x: float32, bfloat16 or float16 [sum(splits), d], ordered by destination; not mutated.
+        splits: the number of rows of each rank, from 0 up.
+        format: without a density.
+        group: the ranks that take part.
+        average_gradients: divide gradients by the number of ranks.
+
+    Returns:
+        A handle, as of `all_to_all_rows_async`. Its `wait()` returns this rank's rows
+        [splits[rank], d] of x's dtype.
+    """
+    dtype, width, held = x.dtype, x.shape[1], GroupForBackward(group)
+    codec, ranks, splits = format.codec(width, dtype), group.size(), list(splits)
+    rows = splits[group.rank()]
+    even = len(set(splits)) == 1
+
+    def send(x: Tensor) -> Receive:
+        receive = start_all_to_all(codec.encode(x), splits, [rows] * ranks, held)
+        return lambda: add(receive().view(ranks, rows, codec.message_bytes))
+
+    def add(messages: Tensor) -> Tensor:
+        first, *others = messages  # the first is not added to 0, which would lose the sign of -0.0
+        total = codec.decode(first, torch.float32)
+        for message in others:
+            total += codec.decode(message, torch.float32)
+        return total.to(dtype)
+
+    def send_gradient(grad: Tensor) -> Receive:
+        message = codec.encode_gradient(grad.contiguous())
+        padding = (0, 0, 0, max(splits) - rows)
+        receive = start_all_gather(pad(message, padding).flatten(), held)
+        return lambda: gradient(receive().view(ranks, max(splits), codec.gradient_bytes))
+
+    def gradient(messages: Tensor) -> Tensor:
+        parts = zip(messages, splits, strict=True)
+        sent = messages.flatten(0, 1) if even else torch.cat([m[:n] for m, n in parts])
+        grad = codec.decode_gradient(sent, dtype)
+        return grad.div_(ranks) if average_gradients else grad
+
+    return Transfer("reduce_scatter_rows", x, send, send_gradient)

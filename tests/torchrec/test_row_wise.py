@@ -1,0 +1,189 @@
+"""Row-wise tables whose sums travel in few bits, beside an oracle (make torchrec)."""
+
+import itertools
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import run_ranks, set_timeout
+
+pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
+
+from bags import (
+    MEANS,
+    SHARED,
+    SUMS,
+    TABLES,
+    initial_weights,
+    local_shards_of,
+    make_inputs,
+    on_ranks,
+    received_of,
+    sharders_of,
+    to_features,
+)
+from models import prepare
+from torchrec.distributed.sharding_plan import row_wise
+
+from dct_parallel.rows import reduce_scatter
+
+EPS = 1e-6  # that TorchRec adds to the lengths by which it divides, for sums to 1
+
+
+def _expected(inputs, grads, forward, backward, tables):
+    """What a row-wise collection returns on each rank, and its tables after a step of rate 1."""
+    ranks, weights = len(inputs), initial_weights(tables)
+    outputs, after = [[] for _ in inputs], [table.double() for table in weights]
+    begins = list(itertools.accumulate((width for _, width, _ in tables), initial=0))
+    for rank, of_rank in enumerate(inputs):
+        for t, (bags, of_samples) in enumerate(of_rank):
+            rows, width, pooling = tables[t]
+            block = math.ceil(rows / ranks)
+            parts = torch.zeros(ranks, len(bags), width)
+            for number, bag in enumerate(bags):
+                for i, weight in bag:
+                    parts[i // block, number] += weight * weights[t][i]
+            pooled, *others = [received_of(part, forward) for part in parts]
+            for other in others:
+                pooled = pooled + other
+            found, grad = pooled[of_samples], grads[rank][:, begins[t] : begins[t + 1]]
+            weight_of = {"MEAN": lambda bag: sum(weight for _, weight in bag), "SUM": lambda bag: 1}
+            lengths = torch.tensor([float(weight_of[pooling](bag)) for bag in bags])
+            if any(pooling == "MEAN" for *_, pooling in tables):
+                divisor = lengths.view(-1, 1)[of_samples] + EPS
+                found, grad = found / divisor, grad / divisor
+            outputs[rank].append(found)
+            of_bags = torch.zeros(len(bags), width).index_add(
+                0, torch.tensor(of_samples).int(), grad
+            )
+            for bag, row in zip(bags, received_of(of_bags, backward), strict=True):
+                for i, weight in bag:
+                    after[t][i] -= weight * row.double() / ranks
+    return [torch.cat(found, 1) for found in outputs], after
+
+
+FORMATS = [
+    ("float32", "float32"),
+    ("int8", "bfloat16"),
+    ("int4", "ternary"),
+    ("int4", "sign"),
+    ("sign", "int4"),
+]
+# Tables, and samples of each rank: even, uneven; and none, of which TorchRec takes no means.
+CASES = {
+    2: [(TABLES, (6, 6)), (TABLES, (1, 4)), (SUMS, (5, 0)), (SUMS, (0, 0))],
+    4: [(TABLES, (3, 3, 3, 3)), (TABLES, (1, 4, 2, 3)), (SUMS, (0, 5, 1, 2)), (SUMS, (0, 0, 0, 0))],
+}
+# The same, and the distinct bags of each feature, where features have batches of different sizes.
+# FBGEMM on the CPU then takes tables of one kind.
+VARYING = {
+    2: [(SUMS, (5, 6), [(2, 3, 1), (4, 1, 3)]), (MEANS, (6, 3), [(1, 3, 2), (4, 2, 3)])],
+    4: [
+        (SUMS, (5, 6, 3, 4), [(2, 3, 1), (1, 1, 1), (4, 1, 2), (3, 2, 2)]),
+        (MEANS, (3, 3, 3, 3), [(1, 2, 3), (1, 1, 1), (3, 1, 2), (2, 2, 2)]),
+    ],
+}
+
+
+def _row_wise(rank, forward, backward, weighted, varying):
+    prepare()
+    cases = (VARYING if varying else CASES)[dist.get_world_size()]
+    sharders = sharders_of(f"{forward}, {backward}")
+    shardings = {f"t{i}": row_wise() for i in range(len(TABLES))}
+    for seed, (tables, sizes, *distinct) in enumerate(cases):
+        dmp = on_ranks(shardings, sharders, tables, weighted=weighted)
+        inputs = make_inputs(seed, sizes, weighted, *distinct)
+        generator = torch.Generator().manual_seed(seed)
+        # Whole numbers, so that their sums are exact.
+        grads = [torch.randint(-9, 10, (n, 160), generator=generator).float() for n in sizes]
+        expected, after = _expected(inputs, grads, forward, backward, tables)
+        found = dmp(to_features(inputs[rank], weighted, varying))
+        torch.testing.assert_close(found, expected[rank], rtol=0, atol=0)
+        found.backward(grads[rank])
+        for table, shard, slices in local_shards_of(dmp):
+            torch.testing.assert_close(shard.double(), after[table][slices], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("formats", "weighted", "varying"),
+    [(pair, False, False) for pair in FORMATS]
+    + [(("float32", "float32"), False, True), (("int4", "sign"), False, True)]
+    + [(("int4", "sign"), True, False)],
+)
+def test_row_wise_tables(ranks, formats, weighted, varying):
+    run_ranks(_row_wise, ranks, *formats, weighted, varying, timeout=300)
+
+
+def _without_rows(rank):
+    """The last rank has none of a table. FBGEMM on the CPU has no backward pass of that."""
+    prepare()
+    tables, sizes = ((40, 64, "SUM"), (3, 32, "SUM")), (2, 3, 1, 2)
+    shardings = {"t0": row_wise(), "t1": row_wise()}
+    dmp = on_ranks(shardings, sharders_of("int4"), tables)
+    assert [shard.shape[0] for _, shard, _ in local_shards_of(dmp)] == [10, int(rank < 3)]
+    inputs = make_inputs(0, sizes, tables=tables)
+    grads = [torch.zeros(n, 96) for n in sizes]
+    expected, _ = _expected(inputs, grads, "int4", "int4", tables)
+    found = dmp(to_features(inputs[rank], False, False))
+    torch.testing.assert_close(found, expected[rank], rtol=0, atol=0)
+
+
+def test_a_rank_without_rows():
+    run_ranks(_without_rows, 4)
+
+
+def _damaged(rank):
+    """The message has no checksum: a damaged row is some numbers, and no other row changes."""
+    prepare()
+    sizes = (4, 3)
+    dmp = on_ranks({f"t{i}": row_wise() for i in range(3)}, sharders_of("int4"), SUMS)
+    inputs = to_features(make_inputs(0, sizes)[rank], False, False)
+    sound = dmp(inputs).detach()
+    start = reduce_scatter.start_all_to_all
+
+    def damaging(*arguments):
+        receive = start(*arguments)
+
+        def damaged():
+            message = receive()
+            message[0] = torch.arange(len(message[0]))  # sample 0's first piece, from rank 0
+            return message
+
+        return damaged
+
+    reduce_scatter.start_all_to_all = damaging
+    damaged = dmp(inputs)
+    assert not torch.equal(damaged[0, :SHARED], sound[0, :SHARED])
+    damaged[0, :SHARED] = sound[0, :SHARED]
+    assert torch.equal(damaged, sound)
+
+
+def test_a_damaged_row():
+    run_ranks(_damaged, 2)
+
+
+def _dies(rank, when):
+    prepare()
+    dmp = on_ranks({f"t{i}": row_wise() for i in range(3)}, sharders_of("int4"))
+    features = to_features(make_inputs(0, (4, 4))[rank], False, False)
+    dmp(features)
+    set_timeout(20)
+    dist.barrier()
+    if rank == 1 and when == "forward":
+        reduce_scatter.start_all_to_all = lambda *arguments: os._exit(7)
+    found = dmp(features)
+    if rank == 1:
+        os._exit(7)
+    found.sum().backward()
+
+
+@pytest.mark.parametrize(("when", "named"), [("forward", "wait"), ("backward", "wait|all_gather")])
+def test_a_rank_that_dies_ends_the_others_with_an_error(when, named):
+    with pytest.raises(
+        RuntimeError, match=rf"(?s)exit codes \[1, 7\].*reduce_scatter.py.*({named})"
+    ):
+        run_ranks(_dies, 2, when)

@@ -1,0 +1,180 @@
+"""Exchanges of embeddings in few bits, under every plan, beside TorchRec itself (make torchrec)."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import run_ranks
+
+pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
+
+from bags import (
+    SUMS,
+    TABLES,
+    Bags,
+    fill_tables,
+    initial_weights,
+    local_shards_of,
+    make_inputs,
+    on_ranks,
+    received_of,
+    sharders_of,
+    to_features,
+)
+from models import BAG, BATCH, CPU, ROWS, batch, parallel, prepare, train
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    data_parallel,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+
+from dct_embeddings.torchrec import compressed_sharders
+from dct_parallel import RowFormat
+from wire_meter import WireMeter
+
+
+def _bytes_of_rows(dmp):
+    """What one rank sends in a forward pass, and in a backward pass."""
+    features, labels = batch(0)
+    with WireMeter() as meter:
+        logits = dmp(features)
+        forward = meter.take()
+        binary_cross_entropy_with_logits(logits, labels).backward()
+    return forward, meter.take()
+
+
+SHARDINGS = {
+    "table": lambda i: table_wise(rank=i % 2),
+    "column": lambda i: column_wise(ranks=[0, 1]),
+    "row": lambda i: row_wise(),
+    "mixed": lambda i: [table_wise(1), row_wise(), column_wise(ranks=[0, 1]), data_parallel()][i],
+}
+# {width: pieces of a row with one scale} that a rank sends per sample, forward and backward.
+PIECES = {
+    "table": lambda rank: ({64: 2}, {64: 2}),
+    "column": lambda rank: ({32: 4}, {32: 4}),
+    "row": lambda rank: ({64: 4}, {64: 4}),
+    "mixed": lambda rank: ({64: 1 + rank, 32: 1}, {64: 2 - rank, 32: 1}),
+}
+BYTES = {64: (256, 34, 10), 32: (128, 18, 6)}  # of a piece: float32, int4, sign
+
+
+def _training(rank, kind, pooled):
+    """As without codecs in float32, bit for bit; in few bits nearly, and in fewer bytes."""
+    prepare()
+    plain = parallel(None, SHARDINGS[kind], pooled)
+    floats = parallel(compressed_sharders(format="float32"), SHARDINGS[kind], pooled)
+    few = parallel(compressed_sharders(), SHARDINGS[kind], pooled)
+    losses = train(plain)
+    assert train(floats) == losses
+    assert train(few) == pytest.approx(losses, abs=0.03) and train(few) != losses
+    before, after = _bytes_of_rows(floats), _bytes_of_rows(few)
+    assert before == _bytes_of_rows(plain)
+    if (kind, pooled) == ("row", False):  # a row for each id, to the rank that asked for it
+        features, _ = batch(0)
+        foreign = int((features.values() // (ROWS // 2) != rank).sum())
+        assert before[1] - after[1] == foreign * (256 - 10)
+        return
+    for i, pieces in enumerate(PIECES[kind](rank)):
+        saved = sum(n * (BYTES[width][0] - BYTES[width][1 + i]) for width, n in pieces.items())
+        assert before[i] - after[i] == BATCH * saved * (1 if pooled else BAG)
+
+
+# TorchRec's collection of rows itself does not take this mixed plan.
+@pytest.mark.parametrize(
+    ("kind", "pooled"), [(k, p) for k in SHARDINGS for p in (True, False) if p or k != "mixed"]
+)
+def test_training(kind, pooled):
+    run_ranks(_training, 2, kind, pooled, timeout=300)
+
+
+def _steps(dmp, sizes, steps, tables=TABLES):
+    """The outputs of some steps, and this rank's shards after them."""
+    outputs, rank = [], dist.get_rank()
+    for step in range(steps):
+        inputs = make_inputs(step, sizes, tables=tables)[rank]
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        found = dmp(to_features(inputs, False, False))
+        found.backward(torch.randn(found.shape, generator=generator))
+        outputs.append(found.detach())
+    return outputs, [shard.clone() for _, shard, _ in local_shards_of(dmp)]
+
+
+def _within_nodes(rank):
+    """Two nodes of two ranks: within one TorchRec sums in float32, between them rows are coded."""
+    prepare(local_size=2)
+    shardings = {f"t{i}": table_row_wise(host_index=i % 2) for i in range(len(TABLES))}
+    given = [EmbeddingBagCollectionSharder()], *map(sharders_of, ("float32", "int4, sign"))
+    models = [on_ranks(shardings, sharders, SUMS, local_size=2) for sharders in given]
+    sent, results = [], []
+    for dmp in models:
+        (output_dist,) = dmp.module.bags._output_dists
+        with (
+            WireMeter(output_dist._cross_pg) as between,
+            WireMeter(output_dist._intra_pg) as within,
+        ):
+            results.append(_steps(dmp, (4, 4, 4, 4), 1))
+            sent.append((between.take(), within.take()))
+    (plain, weights), (floats, shards), (few, _) = results
+    assert all(map(torch.equal, floats + shards, plain + weights))
+    torch.testing.assert_close(few, [received_of(plain[0], "int4")], rtol=0, atol=0)
+    # Between nodes: rows of 96 entries for 4 samples there and gradients of 64 back, or reversed.
+    there, back = ((96, 64), (64, 96))[rank // 2]
+    assert sent[0] == sent[1] == (4 * 4 * (there + back), sent[0][1])
+    assert sent[2] == (4 * (there // 32 * 18 + back // 32 * 6), sent[0][1])
+
+
+def test_within_nodes():
+    run_ranks(_within_nodes, 4, timeout=300)
+
+
+def _planned(rank):
+    """A plan of TorchRec's planner, of four kinds, on four ranks."""
+    prepare()
+    tables = ((40, 64, "SUM"), (90, 32, "MEAN"), (30, 128, "SUM"), (7, 64, "SUM"))
+    kinds = ["row_wise", "table_wise", "column_wise", "data_parallel"]
+    constraints = {
+        f"t{i}": ParameterConstraints(sharding_types=[kind], min_partition=64)
+        for i, kind in enumerate(kinds)
+    }
+    topology = Topology(4, "cpu", local_world_size=4)
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    sharders = compressed_sharders(format="float32")
+    plan = planner.collective_plan(Bags(tables=tables), sharders, dist.group.WORLD)
+    found = {name: own.sharding_type for name, own in plan.plan["bags"].items()}
+    assert found == dict(zip(constraints, kinds, strict=True))
+    results = []
+    for given in ([EmbeddingBagCollectionSharder()], sharders, compressed_sharders()):
+        model = Bags(tables=tables)
+        dmp = DistributedModelParallel(model, device=CPU, plan=plan, sharders=given)
+        fill_tables(dmp, initial_weights(tables))
+        results.append(_steps(dmp, (5, 5, 5, 5), 3, tables))
+    expected, floats, few = results
+    torch.testing.assert_close(floats, expected, rtol=1e-6, atol=2e-6)
+    error = few[0][0] - expected[0][0]
+    assert 0 < error.norm() < 0.2 * expected[0][0].norm()
+
+
+def test_a_plan_of_the_planner():
+    run_ranks(_planned, 4, timeout=300)
+
+
+def test_errors_name_the_argument():
+    for given, error, text in [
+        ({"format": "int5"}, ValueError, "dct::compressed_sharders: format must be 'float32', "),
+        ({"format": 4}, TypeError, "dct::compressed_sharders: format must be a string or a"),
+        (
+            {"format": RowFormat(density=0.1)},
+            ValueError,
+            r"dct::compressed_sharders: format must be without a density: every entry is sent, got",
+        ),
+        ({"width": 64}, TypeError, "width"),
+    ]:
+        with pytest.raises(error, match=text):
+            compressed_sharders(**given)
