@@ -116,7 +116,8 @@ PROMISES = {
         wide_loads=2, wide_stores=1, in_flight={STREAMS: 2}, divides=True
     ),
     "row_quantize_wide_kernel": Promise(in_flight={LOADS: 4}, divides=True),
-    "row_dequantize_kernel": Promise(wide_stores=1, in_flight={LOADS: 8}),
+    # Up to 1,304 bytes of a warp's rows.
+    "row_dequantize_kernel": Promise(wide_loads=3, wide_stores=1, in_flight={STREAMS: 3}),
 }
 
 

@@ -7,7 +7,10 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
+
+#include "../../common/floats.h"
 
 namespace dct::cuda {
 
@@ -101,6 +104,18 @@ __device__ T warp_inclusive_sum(T value) {
     if (lane >= distance) value += below;
   }
   return value;
+}
+
+// round_to of the result of an arithmetic instruction. Its NaNs have the bits 0x7fffffff, which the
+// smaller of two integers replaces.
+template <typename Out>
+__device__ Out round_result(float x) {
+  const auto bits = static_cast<uint32_t>(min(__float_as_int(x), int{kFloat32Nan}));
+  if constexpr (sizeof(Out) == sizeof(float)) return bits_to_float(bits);
+  if constexpr (std::is_same_v<Out, BFloat16>) {
+    return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16)};
+  }
+  return round_to<Out>(x);
 }
 
 // Streamed data is used once and not again before it has left the caches, so it is marked

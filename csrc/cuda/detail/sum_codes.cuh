@@ -5,6 +5,7 @@
 // rank. Codes become floats by putting their bits below an exponent at which they are units.
 
 #include "entry_rows.cuh"
+#include "row_codes.cuh"
 
 namespace dct::cuda {
 
@@ -28,15 +29,6 @@ __device__ void take_sums(const float4* staging, RowEntries& x) {
     memcpy(x[v], &four, sizeof(four));
   }
 }
-
-// Makes 2^23 and a byte of a word. A permutation has room for one constant, which the compiler lets
-// be this number unless it comes from elsewhere; then every code's selector takes an instruction.
-struct UnitFloats {
-  uint32_t exponent = __shfl_sync(kFullWarp, 0x4b000000u, 0);
-  __device__ float operator()(uint32_t byte, uint32_t word) const {
-    return bits_to_float(__byte_perm(word, exponent, 0x7650 + byte));
-  }
-};
 
 // Sums of one row. float32, bfloat16, int8 and int4 codes are 8 to 1 vectors of 16 bytes a lane.
 template <PayloadFormat kFormat>
@@ -118,11 +110,11 @@ struct RowSums {
     } else if constexpr (kFormat == PayloadFormat::kBFloat16) {
       return bits_to_float(e == 0 ? word << 16 : word & 0xffff0000);
     } else if constexpr (kFormat == PayloadFormat::kInt8) {
-      return __fsub_rn(unit_float(e, word ^ 0x80808080), 8388608.0f + 128.0f);
+      return __fsub_rn(unit_float(e, word ^ 0x80808080), kUnit + 128.0f);
     } else {
       const uint32_t offset = word ^ 0x88888888;  // by 8
       const uint32_t nibbles = (e % 2 == 0 ? offset : offset >> 4) & 0x0f0f0f0f;
-      return __fsub_rn(unit_float(e / 2, nibbles), 8388608.0f + 8.0f);
+      return __fsub_rn(unit_float(e / 2, nibbles), kUnit + 8.0f);
     }
   }
 
@@ -213,7 +205,7 @@ struct RowSums<PayloadFormat::kTernary> {
   // integers are never halfway between two, so an error of their last bit is none of the integer.
   // The other products are exact, so that fused with a sum they round as if they were not.
   __device__ void add_byte(float with_unit, float scale, int entry) {
-    float number = fminf(__fsub_rn(with_unit, 8388608.0f + 121.0f), 121.0f);
+    float number = fminf(__fsub_rn(with_unit, kUnit + 121.0f), 121.0f);
 #pragma unroll
     for (int i = 0; i < 5 && entry + i < kScaled; ++i) {
       float digit = number;
