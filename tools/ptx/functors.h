@@ -31,7 +31,7 @@ T one_nan(T x) {
 }
 
 inline constexpr auto add = [](auto a, auto b) { return one_nan(a + b); };
-// Rounded towards zero: the nearest float, or the one before it where that is beyond the sum. The sum
+// Rounded towards zero: the nearest float, or the one before it if that is beyond the sum. The sum
 // in double and its error are the exact sum together.
 inline constexpr auto add_to_zero = [](float a, float b) {
   const double sum = double{a} + b, of_b = sum - a, error = (a - (sum - of_b)) + (b - of_b);

@@ -94,8 +94,7 @@ __device__ inline float mean_of_kept(const RowEntries& x, float inverse_unit, fl
   }
   // A power of two divides without rounding.
   constexpr float kShare = 1.0f / kScaled;
-  const uint32_t total =
-      reduce_groups(totals, added) - uint32_t{kScaled} * kUnitBitsOfZero;
+  const uint32_t total = reduce_groups(totals, added) - uint32_t{kScaled} * kUnitBitsOfZero;
   bound = __fmul_rn(0.75f, __fmul_rn(static_cast<float>(total), kShare));
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
