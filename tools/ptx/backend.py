@@ -1,7 +1,9 @@
 """The executor, and the backend "ptx-cuda": nvcc's PTX of the CUDA kernels, on CPU tensors."""
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -35,6 +37,8 @@ class Launches(NamedTuple):
 
 class Executor:
     """A library that `build` made."""
+
+    device = "cpu"
 
     def __init__(self, path):
         self._library = ctypes.CDLL(str(path))
@@ -121,13 +125,28 @@ def executor() -> Executor:
 # common/ops.h to its launcher; results are allocated here, poisoned.
 
 
+_libraries: list = []
+
+
+@contextlib.contextmanager
+def calling(library) -> Iterator[None]:
+    """The ops call this library instead of the executor; their results are not poisoned then."""
+    _libraries.append(library)
+    try:
+        yield
+    finally:
+        _libraries.pop()
+
+
 def _call(op: str, *fields) -> None:
-    executor().call(op, *fields)
+    (_libraries[-1] if _libraries else executor()).call(op, *fields)
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory that looks unlike any result, so that what a kernel forgets to write is seen, and that
     no kernel may read before it is written."""
+    if _libraries:
+        return torch.empty(shape, dtype=dtype, device=_libraries[-1].device)
     out = torch.empty(shape, dtype=dtype)
     out.view(torch.uint8).fill_(0xAB)
     out.is_poisoned = True
