@@ -57,6 +57,10 @@ VARIANTS = {
         ("**/mask_pack.cu", "kMinBlocks = 2;", "kMinBlocks = 4;"),
         ("**/mask_pack_scatter.cuh", "ScatterMinBlocks = 2;", "ScatterMinBlocks = 4;"),
     ),
+    "blocks of 4096": Variant(
+        ("scatter_unpack",),
+        (("**/scatter_unpack.cu", "Whole = Shape<8, 1, 3>;", "Whole = Shape<4, 4, 8>;"),),
+    ),
     "small tiles": of_mask_pack(("**/mask_pack.cu", "multiprocessors() ? 1 : 2", "0 ? 1 : 1")),
 }
 

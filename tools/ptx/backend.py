@@ -15,6 +15,7 @@ from dct_kernels.layout import QUANTIZED_CODES
 
 from . import build
 
+MULTIPROCESSORS = 132  # of an H100 and an H200
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -55,8 +56,12 @@ class Executor:
         self._on_device(op, lambda: getattr(self._library, op)(fields), arguments)
 
     def cut_as_of(self, times: int) -> None:
-        """Let mask_pack cut up tensors as it does those that are so many times as large."""
+        """Let ops cut up tensors as they do those that are so many times as large."""
         self._library.mask_pack_as_of(ctypes.c_int64(times))
+        self.have(max(MULTIPROCESSORS // times, 1))
+
+    def have(self, multiprocessors: int) -> None:
+        self._library.ptx_multiprocessors(ctypes.c_int64(multiprocessors))
 
     def load(self, text: str) -> None:
         """Add the kernels of a PTX text to those of the launchers."""

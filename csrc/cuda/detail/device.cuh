@@ -29,14 +29,13 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, s
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
-// Multiprocessors of the current device.
-inline int multiprocessors() {
-  int device = 0, count = 1;
-  if (cudaGetDevice(&device) == cudaSuccess) {
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  }
-  return count;
+// Of the current device, or 0.
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
 }
+inline int multiprocessors() { return max(device_attribute(cudaDevAttrMultiProcessorCount), 1); }
 
 // Lets a kernel use `bytes` of dynamic shared memory, and prefers shared memory to the L1 cache.
 // Asks the driver once per kernel and device.
