@@ -69,8 +69,8 @@ __device__ inline int largest_of_groups(const RowEntries& x) {
   return reduce_groups(tops, larger_magnitude);
 }
 
-// Puts the old residual in place of groups that are not sent: with codes of 0 it is what is left.
-// Few rows have such a group.
+// Replaces the entries of groups that are not sent, because one is not finite, by the old residual.
+// Their codes will be 0, so that the residual keeps it. Few rows have such a group.
 __device__ inline void keep_old(RowEntries& x, bool sent, const OldResidual& old) {
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
