@@ -11,7 +11,7 @@ template <typename Out>
 __device__ void write_row(const DequantizeSumArgs& args, int64_t begin, int length, bool aligned,
                           float factor, const RowEntries& sums) {
   store_row(static_cast<Out*>(args.out) + begin, length, aligned && length == kRow, sums,
-            [factor](float sum) { return round_to<Out>(__fmul_rn(factor, sum)); });
+            [factor](float sum) { return round_result<Out>(__fmul_rn(factor, sum)); });
 }
 
 // int4's sums leave registers for a third block; Blackwell's compiler would spill some.

@@ -76,7 +76,7 @@ __device__ void add(EntryCursor<kWarps> entries, int begin, float* sums) {
 // 0 + x has no negative zeros.
 template <typename Out>
 __device__ Out finish(float sum, float factor) {
-  return round_to<Out>(__fadd_rn(0.0f, __fmul_rn(factor, sum)));
+  return round_result<Out>(__fadd_rn(0.0f, __fmul_rn(factor, sum)));
 }
 
 // Writes a warp's elements, out[0, length). By one warp.

@@ -54,14 +54,18 @@ struct RangeTiles {
   }
 
   __device__ Tile locate(unsigned tile_index) const {
-    const unsigned after_full = tile_index - full_ranges * tiles_per_full;
-    unsigned range = full_ranges;  // the one that is cut short
-    if (tile_index < full_ranges * tiles_per_full) {
+    const unsigned in_full = full_ranges * tiles_per_full;
+    unsigned range, index;
+    if (tile_index < in_full) {
       range = tile_index / tiles_per_full;
-    } else if (after_full >= short_tiles) {
-      range += (short_tiles > 0) + (after_full - short_tiles);
+      index = tile_index % tiles_per_full;
+    } else if (tile_index - in_full < short_tiles) {
+      range = full_ranges;
+      index = tile_index - in_full;
+    } else {
+      range = full_ranges + (short_tiles > 0) + (tile_index - in_full - short_tiles);
+      index = 0;
     }
-    const unsigned index = tile_index - first_of(range);
     const Range bounds = bounds_of(range);
     Tile found;
     found.range = static_cast<int>(range);
