@@ -30,7 +30,6 @@ from bench.microbench.timing import take_turns
 DEFAULT, COPY = "default", "copy kernel"
 ROUNDS = 5
 SIZES = (2**28, 2**24, BUCKET, 2**20)
-STREAMING = ("mask_pack", "quantize_pack", "dequantize_sum", COPY)
 
 
 class Variant(NamedTuple):
@@ -40,11 +39,8 @@ class Variant(NamedTuple):
 
 def policy(load: str, store: str) -> Variant:
     """Other cache operators: https://docs.nvidia.com/cuda/parallel-thread-execution has them."""
-    return Variant(STREAMING, (("**/*.cu*", "__ldcs(", load), ("**/*.cu*", "__stcs(", store)))
-
-
-def of_mask_pack(*patches: tuple[str, str, str]) -> Variant:
-    return Variant(("mask_pack",), patches)
+    ops = ("mask_pack", "quantize_pack", "dequantize_sum", COPY)
+    return Variant(ops, (("**/*.cu*", "__ldcs(", load), ("**/*.cu*", "__stcs(", store)))
 
 
 VARIANTS = {
@@ -52,16 +48,20 @@ VARIANTS = {
     "load past L1": policy("__ldcg(", "__stwb("),
     "load .cs": policy("__ldcs(", "__stwb("),
     "store .cs": policy("__ldca(", "__stcs("),
-    "128 threads": of_mask_pack(
-        ("**/device.cuh", "constexpr int kThreads = 256,", "constexpr int kThreads = 128,"),
-        ("**/mask_pack.cu", "kMinBlocks = 2;", "kMinBlocks = 4;"),
-        ("**/mask_pack_scatter.cuh", "ScatterMinBlocks = 2;", "ScatterMinBlocks = 4;"),
+    "128 threads": Variant(
+        ("mask_pack",),
+        (
+            ("**/device.cuh", "constexpr int kThreads = 256,", "constexpr int kThreads = 128,"),
+            ("**/mask_pack*.cu*", "MinBlocks = 2;", "MinBlocks = 4;"),
+        ),
     ),
     "blocks of 4096": Variant(
         ("scatter_unpack",),
         (("**/scatter_unpack.cu", "Whole = Shape<8, 1, 3>;", "Whole = Shape<4, 4, 8>;"),),
     ),
-    "small tiles": of_mask_pack(("**/mask_pack.cu", "multiprocessors() ? 1 : 2", "0 ? 1 : 1")),
+    "small tiles": Variant(
+        ("mask_pack",), (("**/mask_pack.cu", "multiprocessors() ? 1 : 2", "0 ? 1 : 1"),)
+    ),
 }
 
 
@@ -80,12 +80,6 @@ class Library:
             raise RuntimeError(f"{op} returned cudaError_t {error}")
 
 
-def architecture() -> int | None:
-    """The GPU's, as 90."""
-    there = torch.cuda.is_available()
-    return int("{}{}".format(*torch.cuda.get_device_capability())) if there else None
-
-
 def patched(sources: Path, variant: Variant, folder: Path) -> Path:
     """A copy of the sources with every patch; an error names one whose text is not there."""
     shutil.copytree(sources, folder)
@@ -98,29 +92,27 @@ def patched(sources: Path, variant: Variant, folder: Path) -> Path:
     return folder
 
 
-def library(name: str, op: str) -> Path:
-    """What has the op's launcher: for the GPU, or the executor where there is none."""
+def library(name: str, op: str, gpu: int | None = None) -> Path:
+    """What has the op's launcher: for a GPU of this architecture, as 90, or the executor."""
     variant = VARIANTS.get(name, Variant((), ()))
     with tempfile.TemporaryDirectory() as folder:
         if op == COPY:
             source = patched(native.COPY.parent, variant, Path(folder, "copy")) / "copy.cu"
-            nvcc = [toolkit.nvcc(), f"-arch=sm_{architecture() or 90}", "-shared"]
-            made, process = cache.start(
-                [*nvcc, "-Xcompiler=-fPIC", source], source.read_bytes(), "copy.so"
-            )
+            nvcc = [toolkit.nvcc(), f"-arch=sm_{gpu or 90}", "-shared", "-Xcompiler=-fPIC", source]
+            made, process = cache.start(nvcc, source.read_bytes(), "copy.so")
             cache.finish(process)
             return made
         if name == DEFAULT:
-            return build.build(gpu=architecture())
+            return build.build(gpu=gpu)
         sources = patched(toolkit.CSRC, variant, Path(folder, "csrc"))
-        return build.build(sources, (op,), architecture())
+        return build.build(sources, (op,), gpu)
 
 
 def ops_of(op: str, path: Path, scratch: torch.Tensor) -> SimpleNamespace:
     """The op as a case calls it. The executor runs no copy kernel: to have built it is enough."""
     if op == COPY:
         return SimpleNamespace(copy=ctypes.CDLL(str(path)).native_copy)
-    called = Library(path, scratch) if architecture() else backend.Executor(path)
+    called = Library(path, scratch) if scratch.is_cuda else backend.Executor(path)
 
     def run(*arguments):
         with backend.calling(called):
@@ -183,15 +175,15 @@ def main() -> None:
     names = args.only.split(",")
     if unknown := sorted(set(names) - set(VARIANTS)):
         parser.error(f"--only must name variants ({', '.join(VARIANTS)}), got {','.join(unknown)}")
-    if args.device == "cuda" and architecture() is None:
-        raise SystemExit("no GPU: torch.cuda.is_available() is False")
+    cuda = args.device == "cuda"
+    gpu = int("{}{}".format(*torch.cuda.get_device_capability())) if cuda else None
     args.out.mkdir(parents=True, exist_ok=True)
-    scratch = torch.empty(2**29 if args.device == "cuda" else 0, device=args.device)
+    scratch = torch.empty(2**29 if cuda else 0, device=args.device)
     pairs = [(name, op) for name in names for op in VARIANTS[name].ops]
     pairs = [*((DEFAULT, op) for op in dict.fromkeys(op for _, op in pairs)), *pairs]
-    build.build(gpu=architecture())  # what all libraries share
+    build.build(gpu=gpu)  # what all libraries share
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        made = dict(zip(pairs, pool.map(lambda pair: library(*pair), pairs), strict=True))
+        made = dict(zip(pairs, pool.map(lambda pair: library(*pair, gpu), pairs), strict=True))
     content = {"provenance": provenance.describe(), "results": (found := [])}
     for op in dict.fromkeys(op for _, op in pairs):
         ops = {name: ops_of(op, path, scratch) for (name, of), path in made.items() if of == op}

@@ -21,7 +21,7 @@ def test_every_patch_replaces_text_and_a_wrong_one_is_refused(tmp_path):
         for where, old, new in variant.patches:
             left = [path.read_text().count(old) for path in folder.glob(where)]
             assert sum(left) == 0 or old == new
-    wrong = variants.of_mask_pack(("**/mask_pack.cu", "no such text", ""))
+    wrong = variants.Variant((), (("**/mask_pack.cu", "no such text", ""),))
     with pytest.raises(
         ValueError, match=r"must replace a text of .*mask_pack.cu, got 'no such text'"
     ):
