@@ -98,18 +98,14 @@ struct NarrowRow {
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
         const float magnitude = fabsf(__fmul_rn(x[v][e], inverse_unit));
-        if (kBound && !(magnitude > bound)) continue;
-        total += unit_bits(magnitude);
-        ++kept;
+        const bool keep = !kBound || magnitude > bound;
+        total += unit_bits(keep ? magnitude : 0.0f);
+        kept += keep;
       }
     }
-    total = reduced(kBound ? 2 : 1, total, sum<uint32_t>);
-    if constexpr (kBound) {
-      kept = reduced(3, kept, sum<uint32_t>);
-      return mean_of(total - kept * kUnitBitsOfZero, kept);
-    }
-    return mean_of(total - static_cast<uint32_t>(Shape::kColumns) * kUnitBitsOfZero,
-                   static_cast<uint32_t>(width));
+    total = reduced(kBound ? 2 : 1, total, sum<uint32_t>) -
+            static_cast<uint32_t>(Shape::kColumns) * kUnitBitsOfZero;
+    return mean_of(total, kBound ? reduced(3, kept, sum<uint32_t>) : static_cast<uint32_t>(width));
   }
 
   // Quantizes the row: its codes and scale, packed into `out`.

@@ -42,30 +42,31 @@ struct EntryCursor {
 
 // Adds the entries of a warp's elements in rank order to the sums of positions from `begin` on.
 // Several groups of 32 are loaded before the first is added, to hide latency; values are converted
-// where they are added, because a conversion waits for its load. By one warp.
+// and positions counted from `begin` where they are added, because either waits for its load. By
+// one warp.
 template <typename Value, int kWarps>
 __device__ void add(EntryCursor<kWarps> entries, int begin, float* sums) {
   const int lane = lane_index();
   while (!entries.at_end()) {
-    int at[Policy::kInFlight];
+    int position[Policy::kInFlight];
     Value value[Policy::kInFlight][1];
 #pragma unroll
     for (int q = 0; q < Policy::kInFlight; ++q) {
-      at[q] = -1;
+      position[q] = -1;
       if (entries.at_end()) continue;
       const int entry = entries.first + lane;
       if (entry < entries.end()) {
-        uint16_t position[1];
-        stream_in(entries.from().positions + entry, position);
+        uint16_t read[1];
+        stream_in(entries.from().positions + entry, read);
         stream_in(reinterpret_cast<const Value*>(entries.from().values) + entry, value[q]);
-        at[q] = position[0] - begin;
+        position[q] = read[0];
       }
       entries.next();
     }
 #pragma unroll
     for (int q = 0; q < Policy::kInFlight; ++q) {
-      if (at[q] >= 0) {
-        float& sum = sums[at[q]];
+      if (position[q] >= 0) {
+        float& sum = sums[position[q] - begin];
         sum = __fadd_rn(sum, to_float(value[q][0]));
       }
       __syncwarp();
