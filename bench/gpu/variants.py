@@ -29,7 +29,6 @@ from bench.microbench.timing import take_turns
 
 DEFAULT, COPY = "default", "copy kernel"
 ROUNDS = 5
-SIZES = (2**28, 2**24, BUCKET, 2**20)
 
 
 class Variant(NamedTuple):
@@ -122,8 +121,7 @@ def ops_of(op: str, path: Path, scratch: torch.Tensor) -> SimpleNamespace:
 
 
 def chosen(op: str, device: str, scale: int) -> Iterator[Case]:
-    """Made one at a time: each holds its buffers."""
-    for numel in (size // scale for size in SIZES):
+    for numel in (size // scale for size in (2**28, 2**24, BUCKET, 2**20)):
         if op == "mask_pack":
             yield cases.mask_pack(device, numel, 0.01, F32, F32, False)
             yield cases.mask_pack(device, numel, 0.01, F32, BF16, False)
