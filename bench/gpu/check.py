@@ -24,6 +24,7 @@ class Stage(NamedTuple):
     limit: float  # in seconds
     what: str
     command: tuple[str, ...]  # OUT and PYTHON stand for the folder of results and the interpreter
+    dry: tuple[str, ...] = ()  # options with which it runs where there is no GPU
 
 
 def program(name: str, *options: str) -> tuple[str, ...]:
@@ -44,27 +45,55 @@ def sanitized(tool: str) -> tuple[str, ...]:
     return command + conformance("cuda and agree", tests="/test_determinism.py")
 
 
+COLLECT = ("-k", "ptx-cuda", "--collect-only", "-q")
+SMALL = ("--device", "cpu", "--scale", "65536")
+DRY_SLOWER = 20  # a CPU that other work may share
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_sectors_op_write.sum")
+METRICS += ("smsp__inst_executed_pipe_alu.sum", "gpu__time_duration.sum")
 COUNTERS = ("ncu", "--clock-control", "none", "--profile-from-start", "off")
 for section in ("SpeedOfLight", "MemoryWorkloadAnalysis", "SchedulerStats", "WarpStateStats"):
     COUNTERS += ("--section", section)
+COUNTERS += ("--metrics", ",".join(METRICS))
 COUNTERS += program("profile_ops", "--once")
 # The most telling first. Processes share the GPU; those of Triton mostly compile.
 STAGES = (
     Stage("environment", 30, "versions of everything; the GPU's clocks", program("environment")),
     Stage("build", 120, "the extension, in place; the kernels of peers", program("build")),
-    Stage("mask_pack", 60, "CUDA against the oracle", conformance("cuda and mask_pack", 6)),
+    Stage(
+        "mask_pack", 60, "CUDA against the oracle", conformance("cuda and mask_pack", 6), COLLECT
+    ),
     Stage("ops", 120, "all other ops, likewise", conformance("cuda and not mask_pack", 6)),
     Stage("time", 110, "beside a copy of the bytes, and peers; targets", program("time_ops")),
-    Stage("step", 80, "the ops of a training step; DDP, hook or none", program("step")),
+    Stage(
+        "step",
+        80,
+        "the ops of a training step; DDP, hook or none",
+        program("step"),
+        ("--device", "cpu", "--tiny"),
+    ),
     Stage("profile", 40, "time of every kernel by itself", program("profile_ops")),
-    Stage("counters", 40, "the GPU's counters of the same calls, by ncu", COUNTERS),
+    Stage("counters", 40, "the GPU's counters of the same calls, by ncu", COUNTERS, SMALL),
     Stage("memcheck", 40, "every op under compute-sanitizer", sanitized("memcheck")),
     Stage("racecheck", 40, "likewise", sanitized("racecheck")),
     Stage("behavior", 60, "CUDA graphs, streams, torch.compile, opcheck", program("behavior")),
     Stage("layer", 80, "hooks, averager, rows: NCCL alone, gloo in pairs", program("layer")),
     Stage("triton", 150, "Triton's kernels against the oracle", conformance("triton", 12)),
+    Stage(
+        "variants", 150, "kernels that only a GPU can decide between", program("variants"), SMALL
+    ),
+    Stage(
+        "sizes",
+        60,
+        "buckets around 25 MiB; owners",
+        program("time_ops", "--sizes", "--light"),
+        SMALL,
+    ),
+    Stage("light", 70, "as time, our kernels alone", program("time_ops", "--light"), SMALL),
     Stage("large", 30, "more than 2^31 elements", program("large")),
 )
+# What decides about kernels, in ten minutes.
+PLAN = ("environment", "build", "mask_pack", "variants", "counters", "sizes", "step", "light")
+PLAN += ("memcheck", "racecheck")
 
 EPILOG = """\
 stages, in this order, each with its limit in seconds:
@@ -83,8 +112,13 @@ Needs torch >= 2.11 for CUDA, nvcc, numpy, rich, pytest and hypothesis; uses pyt
 ncu and compute-sanitizer where they are. Installs nothing, uses no network, and changes no setting
 of the GPU.
 
+--stages plan stands for {plan}.
+With --dry-run stages run on the CPU, at small sizes or, if they need a GPU, no further than their
+imports: a mistyped argument fails there and not on a GPU.
+
 examples:
   python bench/gpu/check.py out
+  python bench/gpu/check.py out --stages plan --limit 595
   python bench/gpu/check.py out --stages build,mask_pack,time      after a change of mask_pack
 """
 
@@ -96,6 +130,7 @@ def environment() -> dict[str, str]:
         str(ROOT),
         str(ROOT / "python"),
         str(ROOT / "tests"),
+        str(ROOT / "tools"),
         own.get("PYTHONPATH", ""),
     ]
     tools = [str(Path(sys.executable).parent), own["PATH"], "/usr/local/cuda/bin"]
@@ -103,6 +138,18 @@ def environment() -> dict[str, str]:
     own["PATH"] = os.pathsep.join(tools)
     own["PYTHONUNBUFFERED"] = "1"
     return own
+
+
+def dry(stage: Stage) -> Stage:
+    """The stage without a GPU and without CUDA's tools."""
+    command = stage.command[stage.command.index("PYTHON") :]
+    if command[2] == "pytest":
+        command += COLLECT
+    elif stage.dry:
+        command += stage.dry
+    else:
+        command = ("PYTHON", "-c", f"import {command[2]}")
+    return stage._replace(command=command, limit=DRY_SLOWER * stage.limit)
 
 
 def run_stage(stage: Stage, out: Path, limit: float) -> dict[str, object]:
@@ -165,22 +212,28 @@ def run(stages: Sequence[Stage], out: Path, limit: float) -> int:
 
 def main() -> None:
     names = [stage.name for stage in STAGES]
+    usual = ",".join(name for name in names if name not in ("variants", "sizes", "light"))
     listed = [f"  {stage.name:12} {stage.limit:4} {stage.what}" for stage in STAGES]
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog=EPILOG.format(stages="\n".join(listed)),
+        epilog=EPILOG.format(stages="\n".join(listed), plan=",".join(PLAN)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
-    parser.add_argument("--stages", metavar="A,B", default=",".join(names), help="only these")
+    parser.add_argument("--stages", metavar="A,B", default=usual, help="only these")
     limit = "seconds after which the stage at work is stopped and no other begins (default: 575)"
     parser.add_argument("--limit", type=float, default=575, metavar="S", help=limit)
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU: check the commands")
     args = parser.parse_args()
-    asked = args.stages.split(",")
+    asked = PLAN if args.stages == "plan" else args.stages.split(",")
     if unknown := set(asked) - set(names):
         parser.error(f"--stages must name stages, got {','.join(sorted(unknown))}; --help has them")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the stage at work, too
     chosen = [stage for stage in STAGES if stage.name in asked]
+    if args.stages == "plan":
+        chosen.sort(key=lambda stage: PLAN.index(stage.name))
+    if args.dry_run:
+        chosen = [dry(stage) for stage in chosen]
     try:
         failed = run(chosen, args.out.resolve(), args.limit)
     except KeyboardInterrupt:

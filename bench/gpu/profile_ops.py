@@ -17,6 +17,7 @@ from bench.cli import exit_status
 from bench.gpu.common import BF16, F32, gpu_backends, report
 from bench.microbench import cases
 from bench.microbench.cases import Case
+from dct_kernels.testing import backends
 
 NUMEL, ROWS, CALLS = 2**26, 65536, 4
 
@@ -57,6 +58,8 @@ def times(case: Case, ops: SimpleNamespace) -> dict[str, float]:
 def once(case: Case, ops: SimpleNamespace) -> None:
     case.run(ops, 0)  # loads the module
     case.reset(0)
+    if ops.device == "cpu":
+        return
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     case.run(ops, 0)
@@ -68,12 +71,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--once", action="store_true", help="measure nothing")
+    parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this")
+    cpu = "call the eager ops once, with no profiler"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help=f"cpu: {cpu}")
     args = parser.parse_args()
-    ops, found = gpu_backends()["cuda"], []
+    ops, found = gpu_backends()["cuda"] if args.device == "cuda" else backends()["eager"], []
     content = {"provenance": provenance.describe(), "calls": found}
     torch.manual_seed(0)
-    for case in chosen("cuda"):
-        if args.once:
+    for case in chosen(args.device, args.scale):
+        if args.once or args.device == "cpu":
             once(case, ops)
             continue
         found.append({"op": case.op, "case": case.detail, "us": times(case, ops)})
@@ -82,7 +88,7 @@ def main() -> None:
             print(f"  {us:9.1f} us  {kernel}", flush=True)
         files.write_json(args.out / "profile.json", content)
     kernels = sum(len(result["us"]) for result in found)
-    failures = [] if kernels or args.once else ["torch.profiler saw no kernel"]
+    failures = [] if kernels or not found else ["torch.profiler saw no kernel"]
     report(failures, f"{kernels} kernels and memory sets in {len(found)} calls")
 
 

@@ -184,7 +184,7 @@ def main() -> None:
 
     for sent in DENSITIES + FORMATS:
         for ranks in RANKS:
-            numel = 100_000 if args.tiny else NUMEL
+            numel = 2_000 if args.tiny else NUMEL
             keep("ops", step_of_ops(numel, sent, ranks, args.device))
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

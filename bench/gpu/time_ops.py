@@ -1,8 +1,8 @@
 """Time every op beside a copy of the same bytes and beside peers; compare with the targets.
 
 Cases and timing are those of bench/kernels.py, the most important first. Up to a bucket of 25 MB
-every case is timed twice: called, and replayed from a CUDA graph. time.json is written after every
-case; times and targets are printed.
+every case is timed twice: called, and replayed from a CUDA graph. time.json (sizes.json) is written
+after every case; times and targets are printed.
 """
 
 import argparse
@@ -51,12 +51,12 @@ FASTER_THAN = {"topk": 20, "dgc": 5, "triton": 1}
 SAMPLING = 0.03  # most of mask_pack's time
 
 
-def chosen(device: str, scale: int) -> Iterator[Case]:
+def chosen(device: str, scale: int, peers: bool = True) -> Iterator[Case]:
     """Made one at a time: each holds its buffers. All sizes are divided by `scale`."""
     rows, sweep = ROWS // scale, 2**26 // scale
-    yield from one_dimensional(device, LARGEST // scale)
+    yield from one_dimensional(device, LARGEST // scale, peers)
     for width in (64, 128, 256, 512, 1024):
-        yield cases.row_pack(device, rows, width, 0.05, True)
+        yield cases.row_pack(device, rows, width, 0.05, peers)
         yield cases.row_pack(device, rows, width, 0.05, False, BF16)
         yield cases.row_unpack(device, rows, width, 0.05, False)
         for format in FORMATS:
@@ -64,7 +64,7 @@ def chosen(device: str, scale: int) -> Iterator[Case]:
             yield cases.row_dequantize(device, rows, width, format, False)
     yield cases.row_pack(device, rows, 256, 0.1, False)
     for numel in (2**24, BUCKET, 2**20):
-        yield from one_dimensional(device, numel // scale)
+        yield from one_dimensional(device, numel // scale, peers)
     for numel in (sweep, BUCKET // scale):
         yield cases.mask_pack(device, numel, 0.01, F32, BF16, False, cases.RANGES)
     for density in (NOTHING, 0.001, 0.1, EVERYTHING):
@@ -73,26 +73,42 @@ def chosen(device: str, scale: int) -> Iterator[Case]:
     yield cases.mask_pack(device, sweep, 0.01, F32, F32, False, misaligned=True)
 
 
-def one_dimensional(device: str, numel: int) -> Iterator[Case]:
+def bucket_sizes(device: str, scale: int) -> Iterator[Case]:
+    """Around 25 MiB, where the last blocks of a grid may take as long as all others; and the part
+    of a bucket that one of 64 ranks owns.
+    """
+    for blocks in range(372, 429, 7):  # three of scatter_unpack's per multiprocessor are 396
+        numel = 2**14 * blocks // scale
+        yield cases.mask_pack(device, numel, 0.01, F32, F32, False)
+        yield cases.scatter_unpack(device, numel, 0.01, 2)
+        yield cases.quantize_pack(device, numel, F32, "int4", False)
+        yield cases.dequantize_sum(device, numel, "int4", 2)
+    owned = BUCKET // 64 // scale
+    yield cases.scatter_unpack(device, owned, 0.01, 64)
+    for format in ("int4", "ternary"):
+        yield cases.dequantize_sum_pack(device, owned, format, 64)
+
+
+def one_dimensional(device: str, numel: int, peers: bool) -> Iterator[Case]:
     for grad, values in GRADS:
-        yield cases.mask_pack(device, numel, 0.01, grad, values, True)
+        yield cases.mask_pack(device, numel, 0.01, grad, values, peers)
     for most in (PICKS, cases.SAMPLES):
         yield cases.sample_threshold(device, numel, 0.01, most=most)
     for ranks in (2, 8, 64):
         yield cases.scatter_unpack(device, numel, 0.01, ranks)
     for format in QUANTIZED_CODES:
         for grad in (F32, BF16):
-            yield cases.quantize_pack(device, numel, grad, format, True)
+            yield cases.quantize_pack(device, numel, grad, format, peers)
         for ranks in (2, 8):
             yield cases.dequantize_sum(device, numel, format, ranks)
         yield cases.dequantize_sum_pack(device, numel, format, 4)
 
 
-def measure(case: Case, device: str) -> Iterator[dict]:
+def measure(case: Case, device: str, light: bool) -> Iterator[dict]:
     """Called; and, where launching takes longer than running, replayed from a CUDA graph."""
     for graphs in (False, True) if device == "cuda" and case.numel <= BUCKET else (False,):
         options = argparse.Namespace(device=device, rounds=ROUNDS, graphs=graphs)
-        result = kernels.measure(case, options) | {"graphs": graphs}
+        result = kernels.measure(case, options, light=light) | {"graphs": graphs}
         with contextlib.suppress(ImportError, RuntimeError, AssertionError):  # no NVML, no GPU
             result["sm_mhz"] = torch.cuda.clock_rate()
         print(line(row(result)), "in a graph" if graphs else "", flush=True)
@@ -132,6 +148,8 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--seconds", type=float, default=95, help="begin no case after so long")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--light", action="store_true", help="without eager, Triton and peers")
+    parser.add_argument("--sizes", action="store_true", help="buckets of nine sizes, and owners")
     parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this")
     args = parser.parse_args()
     if args.device == "cuda":
@@ -140,16 +158,18 @@ def main() -> None:
     start, results, failures, said = time.monotonic(), [], [], ""
     content = {"torch": torch.__version__, "provenance": provenance.describe(), "results": results}
     print(HEADER)
-    for case in chosen(args.device, args.scale):
+    name = "sizes.json" if args.sizes else "time.json"
+    scaled = (args.device, args.scale)
+    for case in bucket_sizes(*scaled) if args.sizes else chosen(*scaled, not args.light):
         if time.monotonic() - start > args.seconds:
             said = f"; stopped after {args.seconds:.0f} s, the rest is not measured"
             break
         try:
-            results += measure(case, args.device)
+            results += measure(case, args.device, args.light)
         except (RuntimeError, SystemExit) as error:  # wrong, or out of memory: the next one
             failures.append(str(error).splitlines()[0])
             print(failures[-1], flush=True)
-        files.write_json(args.out / "time.json", content)
+        files.write_json(args.out / name, content)
         del case  # before the next one is made
     targets = sorted(judged(results), reverse=True)  # the ones that are not met come last
     print()

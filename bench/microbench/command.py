@@ -49,14 +49,19 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def measure(case: Case, options: argparse.Namespace, is_first_look: bool = False) -> dict:
+def measure(
+    case: Case, options: argparse.Namespace, is_first_look: bool = False, light: bool = False
+) -> dict:
     """Times of everything that is compared, after its results have been checked.
 
     In a first look, eager is timed only if it is the only backend, and a slow machine runs fewer
-    rounds.
+    rounds. A light measurement times our fastest backend and the copies, and checks no results.
     """
     backends = cases.backends(options.device)
-    _check(case, backends)
+    if light:
+        backends = dict([list(backends.items())[min(1, len(backends) - 1)]])
+    else:
+        _check(case, backends)
     calls: dict[str, Callable] = copies(case, options.device)
     for name, ops in backends.items():
         if name != "eager" or not is_first_look or len(backends) == 1:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import cpp_extension
 
 SOURCE = Path(__file__).parent / "native.cu"
+COPY = SOURCE.with_name("copy.cu")  # which it includes
 
 
 @functools.cache
@@ -81,7 +82,7 @@ def _library() -> ctypes.CDLL:
     nvcc = Path(cpp_extension.CUDA_HOME, "bin", "nvcc").resolve()
     command = [str(nvcc), "-O3", "-std=c++17", f"-arch=sm_{major}{minor}", "-shared"]
     command += ["-Xcompiler", "-fPIC", str(SOURCE)]
-    made_of = " ".join(command).encode() + SOURCE.read_bytes()
+    made_of = " ".join(command).encode() + SOURCE.read_bytes() + COPY.read_bytes()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dct_microbench")
     library = cache / f"native-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     if not library.exists():

@@ -11,7 +11,7 @@ template <typename Out>
 __device__ void write_row(const DequantizeSumArgs& args, int64_t begin, int length, bool aligned,
                           float factor, const RowEntries& sums) {
   store_row(static_cast<Out*>(args.out) + begin, length, aligned && length == kRow, sums,
-            [factor](float sum) { return round_to<Out>(__fmul_rn(factor, sum)); });
+            [factor](float sum) { return round_result<Out>(__fmul_rn(factor, sum)); });
 }
 
 // int4's sums leave registers for a third block; Blackwell's compiler would spill some.
@@ -25,11 +25,11 @@ constexpr int kMinBlocks = kFormat == PayloadFormat::kInt4 ? kInt4MinBlocks : kS
 
 template <PayloadFormat kFormat>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<kFormat>)
-    dequantize_sum_kernel(DequantizeSumArgs args, RangeTiles blocks, bool aligned) {
+    dequantize_sum_kernel(DequantizeSumArgs args, RangeTiles blocks, bool split, bool aligned) {
   __shared__ SumShared shared;
   extern __shared__ __align__(16) float4 staging[];
   const RankPayloads payloads = {args.payloads, args.ranks, args.ranges, args.nbytes, args.status};
-  prefetch_rows<kFormat>(payloads, blocks.locate(blockIdx.x));
+  prefetch_rows<kFormat>(payloads, blocks.locate(block_index<kFormat>(split)));
   const auto write = [&](int row, const RowEntries& sums, float4*) {
     const int64_t begin = shared.block.bounds.begin + row * kRow;
     const int length = static_cast<int>(min(shared.block.bounds.end - begin, kRow));
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kFormat>)
         return write_row<float>(args, begin, length, aligned, factor, sums);
     }
   };
-  sum_rows<kFormat>(payloads, blocks, shared, staging, write);
+  sum_rows<kFormat>(payloads, blocks, split, shared, staging, write);
 }
 
 }  // namespace

@@ -34,7 +34,8 @@ __device__ void add_residual(const float* residual, int length, bool whole, floa
 
 template <PayloadFormat kFormat>
 __global__ void __launch_bounds__(kThreads, kSumMinBlocks)
-    dequantize_sum_pack_kernel(DequantizeSumPackArgs args, RangeTiles blocks, bool aligned) {
+    dequantize_sum_pack_kernel(DequantizeSumPackArgs args, RangeTiles blocks, bool split,
+                               bool aligned) {
   __shared__ SumShared shared;
   extern __shared__ __align__(16) float4 staging[];
   const RankPayloads payloads = {args.payloads, args.ranks, 1, args.nbytes_in, args.status};
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, kSumMinBlocks)
                       reinterpret_cast<uint8_t*>(staged));
     store_row(residual, length, whole, x);
   };
-  sum_rows<kFormat>(payloads, blocks, shared, staging, pack);
+  sum_rows<kFormat>(payloads, blocks, split, shared, staging, pack);
 }
 
 }  // namespace

@@ -82,15 +82,34 @@ __device__ void load_words(const T* row, int width, bool aligned, uint32_t (&wor
   }
 }
 
-template <typename T, int kLanes, int kWords>
-__device__ TopK select_top_k(const uint32_t (&words)[kWords], int k) {
-  using Keys = RowKeys<T>;
+// Narrows [low, high) until it holds one key, or exactly k keys reach `high`: then only keys above
+// `low` are selected. Invariant: at least k keys reach `low`, and `above` < k keys reach `high`.
+template <typename Keys, int kLanes, int kWords>
+__device__ void bisect(const uint32_t (&words)[kWords], int k, int& low, int& high, int& above) {
+  while (true) {
+    const bool open = high - low > 1;
+    if (!__any_sync(kFullWarp, open)) return;
+    const int middle = low + (high - low) / 2;
+    const int count = Group<kLanes>::sum(Keys::count(words, middle));
+    if (!open) continue;  // other rows of the warp still search
+    if (count > k) {
+      low = middle;
+    } else {
+      high = middle;
+      above = count;
+      if (count == k) low = middle - 1;
+    }
+  }
+}
+
+// The same, from bounds of its own.
+template <typename Keys, int kLanes, int kWords>
+__device__ void search(const uint32_t (&words)[kWords], int k, int& low, int& high, int& above) {
   int largest[kKeyGroups];  // per group of a lane's keys
   Keys::largest(words, largest);
-  // Invariant: count(keys >= low) >= k and count(keys >= high) == above < k. The initial low is the
-  // least of all groups' largest keys, which at least one key per group reaches. The larger the
-  // groups, the higher it is; but there must be more than k groups, since the search would end late
-  // at a low that exactly k keys reach.
+  // The initial low is the least of all groups' largest keys, which at least one key per group
+  // reaches. The larger the groups, the higher it is; but there must be more than k groups, since
+  // the search would end late at a low that exactly k keys reach.
   int least = 0;
 #pragma unroll
   for (int groups = kKeyGroups; groups > 0; groups /= 2) {
@@ -106,20 +125,27 @@ __device__ TopK select_top_k(const uint32_t (&words)[kWords], int k) {
   }
   const auto smaller = [](int a, int b) { return min(a, b); };
   const auto larger = [](int a, int b) { return max(a, b); };
-  int low = min(Group<kLanes>::reduce(least, smaller), Keys::kInfinity);
-  int high = min(Group<kLanes>::reduce(largest[0], larger), Keys::kInfinity) + 1;
-  int above = 0;
-  for (bool open; open = high - low > 1, __any_sync(kFullWarp, open);) {
-    const int middle = low + (high - low) / 2;
-    const int count = Group<kLanes>::sum(Keys::count(words, middle));
-    if (!open) continue;  // other rows of the warp still search
-    if (count > k) {
-      low = middle;
-    } else {
-      high = middle;
-      above = count;
-      if (count == k) low = middle - 1;  // found: only keys above `low` are selected
-    }
+  low = min(Group<kLanes>::reduce(least, smaller), Keys::kInfinity);
+  high = min(Group<kLanes>::reduce(largest[0], larger), Keys::kInfinity) + 1;
+  above = 0;
+  bisect<Keys, kLanes>(words, k, low, high, above);
+}
+
+template <typename T, int kLanes, int kWords>
+__device__ TopK select_top_k(const uint32_t (&words)[kWords], int k) {
+  using Keys = RowKeys<T>;
+  int low, high, above;
+  if constexpr (Keys::kPerWord == 2) {
+    search<Keys, kLanes>(words, k, low, high, above);
+  } else {
+    // First by the upper halves of the keys, two per word, which often suffice.
+    uint32_t halves[kWords / 2];
+#pragma unroll
+    for (int j = 0; j < kWords / 2; ++j) halves[j] = Keys::halves(words[2 * j], words[2 * j + 1]);
+    search<RowKeys<BFloat16>, kLanes>(halves, k, low, high, above);
+    high = min(high << 16, Keys::kInfinity + 1);
+    low = above == k ? high - 1 : low << 16;
+    bisect<Keys, kLanes>(words, k, low, high, above);
   }
   return {low, k - above};
 }

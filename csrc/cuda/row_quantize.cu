@@ -1,8 +1,8 @@
 // row_quantize.cu -- rows to codes of few bits.
 //
-// A narrow row is held in registers by 4, 8, 16 or 32 lanes. Its codes are staged in shared memory,
-// one per byte, packed there, and copied out by vectors for the whole block, since rows have no
-// alignment. A wide row is read in several passes by a block, all but the first from the cache.
+// A narrow row is held in registers by 4 to 64 lanes. Its codes are packed in shared memory, and
+// copied out by vectors for the whole block, since rows have no alignment. A wide row is read in
+// several passes by a block, all but the first from the cache.
 #include "detail/device.cuh"
 #include "detail/row_codes.cuh"
 #include "detail/row_quantize_wide.cuh"
@@ -12,117 +12,182 @@ namespace dct::cuda {
 namespace {
 
 struct Policy {
-  // Blocks per multiprocessor: 64 registers are enough for 16 columns per lane, not for 32.
-  static constexpr int min_blocks(int columns) { return columns <= 16 ? 4 : 2; }
   static constexpr int kVectorBytes = 16;
+  // Columns per lane, and blocks per multiprocessor. Ternary and sign reduce a row of 1,024 more
+  // often, and by fewer lanes with fewer instructions; int8 and int4 wait for memory.
+  static constexpr int kColumns = 16, kManyColumns = 32;
+  static constexpr int min_blocks(int columns) { return columns == kColumns ? 4 : 2; }
 };
 
-template <typename T, int kLanes, int kVectors>
+// Five trits or eight signs, which share a byte, are codes of several lanes: these are staged.
+template <RowFormat kFormat>
+constexpr bool kIsStaged = kFormat == RowFormat::kTernary || kFormat == RowFormat::kSign;
+
+template <typename T, int kLanes, int kLaneColumns>
 struct Shape {
   static constexpr int kElementsPerVector = Policy::kVectorBytes / sizeof(T);
+  static constexpr int kVectors = kLaneColumns / kElementsPerVector;
   static constexpr int kRows = kThreads / kLanes;
-  static constexpr int kColumns = kLanes * kVectors * kElementsPerVector;
+  static constexpr int kColumns = kLanes * kLaneColumns;
   static_assert(kColumns <= kUnitsInWord, "sums fit 32 bits");
 
   struct Shared {
     alignas(16) uint8_t codes[kRows][kColumns];
     alignas(16) uint8_t out[kRows * (kColumns + kScaleBytes) + Policy::kVectorBytes];
+    uint32_t halves[4][kWarps];  // of the reductions of a row, where it has two warps
   };
 };
 
-// Zero past the width. All loads are issued before the first value is used.
-template <typename T, int kLanes, int kVectors, int kElementsPerVector>
-__device__ void load_row(const T* row, int width, int lane, bool aligned,
-                         float (&x)[kVectors][kElementsPerVector]) {
-  T loaded[kVectors][kElementsPerVector] = {};
-  const auto column = [lane](int j) { return (j * kLanes + lane) * kElementsPerVector; };
-  if (aligned) {
+// A row in the registers of kLanes lanes, those of one warp or of two.
+template <typename T, int kLanes, int kLaneColumns>
+struct NarrowRow {
+  using Shape = Shape<T, kLanes, kLaneColumns>;
+  static constexpr int kVectors = Shape::kVectors, kElements = Shape::kElementsPerVector;
+
+  typename Shape::Shared& shared;
+  int width;
+  int lane = thread_index() % kLanes;
+  float x[kVectors][kElements] = {};
+
+  __device__ int column(int vector) const { return (vector * kLanes + lane) * kElements; }
+
+  // Zero past the width. All loads are issued before the first value is used.
+  __device__ void load(const T* row, bool aligned) {
+    T loaded[kVectors][kElements] = {};
+    if (aligned) {
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      if (column(j) < width) stream_in(row + column(j), loaded[j]);
+      for (int v = 0; v < kVectors; ++v) {
+        if (column(v) < width) stream_in(row + column(v), loaded[v]);
+      }
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+          if (column(v) + e < width) loaded[v][e] = row[column(v) + e];
+        }
+      }
     }
-  } else {
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
+    for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-      for (int e = 0; e < kElementsPerVector; ++e) {
-        if (column(j) + e < width) loaded[j][e] = row[column(j) + e];
+      for (int e = 0; e < kElements; ++e) x[v][e] = to_float(loaded[v][e]);
+    }
+  }
+
+  // Reduction over the row. Each of a thread has an index of its own.
+  template <typename Value, typename Operation>
+  __device__ Value reduced(int index, Value value, Operation operation) {
+    value = reduce<(kLanes < kWarpSize ? kLanes : kWarpSize)>(value, operation);
+    if constexpr (kLanes > kWarpSize) {
+      static_assert(kLanes == 2 * kWarpSize);
+      const int warp = warp_index();
+      if (lane_index() == 0) shared.halves[index][warp] = static_cast<uint32_t>(value);
+      __syncthreads();
+      value = operation(value, static_cast<Value>(shared.halves[index][warp ^ 1]));
+    }
+    return value;
+  }
+
+  // The mean magnitude in units; with kBound, of the magnitudes above `bound`.
+  template <bool kBound>
+  __device__ float mean_magnitude(float inverse_unit, float bound) {
+    uint32_t total = 0, kept = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        const float magnitude = fabsf(__fmul_rn(x[v][e], inverse_unit));
+        const bool keep = !kBound || magnitude > bound;
+        total += unit_bits(keep ? magnitude : 0.0f);
+        kept += keep;
+      }
+    }
+    total = reduced(kBound ? 2 : 1, total, sum<uint32_t>) -
+            static_cast<uint32_t>(Shape::kColumns) * kUnitBitsOfZero;
+    return mean_of(total, kBound ? reduced(3, kept, sum<uint32_t>) : static_cast<uint32_t>(width));
+  }
+
+  // Quantizes the row: its codes and scale, packed into `out`.
+  template <RowFormat kFormat>
+  __device__ void quantize(uint8_t* out) {
+    int top = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) top = larger(top, magnitude_bits(x[v][e]));
+    }
+    top = reduced(0, top, larger);
+    float mean = 0.0f, bound = 0.0f;
+    const float inverse_unit = units_of(top).inverse_unit;
+    if constexpr (kIsStaged<kFormat>) mean = mean_magnitude<false>(inverse_unit, 0.0f);
+    if constexpr (kFormat == RowFormat::kTernary) {
+      bound = __fmul_rn(0.75f, mean);
+      mean = mean_magnitude<true>(inverse_unit, bound);
+    }
+    const RowQuantizer quantizer(kFormat, top, mean, bound);
+    if (!quantizer.usable) memset(x, 0, sizeof(x));
+    if constexpr (kIsStaged<kFormat>) {
+      stage_codes<kFormat>(quantizer, out);
+    } else {
+      store_codes<kFormat>(quantizer, out);
+    }
+    if (lane < kScaleBytes) {
+      out[code_bytes(width, kFormat) + lane] =
+          static_cast<uint8_t>(quantizer.scale.bits >> 8 * lane);
+    }
+  }
+
+  template <RowFormat kFormat>
+  __device__ void store_codes(const RowQuantizer& quantizer, uint8_t* out) const {
+    constexpr int kCodes = codes_per_byte(kFormat);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      uint8_t* const bytes = out + column(v) / kCodes;
+      const int left = width - column(v);
+#pragma unroll
+      for (int e = 0; e < kElements; e += kCodes) {
+        if (e >= left) break;
+        bytes[e / kCodes] = pack_byte<kFormat>(
+            [&](int k) -> uint32_t { return quantizer.code<kFormat>(x[v][e + k]); });
       }
     }
   }
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-#pragma unroll
-    for (int e = 0; e < kElementsPerVector; ++e) x[j][e] = to_float(loaded[j][e]);
-  }
-}
 
-// The mean magnitude of a row, in units; with kBound, of the magnitudes above `bound`.
-template <int kLanes, bool kBound, int kVectors, int kElementsPerVector>
-__device__ float mean_magnitude(const float (&x)[kVectors][kElementsPerVector], int width,
-                                float inverse_unit, float bound) {
-  uint32_t total = 0, kept = 0;
+  template <RowFormat kFormat>
+  __device__ void stage_codes(const RowQuantizer& quantizer, uint8_t* out) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(shared.codes[thread_index() / kLanes]);
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
+    for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-    for (int e = 0; e < kElementsPerVector; ++e) {
-      const float magnitude = fabsf(__fmul_rn(x[j][e], inverse_unit));
-      const bool keep = !kBound || magnitude > bound;
-      total += keep ? whole_units(magnitude) : 0;
-      kept += keep;
+      for (int e = 0; e < kElements; e += 4) {
+        uint32_t word = 0;
+#pragma unroll
+        for (int i = 3; i >= 0; --i) word = word << 8 | quantizer.code<kFormat>(x[v][e + i]);
+        words[(column(v) + e) / 4] = word;
+      }
+    }
+    if constexpr (kLanes > kWarpSize) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+    const int bytes = static_cast<int>(code_bytes(width, kFormat));
+    for (int i = lane; i < bytes; i += kLanes) {
+      if constexpr (kFormat == RowFormat::kTernary) {
+        // The last byte may end past the columns.
+        constexpr uint32_t kZeros = 0x01010101;
+        const int word = i * kTrits / 4;
+        const uint32_t next = word + 1 < Shape::kColumns / 4 ? words[word + 1] : kZeros;
+        out[i] = ternary_byte(words[word], next, i * kTrits % 4);
+      } else {
+        constexpr uint32_t kBits = 1 << 24 | 2 << 16 | 4 << 8 | 8;  // a byte's place in the top one
+        out[i] =
+            static_cast<uint8_t>(words[2 * i] * kBits >> 24 | words[2 * i + 1] * kBits >> 24 << 4);
+      }
     }
   }
-  total = reduce<kLanes>(total, sum<uint32_t>);
-  return mean_of(total,
-                 kBound ? reduce<kLanes>(kept, sum<uint32_t>) : static_cast<uint32_t>(width));
-}
-
-// Quantizes a row: its codes and scale, packed into `out`. By a group of lanes.
-template <RowFormat kFormat, int kLanes, int kVectors, int kElementsPerVector>
-__device__ void quantize_row(const float (&x)[kVectors][kElementsPerVector], int width, int lane,
-                             uint8_t* codes, uint8_t* out) {
-  int top = 0;
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-#pragma unroll
-    for (int e = 0; e < kElementsPerVector; ++e) top = larger(top, magnitude_bits(x[j][e]));
-  }
-  top = reduce<kLanes>(top, larger);
-  float mean = 0.0f, bound = 0.0f;
-  const float inverse_unit = units_of(top).inverse_unit;
-  if constexpr (kFormat == RowFormat::kTernary || kFormat == RowFormat::kSign) {
-    mean = mean_magnitude<kLanes, false>(x, width, inverse_unit, 0.0f);
-  }
-  if constexpr (kFormat == RowFormat::kTernary) {
-    bound = __fmul_rn(0.75f, mean);
-    mean = mean_magnitude<kLanes, true>(x, width, inverse_unit, bound);
-  }
-  const RowQuantizer quantizer(kFormat, top, mean, bound);
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-#pragma unroll
-    for (int e = 0; e < kElementsPerVector; e += 4) {
-      uint32_t word = 0;
-#pragma unroll
-      for (int i = 3; i >= 0; --i) word = word << 8 | quantizer.code<kFormat>(x[j][e + i]);
-      const int column = (j * kLanes + lane) * kElementsPerVector + e;
-      *reinterpret_cast<uint32_t*>(codes + column) = quantizer.usable ? word : 0;
-    }
-  }
-  __syncwarp();
-  const int bytes = static_cast<int>(code_bytes(width, kFormat));
-  constexpr int kCodesPerByte = codes_per_byte(kFormat);
-  for (int i = lane; i < bytes; i += kLanes) {
-    out[i] = pack_byte<kFormat>([&](int k) -> uint32_t {
-      // Only 5 codes per byte do not divide the padded columns.
-      return kCodesPerByte != 5 || i * kCodesPerByte + k < width ? codes[i * kCodesPerByte + k] : 0;
-    });
-  }
-  if (lane == 0) {
-    out[bytes] = static_cast<uint8_t>(quantizer.scale.bits);
-    out[bytes + 1] = static_cast<uint8_t>(quantizer.scale.bits >> 8);
-  }
-}
+};
 
 // Copies bytes from shared to global memory; both must have the same alignment modulo 16. By a
 // block.
@@ -140,61 +205,63 @@ __device__ void store_bytes(uint8_t* target, const uint8_t* shared, int count) {
   }
 }
 
-template <typename T, int kLanes, int kVectors>
-__global__ void __launch_bounds__(kThreads, Policy::min_blocks(kVectors * 16 / sizeof(T)))
+template <typename T, int kLanes, int kLaneColumns>
+__global__ void __launch_bounds__(kThreads, Policy::min_blocks(kLaneColumns))
     row_quantize_narrow_kernel(RowQuantizeArgs args, bool aligned) {
-  using Shape = Shape<T, kLanes, kVectors>;
+  using Shape = Shape<T, kLanes, kLaneColumns>;
   __shared__ typename Shape::Shared shared;
   const int width = static_cast<int>(args.width);
   const int bytes = static_cast<int>(row_bytes(width, args.format));
-  const int lane = thread_index() % kLanes, group = thread_index() / kLanes;
+  const int group = thread_index() / kLanes;
   const int64_t first = int64_t{blockIdx.x} * Shape::kRows;
   const int64_t left = args.rows - first;
   const int rows = left < Shape::kRows ? static_cast<int>(left) : Shape::kRows;
-  const bool active = group < rows;
 
-  float x[kVectors][Shape::kElementsPerVector];
-  const T* row = static_cast<const T*>(args.x) + (first + (active ? group : 0)) * width;
-  load_row<T, kLanes>(row, active ? width : 0, lane, aligned, x);
+  // Lanes past the last row have one that is empty, since all take part in reductions.
+  NarrowRow<T, kLanes, kLaneColumns> row = {shared, group < rows ? width : 0};
+  row.load(static_cast<const T*>(args.x) + (first + group) * width, aligned);
+  row.width = width;
   uint8_t* target = args.out + first * bytes;
   const int skip = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16);
-  uint8_t* codes = shared.codes[group];
   uint8_t* out = shared.out + skip + group * bytes;
   switch (args.format) {
     case RowFormat::kInt8:
-      quantize_row<RowFormat::kInt8, kLanes>(x, width, lane, codes, out);
+      row.template quantize<RowFormat::kInt8>(out);
       break;
     case RowFormat::kInt4:
-      quantize_row<RowFormat::kInt4, kLanes>(x, width, lane, codes, out);
+      row.template quantize<RowFormat::kInt4>(out);
       break;
     case RowFormat::kTernary:
-      quantize_row<RowFormat::kTernary, kLanes>(x, width, lane, codes, out);
+      row.template quantize<RowFormat::kTernary>(out);
       break;
     default:
-      quantize_row<RowFormat::kSign, kLanes>(x, width, lane, codes, out);
+      row.template quantize<RowFormat::kSign>(out);
   }
   __syncthreads();
   store_bytes(target, shared.out, rows * bytes);
 }
 
-template <typename T, int kLanes, int kVectors>
+template <typename T, int kLanes, int kLaneColumns = Policy::kColumns>
 cudaError_t run_narrow(const RowQuantizeArgs& args, cudaStream_t stream) {
-  using Shape = Shape<T, kLanes, kVectors>;
+  using Shape = Shape<T, kLanes, kLaneColumns>;
   const int64_t blocks = (args.rows + Shape::kRows - 1) / Shape::kRows;
   const bool aligned =
       is_aligned(args.x, Policy::kVectorBytes) && args.width % Shape::kElementsPerVector == 0;
-  return launch(row_quantize_narrow_kernel<T, kLanes, kVectors>, blocks, kThreads, 0, stream, args,
-                aligned);
+  return launch(row_quantize_narrow_kernel<T, kLanes, kLaneColumns>, blocks, kThreads, 0, stream,
+                args, aligned);
 }
 
 template <typename T>
 cudaError_t run(const RowQuantizeArgs& args, cudaStream_t stream) {
-  constexpr int kVectors = sizeof(T);  // 16 columns per lane
-  if (args.width <= 64) return run_narrow<T, 4, kVectors>(args, stream);
-  if (args.width <= 128) return run_narrow<T, 8, kVectors>(args, stream);
-  if (args.width <= 256) return run_narrow<T, 16, kVectors>(args, stream);
-  if (args.width <= 512) return run_narrow<T, 32, kVectors>(args, stream);
-  if (args.width <= 1024) return run_narrow<T, 32, 2 * kVectors>(args, stream);
+  if (args.width <= 64) return run_narrow<T, 4>(args, stream);
+  if (args.width <= 128) return run_narrow<T, 8>(args, stream);
+  if (args.width <= 256) return run_narrow<T, 16>(args, stream);
+  if (args.width <= 512) return run_narrow<T, 32>(args, stream);
+  if (args.width <= 1024) {
+    const bool integers = args.format == RowFormat::kInt8 || args.format == RowFormat::kInt4;
+    return integers ? run_narrow<T, 64>(args, stream)
+                    : run_narrow<T, 32, Policy::kManyColumns>(args, stream);
+  }
   return launch(row_quantize_wide_kernel, args.rows, kThreads, 0, stream, args);
 }
 

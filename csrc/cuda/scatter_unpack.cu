@@ -1,9 +1,9 @@
 // scatter_unpack.cu -- the sum of all ranks' payloads, scattered into a dense tensor.
 //
-// A thread block owns one payload block of the output, 16,384 elements in shared memory, and each
-// of its warps 2,048 of these. The block first validates every rank's entries for it and partitions
-// them among its warps. Then each warp, independently, adds its entries in rank order and writes
-// its elements once.
+// A thread block owns one payload block of the output, 16,384 elements in shared memory, or half of
+// one, and each of its warps an equal part. The block first validates every rank's entries for the
+// payload block and partitions them among its warps. Then each warp, independently, adds its
+// entries in rank order and writes its elements once.
 #include "detail/device.cuh"
 #include "detail/rank_block.cuh"
 #include "kernels.cuh"
@@ -11,42 +11,62 @@
 namespace dct::cuda {
 namespace {
 
-constexpr size_t kSumBytes = kBlock * sizeof(float);
+// Three blocks of 69 KB of shared memory are resident.
+using Whole = Shape<8, 1, 3>;
+// In half the shared memory twice the warps, each with a quarter of the elements and of the ranks
+// to validate. All positions are validated twice.
+using Half = Shape<16, 2, 2>;
 
+template <typename Shape>
 struct Shared {
   RangeTiles::Tile block;
-  RankBlock ranks[Policy::kRanks];
+  RankBlock<Shape::kWarps> ranks[Policy::kRanks];
 };
 
-// Adds the entries of a warp's elements in rank order, 32 entries of one rank at a time. Several
-// groups of 32 are loaded before the first is added, to hide latency; values are converted where
-// they are added, because a conversion waits for its load. By one warp.
-template <typename Value>
-__device__ void add(const RankBlock* ranks, int num_ranks, float* sums) {
-  const int warp = warp_index(), lane = lane_index();
+// A warp's entries, rank after rank, 32 of one rank at a time.
+template <int kWarps>
+struct EntryCursor {
+  const RankBlock<kWarps>* ranks;
+  int num_ranks, warp;
   int rank = 0, first = ranks[0].warp_begin[warp];
-  while (rank < num_ranks) {
+
+  __device__ bool at_end() const { return rank == num_ranks; }
+  __device__ const RankBlock<kWarps>& from() const { return ranks[rank]; }
+  __device__ int end() const { return from().warp_begin[warp + 1]; }
+  // Not past the last rank. A rank without entries is a step, too.
+  __device__ void next() {
+    first += kWarpSize;
+    if (first >= end() && ++rank < num_ranks) first = from().warp_begin[warp];
+  }
+};
+
+// Adds the entries of a warp's elements in rank order to the sums of positions from `begin` on.
+// Several groups of 32 are loaded before the first is added, to hide latency; values are converted
+// and positions counted from `begin` where they are added, because either waits for its load. By
+// one warp.
+template <typename Value, int kWarps>
+__device__ void add(EntryCursor<kWarps> entries, int begin, float* sums) {
+  const int lane = lane_index();
+  while (!entries.at_end()) {
     int position[Policy::kInFlight];
     Value value[Policy::kInFlight][1];
 #pragma unroll
     for (int q = 0; q < Policy::kInFlight; ++q) {
       position[q] = -1;
-      if (rank == num_ranks) continue;
-      const RankBlock& from = ranks[rank];
-      const int entry = first + lane, end = from.warp_begin[warp + 1];
-      if (entry < end) {
+      if (entries.at_end()) continue;
+      const int entry = entries.first + lane;
+      if (entry < entries.end()) {
         uint16_t read[1];
-        stream_in(from.positions + entry, read);
-        stream_in(reinterpret_cast<const Value*>(from.values) + entry, value[q]);
+        stream_in(entries.from().positions + entry, read);
+        stream_in(reinterpret_cast<const Value*>(entries.from().values) + entry, value[q]);
         position[q] = read[0];
       }
-      first += kWarpSize;
-      if (first >= end && ++rank < num_ranks) first = ranks[rank].warp_begin[warp];
+      entries.next();
     }
 #pragma unroll
     for (int q = 0; q < Policy::kInFlight; ++q) {
       if (position[q] >= 0) {
-        float& sum = sums[position[q]];
+        float& sum = sums[position[q] - begin];
         sum = __fadd_rn(sum, to_float(value[q][0]));
       }
       __syncwarp();
@@ -57,7 +77,7 @@ __device__ void add(const RankBlock* ranks, int num_ranks, float* sums) {
 // 0 + x has no negative zeros.
 template <typename Out>
 __device__ Out finish(float sum, float factor) {
-  return round_to<Out>(__fadd_rn(0.0f, __fmul_rn(factor, sum)));
+  return round_result<Out>(__fadd_rn(0.0f, __fmul_rn(factor, sum)));
 }
 
 // Writes a warp's elements, out[0, length). By one warp.
@@ -77,18 +97,21 @@ __device__ void write(Out* out, int length, bool aligned, const float* sums, flo
   }
 }
 
-template <typename Value, typename Out>
-__global__ void __launch_bounds__(kThreads, Policy::kMinBlocks)
+template <typename Shape, typename Value, typename Out>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     scatter_unpack_kernel(ScatterUnpackArgs args, RangeTiles blocks, PayloadLayout layout,
                           bool aligned) {
-  __shared__ Shared shared;
+  constexpr int kWarps = Shape::kWarps, kParts = Shape::kParts;
+  __shared__ Shared<Shape> shared;
   extern __shared__ __align__(16) float sums[];
-  RankBlock* ranks = shared.ranks;
+  auto* ranks = shared.ranks;
   const RangeTiles::Tile& block = shared.block;
-  const int warp = warp_index(), lane = lane_index();
-  if (thread_index() == 0) shared.block = blocks.locate(blockIdx.x);
-  auto* warp_sums = reinterpret_cast<float4*>(sums + warp * kWarpElements);
-  for (int i = lane; i < kWarpElements / 4; i += kWarpSize) warp_sums[i] = make_float4(0, 0, 0, 0);
+  const int warp = warp_index(), lane = lane_index(), part = static_cast<int>(blockIdx.x % kParts);
+  if (thread_index() == 0) shared.block = blocks.locate(blockIdx.x / kParts);
+  auto* warp_sums = reinterpret_cast<float4*>(sums + warp * Shape::kWarpElements);
+  for (int i = lane; i < Shape::kWarpElements / 4; i += kWarpSize) {
+    warp_sums[i] = make_float4(0, 0, 0, 0);
+  }
   __syncthreads();
   for (int64_t begin = 0; begin < args.ranks; begin += Policy::kRanks) {
     const int64_t left = args.ranks - begin;
@@ -103,37 +126,45 @@ __global__ void __launch_bounds__(kThreads, Policy::kMinBlocks)
     __syncthreads();
     const int length = static_cast<int>(block.bounds.end - block.bounds.begin);
     for (int r = warp; r < num_ranks; r += kWarps) {
-      if (partition_entries(ranks[r], length)) continue;
+      if (partition_entries<Shape>(ranks[r], length, part)) continue;
       __syncwarp();  // a bad block has no entries
       if (lane <= kWarps) ranks[r].warp_begin[lane] = 0;
       if (lane == 0) atomicOr(&args.status[begin + r], kStatusPositions);
     }
     __syncthreads();
-    add<Value>(ranks, num_ranks, sums);
-    for (int r = 0; thread_index() == 0 && r < num_ranks; ++r) {
+    add<Value>(EntryCursor<kWarps>{ranks, num_ranks, warp}, part * Shape::kPart, sums);
+    for (int r = 0; thread_index() == 0 && part == 0 && r < num_ranks; ++r) {
       if (ranks[r].poisoned) sums[0] = bits_to_float(kFloat32Nan);
     }
     __syncwarp();
   }
-  const int offset = warp * kWarpElements;
-  const int64_t begin = block.bounds.begin + offset;
-  const int length = static_cast<int>(min(block.bounds.end - begin, int64_t{kWarpElements}));
+  const int offset = warp * Shape::kWarpElements;
+  const int64_t begin = block.bounds.begin + part * Shape::kPart + offset;
+  const auto length =
+      static_cast<int>(min(block.bounds.end - begin, int64_t{Shape::kWarpElements}));
   const float factor =
       args.out_scale != nullptr ? __fmul_rn(args.scale, *args.out_scale) : args.scale;
   auto* out = static_cast<Out*>(args.out) + begin;
   if (length > 0) write(out, length, aligned, sums + offset, factor);
 }
 
-template <typename Value, typename Out>
-cudaError_t run(const ScatterUnpackArgs& args, cudaStream_t stream) {
-  const RangeTiles blocks(args.numel, args.ranges, kBlock);
-  constexpr auto kKernel = scatter_unpack_kernel<Value, Out>;
-  const cudaError_t allowed = allow_shared_bytes<kKernel>(kSumBytes);
+template <typename Shape, typename Value, typename Out>
+cudaError_t run(const ScatterUnpackArgs& args, const RangeTiles& blocks, cudaStream_t stream) {
+  constexpr auto kKernel = scatter_unpack_kernel<Shape, Value, Out>;
+  const cudaError_t allowed = allow_shared_bytes<kKernel>(Shape::kSumBytes);
   if (allowed != cudaSuccess) return allowed;
   const PayloadLayout layout =
       payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges);
-  return launch(kKernel, blocks.total, kThreads, kSumBytes, stream, args, blocks, layout,
-                is_aligned(args.out, 16));
+  return launch(kKernel, blocks.total * Shape::kParts, Shape::kThreads, Shape::kSumBytes, stream,
+                args, blocks, layout, is_aligned(args.out, 16));
+}
+
+// Halves take more instructions. They pay where each has a multiprocessor of its own, as in the
+// part of a tensor that one of many ranks owns, or where shared memory holds one whole block alone.
+bool takes_halves(const RangeTiles& blocks) {
+  const int fit = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) /
+                  static_cast<int>(Whole::kSumBytes + sizeof(Shared<Whole>));
+  return 2 * blocks.total <= multiprocessors() || fit < 2;
 }
 
 }  // namespace
@@ -144,9 +175,14 @@ cudaError_t scatter_unpack(const ScatterUnpackArgs& args, cudaStream_t stream) {
         cudaMemsetAsync(args.status, 0, sizeof(int32_t) * args.ranks, stream);
     if (cleared != cudaSuccess) return cleared;
   }
+  const RangeTiles blocks(args.numel, args.ranges, kBlock);
   return dispatch_payload_value(args.value_dtype, [&](auto value) {
-    return dispatch(args.out_dtype,
-                    [&](auto out) { return run<decltype(value), decltype(out)>(args, stream); });
+    return dispatch(args.out_dtype, [&](auto out) {
+      using Value = decltype(value);
+      using Out = decltype(out);
+      return takes_halves(blocks) ? run<Half, Value, Out>(args, blocks, stream)
+                                  : run<Whole, Value, Out>(args, blocks, stream);
+    });
   });
 }
 

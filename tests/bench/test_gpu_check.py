@@ -1,4 +1,4 @@
-"""bench/gpu/check.py: what it does with stages that pass, fail, do not end and cannot begin."""
+"""bench/gpu/check.py: stages that pass, fail, do not end and cannot begin; a run without a GPU."""
 
 import json
 import os
@@ -81,3 +81,24 @@ def test_its_stages_exist_and_a_wrong_one_is_refused(check, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60)
     assert done.returncode == 2 and "--stages must name stages, got tme;" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_finds_a_mistyped_argument(check, tmp_path):
+    """Without a GPU: small sizes, tests that are collected, and imports."""
+    plan = {each.name: check.dry(each) for each in check.STAGES if each.name in check.PLAN}
+    assert sorted(plan) == sorted(check.PLAN)
+    sizes = plan["sizes"]
+    wrong = sizes._replace(name="wrong", command=(*sizes.command, "--scael", "2"))
+    stages = [plan[name] for name in ("environment", "counters", "sizes", "memcheck")]
+    assert check.run([*stages, wrong], tmp_path, limit=900) == 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [each["status"] for each in summary] == ["passed"] * len(stages) + ["failed"]
+    assert "--scael" in summary[-1]["message"]
+    timed = json.loads((tmp_path / "sizes.json").read_text())["results"]
+    assert len({each["numel"] for each in timed if each["op"] == "mask_pack"}) > 3
+
+
+@pytest.mark.large
+def test_a_dry_run_of_the_whole_plan(check, tmp_path):
+    plan = [check.dry(each) for each in check.STAGES if each.name in check.PLAN]
+    assert check.run(plan, tmp_path, limit=3600) == 0

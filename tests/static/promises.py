@@ -41,6 +41,8 @@ QUANTIZES = Promise(
 )
 SUMS = Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}, between_blocks=MARKS)
 
+SCATTERS = Promise(wide_stores=1, in_flight={STREAMS: 16}, between_blocks=MARKS)
+
 # By the beginning of a kernel's name; the longest that fits counts.
 PROMISES = {
     # Eight vectors of residual and eight of gradient; 16-bit gradients are read by 8 bytes.
@@ -64,16 +66,13 @@ PROMISES = {
     "select_pick_kernel<Float16>": Promise(in_flight={HALVES: 8, WORDS: 8}, in_order=True),
     "gather_keys_kernel": Promise(in_flight={LOADS: 2}, in_order=True),
     "select_key_kernel": Promise(in_flight={WORDS: 32}),
-    # The sums of a payload block, 64 KB, of which the 164 KB of sm_80 hold two.
+    # The sums of a payload block, 64 KB, of which the 164 KB of sm_80 hold two; or of half of one.
     # Eight positions and their values are read before the first is added. Each block adds its bits
     # to a rank's status.
-    "scatter_unpack_kernel": Promise(
-        wide_stores=1,
-        in_flight={STREAMS: 16},
-        between_blocks=("RED.E.OR.STRONG.GPU",),
-        dynamic_shared_bytes=16384 * 4,
-        fewer_blocks={80: 2},
+    "scatter_unpack_kernel": replace(
+        SCATTERS, dynamic_shared_bytes=16384 * 4, fewer_blocks={80: 2}
     ),
+    "scatter_unpack_kernel<Shape<16": replace(SCATTERS, dynamic_shared_bytes=8192 * 4),
     "quantized_headers_kernel": Promise(),
     # All of a row, 1,024 elements by a warp, of residual and gradient. A bit that a block adds to a
     # header says what it saw.
@@ -116,7 +115,8 @@ PROMISES = {
         wide_loads=2, wide_stores=1, in_flight={STREAMS: 2}, divides=True
     ),
     "row_quantize_wide_kernel": Promise(in_flight={LOADS: 4}, divides=True),
-    "row_dequantize_kernel": Promise(wide_stores=1, in_flight={LOADS: 8}),
+    # Up to 1,304 bytes of a warp's rows.
+    "row_dequantize_kernel": Promise(wide_loads=3, wide_stores=1, in_flight={STREAMS: 3}),
 }
 
 

@@ -1,7 +1,9 @@
 """The executor, and the backend "ptx-cuda": nvcc's PTX of the CUDA kernels, on CPU tensors."""
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ from dct_kernels.layout import QUANTIZED_CODES
 
 from . import build
 
+MULTIPROCESSORS = 132  # of an H100 and an H200
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -36,6 +39,8 @@ class Launches(NamedTuple):
 class Executor:
     """A library that `build` made."""
 
+    device = "cpu"
+
     def __init__(self, path):
         self._library = ctypes.CDLL(str(path))
         for function in ("ptx_error", "ptx_counts", "ptx_text"):
@@ -51,8 +56,12 @@ class Executor:
         self._on_device(op, lambda: getattr(self._library, op)(fields), arguments)
 
     def cut_as_of(self, times: int) -> None:
-        """Let mask_pack cut up tensors as it does those that are so many times as large."""
+        """Let ops cut up tensors as they do those that are so many times as large."""
         self._library.mask_pack_as_of(ctypes.c_int64(times))
+        self.have(max(MULTIPROCESSORS // times, 1))
+
+    def have(self, multiprocessors: int) -> None:
+        self._library.ptx_multiprocessors(ctypes.c_int64(multiprocessors))
 
     def load(self, text: str) -> None:
         """Add the kernels of a PTX text to those of the launchers."""
@@ -121,13 +130,28 @@ def executor() -> Executor:
 # common/ops.h to its launcher; results are allocated here, poisoned.
 
 
+_libraries: list = []
+
+
+@contextlib.contextmanager
+def calling(library) -> Iterator[None]:
+    """The ops call this library instead of the executor; their results are not poisoned then."""
+    _libraries.append(library)
+    try:
+        yield
+    finally:
+        _libraries.pop()
+
+
 def _call(op: str, *fields) -> None:
-    executor().call(op, *fields)
+    (_libraries[-1] if _libraries else executor()).call(op, *fields)
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory that looks unlike any result, so that what a kernel forgets to write is seen, and that
     no kernel may read before it is written."""
+    if _libraries:
+        return torch.empty(shape, dtype=dtype, device=_libraries[-1].device)
     out = torch.empty(shape, dtype=dtype)
     out.view(torch.uint8).fill_(0xAB)
     out.is_poisoned = True

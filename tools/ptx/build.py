@@ -1,5 +1,7 @@
 """Builds libraries of the executor, by g++, with the launchers and their PTX, by nvcc."""
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from dct_kernels._ops import OPS
@@ -20,16 +22,23 @@ def missing() -> str | None:
     return "nvcc (CUDA_HOME or PATH says where)" if toolkit.nvcc() is None else None
 
 
-def build() -> Path:
-    """Builds the executor and, if nvcc is found, the launchers and kernels of all ops."""
+def build(patched: Path | None = None, ops: Sequence[str] = (), gpu: int | None = None) -> Path:
+    """Builds the executor and, if nvcc is found, the launchers and kernels of all ops.
+
+    The kernels of `ops` are those of `patched`, a copy of csrc. With `gpu`, an architecture such as
+    90, the launchers and kernels are built for that GPU, without the executor.
+    """
     own = cache.contents(HERE.glob("*.h"))
     gxx = ["g++", *_FLAGS, "-c"]
-    sources = sorted(set(HERE.glob("*.cpp")) - {CUDART, LAUNCHERS})
-    compiles = [(gxx, source, own) for source in sources]
+    compiles = []
+    if gpu is None:
+        sources = sorted(set(HERE.glob("*.cpp")) - {CUDART, LAUNCHERS})
+        compiles = [(gxx, source, own) for source in sources]
     if missing() is None:
-        compiles += _launchers(gxx, own)
+        compiles += _launchers(gxx, own, patched, ops, gpu)
 
-    with cache.alone():
+    # Several variants may be built at once: what they share must have been built before.
+    with contextlib.nullcontext() if patched else cache.alone():
         objects, running = [], []
         for command, source, headers in compiles:
             text = headers + source.read_bytes()
@@ -39,17 +48,21 @@ def build() -> Path:
         for process in running:
             cache.finish(process)
         # -Bsymbolic: the executor's cudaMalloc, even where torch has brought the real one.
-        link = ["g++", "-shared", "-Wl,-Bsymbolic", *objects]
-        built, process = cache.start(link, b"", "ptx.so")
+        linker = ["g++", "-Wl,-Bsymbolic"] if gpu is None else [toolkit.nvcc()]
+        built, process = cache.start([*linker, "-shared", *objects], b"", "ptx.so")
         cache.finish(process)
     return built
 
 
-def _launchers(gxx, own: bytes) -> list[tuple]:
+def _launchers(gxx, own: bytes, patched: Path | None, ops: Sequence[str], gpu: int | None) -> list:
     """(command, source, contents of its headers) of all that nvcc's kernels need."""
     gxx = [*gxx, f"-I{toolkit.CSRC}", "-isystem", toolkit.nvcc().parents[1] / "include"]
-    nvcc = [toolkit.nvcc(), *toolkit.flags(), "-arch=compute_90"]
-    nvcc += ["-no-compress", "-Xcompiler=-fPIC", "-c"]
-    headers = toolkit.headers()
-    kernels = [(nvcc, toolkit.CSRC / "cuda" / f"{op}.cu", headers) for op in OPS]
-    return [(gxx, CUDART, own), (gxx, LAUNCHERS, headers), *kernels]
+    nvcc = [toolkit.nvcc(), *toolkit.flags(), "-Xcompiler=-fPIC", "-c"]
+    nvcc += ["-arch=compute_90", "-no-compress"] if gpu is None else [f"-arch=sm_{gpu}"]
+    folders = {op: patched if op in ops else toolkit.CSRC for op in OPS}
+    kernels = [
+        (nvcc, folder / "cuda" / f"{op}.cu", toolkit.headers(folder))
+        for op, folder in folders.items()
+    ]
+    runtime = [(gxx, CUDART, own)] if gpu is None else []
+    return [*runtime, (gxx, LAUNCHERS, toolkit.headers()), *kernels]

@@ -3,8 +3,9 @@
 What they cost an element does not change with the size, beyond what a launch costs.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -59,12 +60,9 @@ def mask_pack(density: float, grad_dtype: torch.dtype, value_dtype: torch.dtype)
     seen = torch.zeros(1, dtype=torch.int32)
 
     def run(ops):
-        executor().cut_as_of(LARGEST // NUMEL)
-        try:
+        with _as_of_large():
             tensors = (residual.clone(), grad, threshold, payload, seen)
             ops.mask_pack(*tensors, capacity, value_dtype)
-        finally:
-            executor().cut_as_of(1)
 
     moved = 8 + grad_dtype.itemsize + (2 + value_dtype.itemsize) * density
     detail = f"{_name(grad_dtype)} grad, {_name(value_dtype)} values"
@@ -93,7 +91,8 @@ def scatter_unpack(density: float, ranks: int) -> Case:
     out = torch.zeros(NUMEL)
 
     def run(ops):
-        ops.scatter_unpack(payloads, out, capacity, BF16, 1 / ranks)
+        with _as_of_large():
+            ops.scatter_unpack(payloads, out, capacity, BF16, 1 / ranks)
 
     moved = 4 + ranks * 4 * density
     return Case("scatter_unpack", f"P={ranks}", NUMEL, moved, run, density)
@@ -114,7 +113,8 @@ def dequantize_sum(format: str, ranks: int, dtype: torch.dtype) -> Case:
     payloads, out = _quantized(format, ranks), torch.zeros(NUMEL, dtype=dtype)
 
     def run(ops):
-        ops.dequantize_sum(payloads, out, format, 1 / ranks)
+        with _as_of_large():
+            ops.dequantize_sum(payloads, out, format, 1 / ranks)
 
     moved = ranks * _entry_bytes(format) + dtype.itemsize
     return Case("dequantize_sum", f"{format}, P={ranks}, {_name(dtype)} out", NUMEL, moved, run)
@@ -125,10 +125,20 @@ def dequantize_sum_pack(format: str, ranks: int) -> Case:
     payload = torch.zeros_like(payloads[0])
 
     def run(ops):
-        ops.dequantize_sum_pack(payloads, residual.clone(), payload, format, 1 / ranks)
+        with _as_of_large():
+            ops.dequantize_sum_pack(payloads, residual.clone(), payload, format, 1 / ranks)
 
     moved = (ranks + 1) * _entry_bytes(format) + 8
     return Case("dequantize_sum_pack", f"{format}, P={ranks}", NUMEL, moved, run)
+
+
+@contextlib.contextmanager
+def _as_of_large() -> Iterator[None]:
+    executor().cut_as_of(LARGEST // NUMEL)
+    try:
+        yield
+    finally:
+        executor().cut_as_of(1)
 
 
 def _quantized(format: str, ranks: int) -> torch.Tensor:

@@ -78,8 +78,13 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  if (attribute != cudaDevAttrMultiProcessorCount) return cudaErrorInvalidValue;
-  *value = 132;  // of an H100 and an H200, whose large tensors cases.py stands for
+  if (attribute == cudaDevAttrMultiProcessorCount) {
+    *value = runtime().multiprocessors;
+  } else if (attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor) {
+    *value = 228 << 10;
+  } else {
+    return cudaErrorInvalidValue;
+  }
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {

@@ -31,6 +31,17 @@ T one_nan(T x) {
 }
 
 inline constexpr auto add = [](auto a, auto b) { return one_nan(a + b); };
+// Rounded towards zero: the nearest float, or the one before it if that is beyond the sum. The sum
+// in double and its error are the exact sum together.
+inline constexpr auto add_to_zero = [](float a, float b) {
+  const double sum = double{a} + b, of_b = sum - a, error = (a - (sum - of_b)) + (b - of_b);
+  const auto nearest = static_cast<float>(sum);
+  const double beyond = std::fabs(double{nearest}) - std::fabs(sum);
+  if (beyond > 0 || (beyond == 0 && error * sum < 0)) {
+    return bits<float>(bits<uint32_t>(nearest) - 1);
+  }
+  return one_nan(nearest);
+};
 inline constexpr auto subtract = [](auto a, auto b) { return one_nan(a - b); };
 inline constexpr auto multiply = [](auto a, auto b) { return one_nan(a * b); };
 inline constexpr auto multiply_high = [](auto a, auto b) {

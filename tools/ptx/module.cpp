@@ -37,10 +37,16 @@ Args fill(const Field* fields) {
   return fill<Args>(fields, std::make_index_sequence<kFields>());
 }
 
+void* given_scratch = nullptr;  // for all calls; without it each allocates its own
+
 struct Scratch {
-  void* data = nullptr;
-  explicit Scratch(int64_t bytes) { cudaMalloc(&data, bytes); }
-  ~Scratch() { cudaFree(data); }
+  void* data = given_scratch;
+  explicit Scratch(int64_t bytes) {
+    if (data == nullptr) cudaMalloc(&data, bytes);
+  }
+  ~Scratch() {
+    if (data != given_scratch) cudaFree(data);
+  }
 };
 
 int64_t times = 1;  // mask_pack uses the sizes for a tensor that is larger by this factor
@@ -48,6 +54,8 @@ int64_t times = 1;  // mask_pack uses the sizes for a tensor that is larger by t
 }  // namespace
 
 extern "C" {
+
+void give_scratch(void* data) { given_scratch = data; }
 
 void mask_pack_as_of(int64_t times_as_large) { times = times_as_large; }
 

@@ -56,6 +56,7 @@ class Table {
     of_two<divide, int32_t, int64_t, uint32_t, uint64_t>("div.");
     of_two<remainder, int32_t>("rem.");
     of_two<add, float>("add.rn.");
+    of_two<add_to_zero, float>("add.rz.");
     of_two<subtract, float>("sub.rn.");
     of_two<multiply, float, double>("mul.rn.");
     of_two<divide, float>("div.rn.");

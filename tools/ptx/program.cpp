@@ -166,7 +166,7 @@ class Decoder {
     const bool atomic = !load && !store;
     result.action = load ? Action::kLoad : atomic ? Action::kAtomic : Action::kStore;
     result.space = Space::kGlobal;
-    static const std::set<std::string> kHints = {"cs", "gpu", "sys"};
+    static const std::set<std::string> kHints = {"ca", "cg", "cs", "wb", "gpu", "sys"};
     const size_t last = parts.size() - 1;
     for (size_t p = 1; p < last; ++p) {
       const std::string& part = parts[p];

@@ -141,6 +141,7 @@ void ptx_configure(int64_t seed, int64_t resident_blocks) {
   runtime().kernels_launched = runtime().memsets = 0;
   for (auto& [name, kernel] : runtime().kernels) kernel.counts = nullptr;
 }
+void ptx_multiprocessors(int64_t count) { runtime().multiprocessors = static_cast<int>(count); }
 void ptx_allocate(int64_t begin, int64_t bytes, int64_t written) {
   runtime().memory.add(begin, bytes, written != 0);
 }

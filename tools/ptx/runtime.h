@@ -32,6 +32,7 @@ struct Runtime {
   Allocations memory;
   uint64_t seed = 0;
   uint32_t resident_blocks = 3;
+  int multiprocessors = 132;  // of an H100 and an H200, for which cases.py stands
   Random random{0};
   Races races{random};
   Footprint footprint;

@@ -90,8 +90,8 @@ def demangle(symbol: str) -> str:
     return re.sub(r"\w*::", "", re.search(r"[\w:]+(<.*?>)?(?=\()", full)[0])
 
 
-def headers() -> bytes:
-    return cache.contents([*CSRC.glob("cuda/**/*.cuh"), *CSRC.glob("common/*.h")])
+def headers(csrc: Path = CSRC) -> bytes:
+    return cache.contents([*csrc.glob("cuda/**/*.cuh"), *csrc.glob("common/*.h")])
 
 
 @functools.cache

@@ -7,7 +7,10 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
+
+#include "../../common/floats.h"
 
 namespace dct::cuda {
 
@@ -26,14 +29,13 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, s
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
-// Multiprocessors of the current device.
-inline int multiprocessors() {
-  int device = 0, count = 1;
-  if (cudaGetDevice(&device) == cudaSuccess) {
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  }
-  return count;
+// Of the current device, or 0.
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
 }
+inline int multiprocessors() { return max(device_attribute(cudaDevAttrMultiProcessorCount), 1); }
 
 // Lets a kernel use `bytes` of dynamic shared memory, and prefers shared memory to the L1 cache.
 // Asks the driver once per kernel and device.
@@ -101,6 +103,18 @@ __device__ T warp_inclusive_sum(T value) {
     if (lane >= distance) value += below;
   }
   return value;
+}
+
+// round_to of the result of an arithmetic instruction. Its NaNs have the bits 0x7fffffff, which the
+// smaller of two integers replaces.
+template <typename Out>
+__device__ Out round_result(float x) {
+  const auto bits = static_cast<uint32_t>(min(__float_as_int(x), int{kFloat32Nan}));
+  if constexpr (sizeof(Out) == sizeof(float)) return bits_to_float(bits);
+  if constexpr (std::is_same_v<Out, BFloat16>) {
+    return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16)};
+  }
+  return round_to<Out>(x);
 }
 
 // Streamed data is used once and not again before it has left the caches, so it is marked

@@ -12,16 +12,16 @@ constexpr int kVectorElements = 4;
 constexpr int kWarpVector = kWarpSize * kVectorElements;  // two groups of entries with one scale
 constexpr int kVectors = kRow / kWarpVector;
 
-// Of a lane: vector v is of the columns from column_of(v) on. The lanes of a half-warp have a group
-// together, of which a vector is a part.
+// The entries of one lane. Vector v has four columns from column_of(v) on, so that the lanes of a
+// warp read and write 512 consecutive bytes. Those of a half-warp have one scale.
 using RowEntries = float[kVectors][kVectorElements];
 
 __device__ inline int column_of(int vector) {
   return vector * kWarpVector + lane_index() * kVectorElements;
 }
 
-// Whether entry e of it is one of a row's first `length`. Constants are compared with what is left
-// of them from the lane on: columns would be kept in 32 registers.
+// Whether entry e of a vector is among the first `length` of its row. The lane's offset is taken
+// from the length, which leaves constants to compare with: columns would take 32 registers.
 __device__ inline bool is_within(int vector, int e, int length) {
   return vector * kWarpVector + e < length - lane_index() * kVectorElements;
 }

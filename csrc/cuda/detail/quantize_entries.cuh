@@ -69,8 +69,8 @@ __device__ inline int largest_of_groups(const RowEntries& x) {
   return reduce_groups(tops, larger_magnitude);
 }
 
-// Puts the old residual in place of groups that are not sent: with codes of 0 it is what is left.
-// Few rows have such a group.
+// Replaces the entries of groups that are not sent, because one is not finite, by the old residual.
+// Their codes will be 0, so that the residual keeps it. Few rows have such a group.
 __device__ inline void keep_old(RowEntries& x, bool sent, const OldResidual& old) {
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -89,12 +89,12 @@ __device__ inline float mean_of_kept(const RowEntries& x, float inverse_unit, fl
     const float factor = of_vector(inverse_unit, v);
 #pragma unroll
     for (int e = 0; e < kVectorElements; ++e) {
-      totals[v] += whole_units(fabsf(__fmul_rn(x[v][e], factor)));
+      totals[v] += unit_bits(fabsf(__fmul_rn(x[v][e], factor)));
     }
   }
   // A power of two divides without rounding.
   constexpr float kShare = 1.0f / kScaled;
-  const uint32_t total = reduce_groups(totals, added);
+  const uint32_t total = reduce_groups(totals, added) - uint32_t{kScaled} * kUnitBitsOfZero;
   bound = __fmul_rn(0.75f, __fmul_rn(static_cast<float>(total), kShare));
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -103,11 +103,13 @@ __device__ inline float mean_of_kept(const RowEntries& x, float inverse_unit, fl
 #pragma unroll
     for (int e = 0; e < kVectorElements; ++e) {
       const float magnitude = fabsf(__fmul_rn(x[v][e], factor));
-      totals[v] += magnitude > bound_of_vector ? whole_units(magnitude) : 0;
-      kept[v] += magnitude > bound_of_vector;
+      if (!(magnitude > bound_of_vector)) continue;
+      totals[v] += unit_bits(magnitude);
+      ++kept[v];
     }
   }
-  return mean_of(reduce_groups(totals, added), reduce_groups(kept, added));
+  const uint32_t count = reduce_groups(kept, added);
+  return mean_of(reduce_groups(totals, added) - count * kUnitBitsOfZero, count);
 }
 
 // Codes of integers to the payload. Lanes of a pair join their halves of int4's 32-bit words.
@@ -146,34 +148,31 @@ __device__ void store_integers(RowEntries& x, float factor, float scale, uint8_t
 }
 
 // Ternary codes to `staged`. Five entries share a byte, and two neighbouring lanes have them: a
-// lane makes one byte of the 13 of its group. Digits are 0 to 2 here, so that no product carries.
+// lane makes one byte of the 13 of its group. Trits are 0 to 2 here.
 __device__ inline void stage_ternary(RowEntries& x, float inverse_unit, float bound, float scale,
                                      uint8_t* staged) {
   const int lane = lane_index() % kHalfWarp, half = lane_index() / kHalfWarp;
   const int first = lane * 5 / kVectorElements;  // the lane that has the byte's first entry
-  const uint32_t from = 0x3210 + lane * 5 % kVectorElements * 0x1111;
   constexpr uint32_t kZeros = 0x01010101;
   constexpr int kGroupBytes = scaled_code_bytes(PayloadFormat::kTernary);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const float factor_of_vector = of_vector(inverse_unit, v),
                 bound_of_vector = of_vector(bound, v), scale_of_vector = of_vector(scale, v);
-    uint32_t digits = 0;
+    uint32_t trits = 0;
 #pragma unroll
     for (int e = kVectorElements - 1; e >= 0; --e) {
       const float scaled = __fmul_rn(x[v][e], factor_of_vector);
       const bool above = scaled > bound_of_vector, below = scaled < -bound_of_vector;
-      digits = digits << 8 | (above ? 2 : below ? 0 : 1);
+      trits = trits << 8 | (above ? 2 : below ? 0 : 1);
       x[v][e] = __fsub_rn(x[v][e], above ? scale_of_vector : below ? -scale_of_vector : 0.0f);
     }
-    const uint32_t low = __shfl_sync(kFullWarp, digits, first, kHalfWarp);
-    const uint32_t next = __shfl_sync(kFullWarp, digits, first + 1, kHalfWarp);
+    const uint32_t low = __shfl_sync(kFullWarp, trits, first, kHalfWarp);
+    const uint32_t next = __shfl_sync(kFullWarp, trits, first + 1, kHalfWarp);
     const uint32_t high = first + 1 < kHalfWarp ? next : kZeros;  // past the 64 entries
-    const uint32_t four = __byte_perm(low, high, from), fifth = high >> 8 * (from & 3) & 255;
-    // The product's top byte is the four digits' number in base 3.
-    const uint32_t byte = (four * 0x0103091bu >> 24) + 81 * fifth - 121;
+    const uint8_t byte = ternary_byte(low, high, lane * 5 % kVectorElements);
     if (lane < kGroupBytes) {
-      staged[(2 * v + half) * kGroupBytes + lane] = static_cast<uint8_t>(byte);
+      staged[(2 * v + half) * kGroupBytes + lane] = byte;
     }
   }
 }

@@ -11,21 +11,31 @@
 namespace dct::cuda {
 
 struct Policy {
-  static constexpr int kMinBlocks = 3;  // 67 KB of shared memory each
-  static constexpr int kRanks = 64;     // validated at a time
-  static constexpr int kInFlight = 8;   // warp-wide loads before the first is used
+  static constexpr int kRanks = 64;    // validated at a time
+  static constexpr int kInFlight = 8;  // warp-wide loads before the first is used
   static constexpr int kPrefetched =
       8 * kCacheLine;  // bytes of a rank's positions and of its values
 };
-constexpr int kWarpElements = kBlock / kWarps;  // elements a warp owns
+
+// How a payload block is shared out: among thread blocks, each with the sums of a part in shared
+// memory, and among their warps.
+template <int kWarpsOfBlock, int kPartsOfBlock, int kMinBlocksOfShape>
+struct Shape {
+  static constexpr int kWarps = kWarpsOfBlock, kParts = kPartsOfBlock;
+  static constexpr int kMinBlocks = kMinBlocksOfShape, kThreads = kWarps * kWarpSize;
+  static constexpr int kPart = kBlock / kParts;         // elements of a thread block
+  static constexpr int kWarpElements = kPart / kWarps;  // elements that a warp owns
+  static constexpr size_t kSumBytes = kPart * sizeof(float);
+};
 
 // One rank's entries for this block.
+template <int kWarps>
 struct RankBlock {
   const uint16_t* positions;
   const uint8_t* values;
   int entries;
   bool poisoned;  // lost non-finite entries: the range's first element becomes NaN
-  uint16_t warp_begin[kWarps + 1];  // the first entry of each warp
+  uint16_t warp_begin[kWarps + 1];  // the first entry of each warp, and the end
 };
 
 // Brings the beginning of `bytes` bytes to the L2 cache.
@@ -39,9 +49,10 @@ __device__ inline void prefetch_entries(const void* entries, uint32_t bytes) {
 // Locates a rank's entries for this block, and prefetches them: a warp checks its ranks one after
 // the other, but then waits for memory only once. Returns the status bits known so far. By one
 // thread.
-__device__ inline int32_t find_entries(const ScatterUnpackArgs& args, const PayloadLayout& layout,
-                                       const uint8_t* payload, const RangeTiles::Tile& block,
-                                       RankBlock& found) {
+template <int kWarps>
+__device__ int32_t find_entries(const ScatterUnpackArgs& args, const PayloadLayout& layout,
+                                const uint8_t* payload, const RangeTiles::Tile& block,
+                                RankBlock<kWarps>& found) {
   found.entries = 0;
   found.poisoned = false;
   // Loaded along with the header, in one round trip to memory. An empty range has one start.
@@ -64,11 +75,17 @@ __device__ inline int32_t find_entries(const ScatterUnpackArgs& args, const Payl
   return 0;
 }
 
-// Returns whether a rank's positions ascend strictly within the block, and finds where each warp's
-// entries begin. Several rounds of positions and their predecessors are in flight before the first
-// is used; lanes past the end load the last position again. By one warp.
-__device__ inline bool partition_entries(RankBlock& rank, int length) {
-  constexpr int kRounds = Policy::kInFlight;
+// Returns whether a rank's positions ascend strictly within the block, and finds where the entries
+// of each warp of a part begin. Several rounds of positions and their predecessors are in flight
+// before the first is used; lanes past the end load the last position again. By one warp.
+template <typename Shape>
+__device__ bool partition_entries(RankBlock<Shape::kWarps>& rank, int length, int part) {
+  constexpr int kRounds = Policy::kInFlight, kWarps = Shape::kWarps;
+  // The warp that owns a position; -1 before the part, kWarps after it.
+  const auto owner = [part](int position) {
+    const int warp = position / Shape::kWarpElements - part * kWarps;
+    return Shape::kParts == 1 ? warp : min(max(warp, -1), kWarps);
+  };
   const int lane = lane_index(), last = rank.entries - 1;
   for (int begin = lane; begin - lane <= last; begin += kRounds * kWarpSize) {
     uint16_t position[kRounds], below[kRounds];
@@ -88,12 +105,12 @@ __device__ inline bool partition_entries(RankBlock& rank, int length) {
     for (int q = 0; q < kRounds; ++q) {
       const int i = begin + q * kWarpSize;
       if (i > last) break;
-      const int previous = i == 0 ? -1 : below[q] / kWarpElements;
-      const int warp = position[q] / kWarpElements;
+      const int previous = i == 0 ? -1 : owner(below[q]);
+      const int warp = owner(position[q]);
       for (int w = previous + 1; w <= warp; ++w) rank.warp_begin[w] = static_cast<uint16_t>(i);
     }
   }
-  const int next = last < 0 ? 0 : rank.positions[last] / kWarpElements + 1;
+  const int next = last < 0 ? 0 : owner(rank.positions[last]) + 1;
   if (next + lane <= kWarps) rank.warp_begin[next + lane] = static_cast<uint16_t>(last + 1);
   return true;
 }

@@ -1,16 +1,34 @@
 #pragma once
 
 // Quantized rows: the scale of a row, the code of an entry, and packing of codes into bytes. Codes
-// are bytes in two's complement; a sign is 1 if negative.
+// are bytes in two's complement; a sign is 1 if negative, and a trit is 1 more, from 0 to 2.
 
 #include "../../common/row_layout.h"
 #include "device.cuh"
 
 namespace dct::cuda {
 
+constexpr float kUnit = 8388608.0f;  // 2^23: the floats from here to 2^24 are the integers
+
+// Makes 2^23 and a byte of a word. A permutation has room for one constant, which the compiler lets
+// be this number unless it comes from elsewhere; then every code's selector takes an instruction.
+struct UnitFloats {
+  uint32_t exponent = __shfl_sync(kFullWarp, 0x4b000000u, 0);
+  __device__ float operator()(uint32_t byte, uint32_t word) const {
+    return bits_to_float(__byte_perm(word, exponent, 0x7650 + byte));
+  }
+};
+
 template <typename Total>
 __device__ float mean_of(Total total, Total count) {
   return __fdiv_rn(static_cast<float>(total), static_cast<float>(count > 0 ? count : 1));
+}
+
+// The bits of 2^23, plus a magnitude below 2^22 in whole units: what whole_units() returns, by an
+// addition that truncates. Conversions to integers have a quarter of its rate.
+constexpr uint32_t kUnitBitsOfZero = 0x4b000000;
+__device__ inline uint32_t unit_bits(float magnitude) {
+  return float_to_bits(__fadd_rz(magnitude, kUnit));
 }
 
 // Quantization parameters of one row.
@@ -37,11 +55,67 @@ struct RowQuantizer {
     if constexpr (kFormat == RowFormat::kSign) return x < 0.0f;
     const float scaled = __fmul_rn(x, factor);
     if constexpr (kFormat == RowFormat::kTernary) {
-      return static_cast<uint32_t>((scaled > bound) - (scaled < -bound)) & 255;
+      return scaled > bound ? 2 : scaled < -bound ? 0 : 1;
     }
     return float_to_bits(__fadd_rn(scaled, kRoundToInteger)) & 255;
   }
 };
+
+// Bytes [at, at + 4) of words, whatever `at` is. Reads two words.
+__device__ inline uint32_t four_bytes(const uint32_t* words, unsigned at) {
+  return __byte_perm(words[at / 4], words[at / 4 + 1], 0x3210 + at % 4 * 0x1111);
+}
+
+// The codes of columns [column, column + N) of a row that begins at byte `row`. N is 4 or 8, and
+// divides the column. Trits are one per byte, and 1 more.
+template <RowFormat kFormat, int N>
+__device__ void load_codes(const uint32_t* words, unsigned row, unsigned column,
+                           const UnitFloats& unit_float, float (&codes)[N]) {
+  if constexpr (kFormat == RowFormat::kInt4) {
+    const uint32_t offset = four_bytes(words, row + column / 2) ^ 0x88888888;  // by 8
+    const uint32_t low = offset & 0x0f0f0f0f, high = offset >> 4 & 0x0f0f0f0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      codes[i] = __fsub_rn(unit_float(i / 2, i % 2 == 0 ? low : high), kUnit + 8.0f);
+    }
+  } else if constexpr (kFormat == RowFormat::kSign) {
+    const uint32_t byte = reinterpret_cast<const uint8_t*>(words)[row + column / 8] >> column % 8;
+#pragma unroll
+    for (int i = 0; i < N; ++i) codes[i] = bits_to_float(float_to_bits(1.0f) | byte >> i << 31);
+  } else {
+    constexpr bool kTrits = kFormat == RowFormat::kTernary;
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      const unsigned at = row + column + i;
+      const uint32_t word = kTrits ? words[at / 4] : four_bytes(words, at) ^ 0x80808080;  // by 128
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        codes[i + b] = __fsub_rn(unit_float(b, word), kUnit + (kTrits ? 1.0f : 128.0f));
+      }
+    }
+  }
+}
+
+// The byte of four trits, one in each byte of a word, and a fifth: their number in base 3, less
+// that of five ones. The top byte of the product is the number of the four, and no other byte
+// carries.
+constexpr uint32_t kPlaces = 1 << 24 | 3 << 16 | 9 << 8 | 27, kFifthPlace = 81, kFiveOnes = 121;
+DCT_HOST_DEVICE constexpr uint8_t ternary_byte(uint32_t four, uint32_t fifth) {
+  return static_cast<uint8_t>((four * kPlaces >> 24) + kFifthPlace * fifth - kFiveOnes);
+}
+constexpr bool is_right_ternary_byte(uint32_t number) {
+  return ternary_byte(
+             number % 3 | number / 3 % 3 << 8 | number / 9 % 3 << 16 | number / 27 % 3 << 24,
+             number / 81) == static_cast<uint8_t>(number - kFiveOnes) &&
+         (number == 0 || is_right_ternary_byte(number - 1));
+}
+static_assert(is_right_ternary_byte(242));
+
+// The byte of the five trits from byte `first` of two words on.
+__device__ inline uint8_t ternary_byte(uint32_t low, uint32_t high, uint32_t first) {
+  const uint32_t four = __byte_perm(low, high, 0x3210 + first * 0x1111);
+  return ternary_byte(four, high >> 8 * first & 255);
+}
 
 // Packs the codes of one byte; code(i) returns the code of its i-th column.
 template <RowFormat kFormat, typename Code>
@@ -53,10 +127,9 @@ __device__ uint8_t pack_byte(Code code) {
     if constexpr (kFormat == RowFormat::kInt8) byte = digit;
     if constexpr (kFormat == RowFormat::kInt4) byte = byte << 4 | (digit & 15);
     if constexpr (kFormat == RowFormat::kSign) byte = byte << 1 | digit;
-    // Modulo 256, so that -1 may be 255.
     if constexpr (kFormat == RowFormat::kTernary) byte = byte * 3 + digit;
   }
-  return static_cast<uint8_t>(byte);
+  return static_cast<uint8_t>(kFormat == RowFormat::kTernary ? byte - kFiveOnes : byte);
 }
 
 // Calls store(i, code) for the i-th code of any byte.
@@ -64,7 +137,7 @@ template <RowFormat kFormat, typename Store>
 __device__ void unpack_byte(uint32_t byte, Store store) {
   if constexpr (kFormat == RowFormat::kInt8) store(0, byte);
   if constexpr (kFormat == RowFormat::kTernary) {
-    byte = (byte + 121) & 255;
+    byte = (byte + kFiveOnes) & 255;
     byte = byte < 242 ? byte : 242;
   }
 #pragma unroll
@@ -73,7 +146,7 @@ __device__ void unpack_byte(uint32_t byte, Store store) {
     if constexpr (kFormat == RowFormat::kSign) store(i, 1 - 2 * (byte >> i & 1));
     if constexpr (kFormat == RowFormat::kTernary) {
       const uint32_t quotient = byte * 171 >> 9;  // byte / 3 for any byte
-      store(i, byte - 3 * quotient - 1);
+      store(i, byte - 3 * quotient);
       byte = quotient;
     }
   }

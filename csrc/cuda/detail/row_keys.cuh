@@ -36,13 +36,9 @@ struct RowKeys<float> {
     return word(left > 0 ? float_to_bits(*at) : 0);
   }
   __device__ static int key(uint32_t word, int) { return static_cast<int>(word); }
-  template <int N>
-  __device__ static void largest(const uint32_t (&words)[N], int (&largest)[kKeyGroups]) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      int& group = largest[j % kKeyGroups];
-      group = j < kKeyGroups ? key(words[j], 0) : max(group, key(words[j], 0));
-    }
+  // The upper halves of two keys, which are keys of bfloat16.
+  __device__ static uint32_t halves(uint32_t first, uint32_t second) {
+    return __byte_perm(first, second, 0x7632);
   }
   // Number of keys >= threshold, for 0 < threshold <= kInfinity.
   template <int N>

@@ -91,7 +91,7 @@ struct WideRow {
     for (int64_t i = thread_index(); i < bytes; i += kThreads) {
       const uint8_t byte = pack_byte<kFormat>([&](int k) -> uint32_t {
         const int64_t column = i * kCodesPerByte + k;
-        return column < args.width ? quantizer.code<kFormat>((*this)[column]) : 0;
+        return quantizer.code<kFormat>(column < args.width ? (*this)[column] : 0.0f);
       });
       out[i] = quantizer.usable ? byte : 0;
     }

@@ -5,6 +5,7 @@
 // rank. Codes become floats by putting their bits below an exponent at which they are units.
 
 #include "entry_rows.cuh"
+#include "row_codes.cuh"
 
 namespace dct::cuda {
 
@@ -29,16 +30,16 @@ __device__ void take_sums(const float4* staging, RowEntries& x) {
   }
 }
 
-// Makes 2^23 and a byte of a word. A permutation has room for one constant, which the compiler lets
-// be this number unless it comes from elsewhere; then every code's selector takes an instruction.
-struct UnitFloats {
-  uint32_t exponent = __shfl_sync(kFullWarp, 0x4b000000u, 0);
-  __device__ float operator()(uint32_t byte, uint32_t word) const {
-    return bits_to_float(__byte_perm(word, exponent, 0x7650 + byte));
-  }
-};
-
-// Sums of one row. float32, bfloat16, int8 and int4 codes are 8 to 1 vectors of 16 bytes a lane.
+// Sums of kRows rows, which a warp holds in registers:
+//   Loaded           what a lane loads of a payload's rows
+//   kInFlight        payloads loaded before the first is added
+//   kStagedRow       vectors of shared memory per row, through which sums move to other lanes
+//   load(row, rows)  loads those that there are
+//   add(loaded, used, staging)  adds payloads in order: payload k if bit k of `used` is set
+//   stage(staging)   moves sums to where take() finds them
+//   take(staging, x) the sums of a row, by vectors of the row
+// The general form is for one row: float32, bfloat16, int8 and int4 codes are 8 to 1 vectors of 16
+// bytes per lane. sum_trits.cuh has that of ternary.
 template <PayloadFormat kFormat>
 struct RowSums {
   static constexpr int kRows = 1;
@@ -70,7 +71,6 @@ struct RowSums {
     return loaded;
   }
 
-  // Those of the payloads that are `used`, in order.
   template <int N>
   __device__ void add(const Loaded (&loaded)[N], uint32_t used, float4*) {
 #pragma unroll
@@ -118,15 +118,14 @@ struct RowSums {
     } else if constexpr (kFormat == PayloadFormat::kBFloat16) {
       return bits_to_float(e == 0 ? word << 16 : word & 0xffff0000);
     } else if constexpr (kFormat == PayloadFormat::kInt8) {
-      return __fsub_rn(unit_float(e, word ^ 0x80808080), 8388608.0f + 128.0f);
+      return __fsub_rn(unit_float(e, word ^ 0x80808080), kUnit + 128.0f);
     } else {
       const uint32_t offset = word ^ 0x88888888;  // by 8
       const uint32_t nibbles = (e % 2 == 0 ? offset : offset >> 4) & 0x0f0f0f0f;
-      return __fsub_rn(unit_float(e / 2, nibbles), 8388608.0f + 8.0f);
+      return __fsub_rn(unit_float(e / 2, nibbles), kUnit + 8.0f);
     }
   }
 
-  // Brings the sums to where take() finds them.
   __device__ void stage(float4* staging) const {
     if constexpr (kStaged) {
 #pragma unroll
@@ -141,7 +140,6 @@ struct RowSums {
     }
   }
 
-  // The sums, by vectors of the row.
   __device__ void take(const float4* staging, RowEntries& x) const {
     if constexpr (kStaged) {
       take_sums<3>(staging, x);
@@ -149,91 +147,6 @@ struct RowSums {
       memcpy(x, sums, sizeof(sums));
     }
   }
-};
-
-// Of two rows, because 30 lanes load them together, in whole sectors. A lane has a group, whose 13
-// bytes it reads from shared memory.
-template <>
-struct RowSums<PayloadFormat::kTernary> {
-  static constexpr int kRows = 2;
-  static constexpr int kInFlight = 4;  // payloads
-  static constexpr int kStagedRow = place_of<4>(kRow / kVectorElements);
-  static constexpr int kBytes = row_bytes(PayloadFormat::kTernary);
-  static constexpr int kGroupBytes = scaled_code_bytes(PayloadFormat::kTernary);
-  static_assert(kRows * kBytes <= 16 * kWarpSize && kRows * kScales == kWarpSize);
-
-  using Loaded = uint4;
-  float sums[kScaled] = {};
-  UnitFloats unit_float;
-
-  __device__ static Loaded load(const uint8_t* row, int rows) {
-    const int lane = lane_index();
-    if (lane * 16 >= rows * kBytes) return make_uint4(0, 0, 0, 0);  // all that is staged is read
-    return __ldcs(reinterpret_cast<const uint4*>(row) + lane);
-  }
-
-  template <int N>
-  __device__ void add(const Loaded (&loaded)[N], uint32_t used, float4* staging) {
-    auto* words = reinterpret_cast<uint4*>(staging);
-    static_assert(N * kWarpSize <= kRows * kStagedRow);
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      if ((used >> k & 1) != 0) words[k * kWarpSize + lane_index()] = loaded[k];
-    }
-    __syncwarp();
-#pragma unroll 1
-    for (int k = 0; k < N; ++k) {
-      if ((used >> k & 1) != 0) add(reinterpret_cast<const uint8_t*>(words + k * kWarpSize));
-    }
-    __syncwarp();
-  }
-
-  __device__ void add(const uint8_t* rows) {
-    const int group = lane_index() % kScales;
-    const uint8_t* row = rows + lane_index() / kScales * kBytes;
-    const float scale = bits_to_float(
-        uint32_t{reinterpret_cast<const uint16_t*>(row + kScales * kGroupBytes)[group]} << 16);
-    const auto offset = static_cast<unsigned>(row - rows) + group * kGroupBytes;
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(rows) + offset / 4;
-    const uint32_t from = 0x3210 + offset % 4 * 0x1111;
-#pragma unroll
-    for (int first = 0; first < kGroupBytes; first += 4) {
-      const uint32_t next = first + 4 < kGroupBytes ? words[first / 4 + 1] : 0;
-      const uint32_t bytes = __byte_perm(words[first / 4], next, from);
-      // 121 more, in every byte by itself: from 0 to 242.
-      const uint32_t moved = ((bytes & 0x7f7f7f7f) + 0x79797979) ^ (bytes & 0x80808080);
-#pragma unroll
-      for (int b = 0; b < 4 && first + b < kGroupBytes; ++b) {
-        add_byte(unit_float(b, moved), scale, 5 * (first + b));
-      }
-    }
-  }
-
-  // The digits of a balanced number in base 3: what is left by the nearest multiple of 3. Thirds of
-  // integers are never halfway between two, so an error of their last bit is none of the integer.
-  // The other products are exact, so that fused with a sum they round as if they were not.
-  __device__ void add_byte(float with_unit, float scale, int entry) {
-    float number = fminf(__fsub_rn(with_unit, 8388608.0f + 121.0f), 121.0f);
-#pragma unroll
-    for (int i = 0; i < 5 && entry + i < kScaled; ++i) {
-      float digit = number;
-      if (i < 4) {
-        number = __fsub_rn(__fmaf_rn(number, 1.0f / 3, kRoundToInteger), kRoundToInteger);
-        digit = __fmaf_rn(-3.0f, number, digit);
-      }
-      sums[entry + i] = __fmaf_rn(digit, scale, sums[entry + i]);
-    }
-  }
-
-  __device__ void stage(float4* staging) const {
-#pragma unroll
-    for (int e = 0; e < kScaled; e += kVectorElements) {
-      stage_sums<4>(staging, (lane_index() * kScaled + e) / kVectorElements, &sums[e]);
-    }
-    __syncwarp();
-  }
-
-  __device__ void take(const float4* staging, RowEntries& x) const { take_sums<4>(staging, x); }
 };
 
 }  // namespace dct::cuda

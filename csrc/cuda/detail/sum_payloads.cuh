@@ -6,13 +6,13 @@
 
 #include "device.cuh"
 #include "elements.cuh"
-#include "sum_codes.cuh"
+#include "sum_trits.cuh"
 
 namespace dct::cuda {
 
 constexpr int kBlockRows = kBlock / kRow;
-constexpr int kSumMinBlocks = 2;  // a lane's sums, and what it adds to them next
-constexpr int kPrefetched = 2;    // ranks, whose rows are on their way while headers are checked
+constexpr int kSumMinBlocks = 2;  // 128 registers: 32 sums or more, and codes in flight
+constexpr int kPrefetched = 2;    // ranks whose rows are requested before headers are checked
 
 struct RankPayloads {
   const uint8_t* data;  // [ranks, ranges, nbytes]
@@ -28,6 +28,14 @@ struct SumShared {
 // Of all warps, in dynamic shared memory.
 template <PayloadFormat kFormat>
 constexpr int kStagingVectors = RowSums<kFormat>::kRows * RowSums<kFormat>::kStagedRow;
+// The warps of a block add up its rows in as many passes. Small grids, as those of one of many
+// ranks, are `split`: a payload block has a thread block for each pass.
+template <PayloadFormat kFormat>
+constexpr int kPasses = kBlockRows / (RowSums<kFormat>::kRows * kWarps);
+template <PayloadFormat kFormat>
+__device__ unsigned block_index(bool split) {
+  return split ? blockIdx.x / kPasses<kFormat> : blockIdx.x;
+}
 template <PayloadFormat kFormat>
 constexpr size_t kStagingBytes = sizeof(float4) * kWarps * kStagingVectors<kFormat>;
 
@@ -89,24 +97,26 @@ __device__ void add_ranks(const uint8_t* row, int64_t stride, int count, int row
 // Calls finish(row of the block, sums, staging of these) for the rows of shared.block, each by one
 // warp; finish may write over the staging. By a block.
 template <PayloadFormat kFormat, typename Finish>
-__device__ void sum_rows(const RankPayloads& payloads, const RangeTiles& blocks, SumShared& shared,
-                         float4* staging, Finish finish) {
+__device__ void sum_rows(const RankPayloads& payloads, const RangeTiles& blocks, bool split,
+                         SumShared& shared, float4* staging, Finish finish) {
   constexpr int kRows = RowSums<kFormat>::kRows;  // that a warp adds up at once
   const RangeTiles::Tile& block = shared.block;
-  if (thread_index() == 0) shared.block = blocks.locate(blockIdx.x);
+  if (thread_index() == 0) shared.block = blocks.locate(block_index<kFormat>(split));
   __syncthreads();
+  const int begin_pass = split ? static_cast<int>(blockIdx.x % kPasses<kFormat>) : 0;
+  const int end_pass = split ? begin_pass + 1 : kPasses<kFormat>;
   staging += warp_index() * kStagingVectors<kFormat>;
 #pragma unroll 1
-  for (int pass = 0; pass < kBlockRows; pass += kRows * kWarps) {
-    const int first = pass + warp_index() * kRows;
+  for (int pass = begin_pass; pass < end_pass; ++pass) {
+    const int first = (pass * kWarps + warp_index()) * kRows;
     const auto in_block = static_cast<int>(num_rows(block.bounds.end - block.bounds.begin));
     const int rows = min(in_block - first, kRows);
     RowSums<kFormat> sums;
 #pragma unroll 1
     for (int64_t begin = 0; begin < payloads.ranks; begin += kThreads) {
       const int count = static_cast<int>(min(payloads.ranks - begin, int64_t{kThreads}));
-      if (pass == 0 || payloads.ranks > kThreads) {
-        if (pass > 0 || begin > 0) __syncthreads();  // until the ranks before are added
+      if (pass == begin_pass || payloads.ranks > kThreads) {
+        if (pass > begin_pass || begin > 0) __syncthreads();  // until the ranks before are added
         check_headers<kFormat>(payloads, begin, count, shared);
         __syncthreads();
       }
@@ -136,7 +146,9 @@ cudaError_t launch_sum(const Args& args, const RangeTiles& blocks, bool aligned,
   constexpr int kBytes = kStagingBytes<kFormat>;
   const cudaError_t allowed = allow_shared_bytes<kKernel>(kBytes);
   if (allowed != cudaSuccess) return allowed;
-  return launch(kKernel, blocks.total, kThreads, kBytes, stream, args, blocks, aligned);
+  const bool split = blocks.total < 2 * multiprocessors();
+  return launch(kKernel, blocks.total * (split ? kPasses<kFormat> : 1), kThreads, kBytes, stream,
+                args, blocks, split, aligned);
 }
 
 }  // namespace dct::cuda

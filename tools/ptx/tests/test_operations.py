@@ -1,7 +1,9 @@
 """What PTX defines of the forms that are easy to get wrong."""
 
 import math
+import random
 import struct
+from fractions import Fraction
 
 import pytest
 import torch
@@ -26,6 +28,8 @@ EXACT = [
     ("abs.f32", "f32 -> f32", [(-0.0, 0.0), (0xFFC00001, 0x7FC00001), (-INF, INF)]),
     ("add.rn.f32", "f32, f32 -> f32", [(INF, -INF, NAN32), (1.0, 2.0**-24, 1.0)]),
     ("add.rn.f32", "f32, f32 -> f32", [(1, 1, 2), (0xFFC00123, 1.0, NAN32)]),
+    ("add.rz.f32", "f32, f32 -> f32", [(INF, -INF, NAN32), (-0.0, -0.0, -0.0), (1.0, -1.0, 0.0)]),
+    ("add.rz.f32", "f32, f32 -> f32", [(-1.0, 2.0**-30, 0xBF7FFFFF), (INF, 1.0, INF)]),
     ("sub.rn.f32", "f32, f32 -> f32", [(0.0, 0.0, 0.0), (-0.0, 0.0, -0.0)]),
     ("mul.rn.f32", "f32, f32 -> f32", [(2.0**-100, 2.0**-49, 1), (0.0, INF, NAN32)]),
     ("fma.rn.f32", "f32, f32, f32 -> f32", [(1 + 2.0**-23, 1 - 2.0**-23, -1.0, -(2.0**-46))]),
@@ -135,6 +139,22 @@ def test_exact(opcode, types, cases):
     operands, to = types.split(" -> ")
     actual = evaluate(opcode, operands.split(", "), to, cases)
     assert list(map(hex, actual)) == [hex(bits(case[-1], to)) for case in cases]
+
+
+def test_a_sum_towards_zero_against_integers():
+    """Of units of 2**-149. Random floats of any exponent, and of exponents close to each other."""
+    draw = random.Random(0)
+    for case in range(256):
+        exponents = draw.choices(range(255), k=2) if case % 2 else [draw.randrange(230)] * 2
+        exponents[1] += draw.randrange(26) if case % 2 == 0 else 0
+        pair = [draw.getrandbits(1) << 31 | e << 23 | draw.getrandbits(23) for e in exponents]
+        a, b = struct.unpack("<2f", struct.pack("<2I", *pair))
+        units = int(Fraction(a) * 2**149) + int(Fraction(b) * 2**149)
+        most = (2**24 - 1) << 253
+        shift = max(min(abs(units), most).bit_length() - 24, 0)
+        expected = math.ldexp(min(abs(units), most) >> shift, shift - 149)
+        actual = evaluate("add.rz.f32", ["f32", "f32"], "f32", [(a, b)])
+        assert actual == [bits(math.copysign(expected, units), "f32")]
 
 
 SHUFFLES = {

@@ -1,0 +1,199 @@
+"""Time variants of kernels that only a GPU can decide between, in turns on the same buffers.
+
+A variant is a copy of the sources with some text replaced. Its results are compared with those of
+the sources as they are, bit for bit, before it is timed. variants.json is written after every case.
+Without a GPU (--device cpu) the PTX executor runs the kernels, and the times mean nothing.
+"""
+
+import argparse
+import ctypes
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from ptx import backend, build, cache, toolkit
+
+from bench import files, provenance
+from bench.cli import exit_status
+from bench.gpu.common import BF16, BUCKET, F32, report
+from bench.microbench import cases, native
+from bench.microbench.cases import Case
+from bench.microbench.command import results
+from bench.microbench.timing import take_turns
+
+DEFAULT, COPY = "default", "copy kernel"
+ROUNDS = 5
+
+
+class Variant(NamedTuple):
+    ops: tuple[str, ...]
+    patches: tuple[tuple[str, str, str], ...]  # files, old and new text
+
+
+def policy(load: str, store: str) -> Variant:
+    """Other cache operators: https://docs.nvidia.com/cuda/parallel-thread-execution has them."""
+    ops = ("mask_pack", "quantize_pack", "dequantize_sum", COPY)
+    return Variant(ops, (("**/*.cu*", "__ldcs(", load), ("**/*.cu*", "__stcs(", store)))
+
+
+VARIANTS = {
+    "plain": policy("__ldca(", "__stwb("),
+    "load past L1": policy("__ldcg(", "__stwb("),
+    "load .cs": policy("__ldcs(", "__stwb("),
+    "store .cs": policy("__ldca(", "__stcs("),
+    "128 threads": Variant(
+        ("mask_pack",),
+        (
+            ("**/device.cuh", "constexpr int kThreads = 256,", "constexpr int kThreads = 128,"),
+            ("**/mask_pack*.cu*", "MinBlocks = 2;", "MinBlocks = 4;"),
+        ),
+    ),
+    "blocks of 4096": Variant(
+        ("scatter_unpack",),
+        (("**/scatter_unpack.cu", "Whole = Shape<8, 1, 3>;", "Whole = Shape<4, 4, 8>;"),),
+    ),
+    "small tiles": Variant(
+        ("mask_pack",), (("**/mask_pack.cu", "multiprocessors() ? 1 : 2", "0 ? 1 : 1"),)
+    ),
+}
+
+
+class Library:
+    """Launchers and kernels on a GPU."""
+
+    device = "cuda"
+
+    def __init__(self, path: Path, scratch: torch.Tensor) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.give_scratch(ctypes.c_void_p(scratch.data_ptr()))
+
+    def call(self, op: str, *arguments) -> None:
+        fields = b"".join(bytes(backend.to_c(argument)) for argument in arguments)
+        if error := getattr(self._library, op)(fields):
+            raise RuntimeError(f"{op} returned cudaError_t {error}")
+
+
+def patched(sources: Path, variant: Variant, folder: Path) -> Path:
+    """A copy of the sources with every patch; an error names one whose text is not there."""
+    shutil.copytree(sources, folder)
+    for where, old, new in variant.patches:
+        found = [path for path in folder.glob(where) if old in path.read_text()]
+        if not found:
+            raise ValueError(f"patch must replace a text of {where}, got {old!r}")
+        for path in found:
+            path.write_text(path.read_text().replace(old, new))
+    return folder
+
+
+def library(name: str, op: str, gpu: int | None = None) -> Path:
+    """What has the op's launcher: for a GPU of this architecture, as 90, or the executor."""
+    variant = VARIANTS.get(name, Variant((), ()))
+    with tempfile.TemporaryDirectory() as folder:
+        if op == COPY:
+            source = patched(native.COPY.parent, variant, Path(folder, "copy")) / "copy.cu"
+            nvcc = [toolkit.nvcc(), f"-arch=sm_{gpu or 90}", "-shared", "-Xcompiler=-fPIC", source]
+            made, process = cache.start(nvcc, source.read_bytes(), "copy.so")
+            cache.finish(process)
+            return made
+        if name == DEFAULT:
+            return build.build(gpu=gpu)
+        sources = patched(toolkit.CSRC, variant, Path(folder, "csrc"))
+        return build.build(sources, (op,), gpu)
+
+
+def ops_of(op: str, path: Path, scratch: torch.Tensor) -> SimpleNamespace:
+    """The op as a case calls it. The executor runs no copy kernel: to have built it is enough."""
+    if op == COPY:
+        return SimpleNamespace(copy=ctypes.CDLL(str(path)).native_copy)
+    called = Library(path, scratch) if scratch.is_cuda else backend.Executor(path)
+
+    def run(*arguments):
+        with backend.calling(called):
+            return getattr(backend, op)(*arguments)
+
+    return SimpleNamespace(**{op: run})
+
+
+def chosen(op: str, device: str, scale: int) -> Iterator[Case]:
+    for numel in (size // scale for size in (2**28, 2**24, BUCKET, 2**20)):
+        if op == "mask_pack":
+            yield cases.mask_pack(device, numel, 0.01, F32, F32, False)
+            yield cases.mask_pack(device, numel, 0.01, F32, BF16, False)
+        elif op == "quantize_pack":
+            yield cases.quantize_pack(device, numel, F32, "float32", False)
+        elif op == "dequantize_sum":
+            yield cases.dequantize_sum(device, numel, "float32", 8)
+        elif op == "scatter_unpack":
+            yield from (cases.scatter_unpack(device, numel, 0.01, ranks) for ranks in (2, 64))
+        else:
+            yield copy_case(device, 12 * numel)
+
+
+def copy_case(device: str, nbytes: int) -> Case:
+    sets = max(2, min(64, cases.COLD_BYTES // nbytes))
+    source = [torch.randn(nbytes // 8, device=device) for _ in range(sets)]
+    target = [torch.zeros_like(tensor) for tensor in source]
+
+    def run(ops, i):
+        if device == "cuda":
+            pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (target[i], source[i]))
+            ops.copy(*pointers, ctypes.c_int64(source[i].nbytes), ctypes.c_void_p(0))
+        return (target[i],)
+
+    return Case(COPY, "float32", nbytes // 12, nbytes, sets, run)
+
+
+def compared(case: Case, ops: dict[str, SimpleNamespace], device: str) -> dict:
+    """Times of the variants whose results are those of the default, and the names of the others."""
+    expected, calls, wrong = results(case, ops[DEFAULT]), {}, []
+    for name, variant in ops.items():
+        pairs = zip(results(case, variant), expected, strict=True)
+        if all(torch.equal(a.view(torch.uint8), e.view(torch.uint8)) for a, e in pairs):
+            calls[name] = lambda i, variant=variant: case.run(variant, i)
+        else:
+            wrong.append(name)
+    sets, rounds = dict.fromkeys(calls, case.sets), dict.fromkeys(calls, ROUNDS)
+    ms = take_turns(calls, case.reset, sets, rounds, device)
+    return {"op": case.op, "case": case.detail, "numel": case.numel, "ms": ms, "wrong": wrong}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this")
+    parser.add_argument("--only", metavar="A,B", default=",".join(VARIANTS), help="variants")
+    args = parser.parse_args()
+    names = args.only.split(",")
+    if unknown := sorted(set(names) - set(VARIANTS)):
+        parser.error(f"--only must name variants ({', '.join(VARIANTS)}), got {','.join(unknown)}")
+    cuda = args.device == "cuda"
+    gpu = int("{}{}".format(*torch.cuda.get_device_capability())) if cuda else None
+    args.out.mkdir(parents=True, exist_ok=True)
+    scratch = torch.empty(2**29 if cuda else 0, device=args.device)
+    pairs = [(name, op) for name in names for op in VARIANTS[name].ops]
+    pairs = [*((DEFAULT, op) for op in dict.fromkeys(op for _, op in pairs)), *pairs]
+    build.build(gpu=gpu)  # what all libraries share
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        made = dict(zip(pairs, pool.map(lambda pair: library(*pair, gpu), pairs), strict=True))
+    content = {"provenance": provenance.describe(), "results": (found := [])}
+    for op in dict.fromkeys(op for _, op in pairs):
+        ops = {name: ops_of(op, path, scratch) for (name, of), path in made.items() if of == op}
+        for case in chosen(op, args.device, args.scale):
+            found.append(compared(case, ops, args.device))
+            shown = {name: f"{1e3 * ms['median']:.1f}" for name, ms in found[-1]["ms"].items()}
+            print(op, case.detail, f"{case.numel:,}", "us:", shown, flush=True)
+            files.write_json(args.out / "variants.json", content)
+            del case
+    failures = [f"{f['op']} {f['numel']}: {', '.join(f['wrong'])}" for f in found if f["wrong"]]
+    report(failures, f"{len(found)} cases of {len(names)} variants, all with the default's bits")
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_status("variants.py", main))
