@@ -101,7 +101,7 @@ void for_each_sum(const uint8_t* payloads, const std::vector<uint8_t>& intact, i
           }
           add_group<kFormat>(how, row[p], g, registers);
         }
-        Sum sum = registers;  // whose address is taken
+        Sum sum = registers;  // the function takes its address, which would keep it in memory
         function(r * kRow + g * kScaled, sum);
       }
     }

@@ -48,7 +48,7 @@ def compressed_sharders(
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
 
-    Source: our reconstruction of row-wise quantized exchange, as TorchRec's QuantizedCommCodec.
+    Source: the row-wise exchange is this project's own; the others use TorchRec's codecs interface.
 
     >>> dmp = DistributedModelParallel(model, sharders=compressed_sharders(format="int4"))
     """
