@@ -33,9 +33,7 @@ def from_raw(bits, dtype):
 def assert_equal(actual, expected, what):
     """Fail unless the arrays are equal; show the first difference in hexadecimal."""
     actual, expected = np.asarray(actual), np.asarray(expected)
-    assert actual.shape == expected.shape, (
-        f"{what}: shape {actual.shape}, expected {expected.shape}"
-    )
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
     different = np.argwhere(actual != expected)
     if len(different):
         at = tuple(int(i) for i in different[0])

@@ -41,9 +41,7 @@ class Arena:
         view.copy_(tensor)
         for guard in guards:
             untouched = torch.full_like(guard, GUARD)
-            self._checks.append(
-                lambda g=guard, u=untouched: _same(g, u, "memory around an argument")
-            )
+            self._checks.append(lambda g=guard, u=untouched: _same(g, u, "memory around"))
         return view, buffer[before : before + inside]
 
 

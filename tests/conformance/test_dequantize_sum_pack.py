@@ -18,13 +18,11 @@ formats = pytest.mark.parametrize("format", oracle.FORMATS)
 @pytest.mark.parametrize("ranks", [0, 1, 64])
 def test_equals_the_two_ops_in_sequence(backend, ranks, format):
     geometry = Geometry(1500, format)
-    received, residual = payloads(geometry, ranks), samples.normal(1500)
+    inputs, residual = payloads(geometry, ranks), samples.normal(1500)
     scale = 1 / max(ranks, 1)
-    fused, status = quantized_calls.dequantize_sum_pack(
-        backend, received, geometry, residual, scale
-    )
+    fused, status = quantized_calls.dequantize_sum_pack(backend, inputs, geometry, residual, scale)
     assert status == [0] * ranks
-    out, _ = quantized_calls.dequantize_sum(backend, received, geometry, scale=scale)
+    out, _ = quantized_calls.dequantize_sum(backend, inputs, geometry, scale=scale)
     separate = quantized_calls.quantize_pack(backend, residual, out, format)
     assert fused.rows == separate.rows
     assert torch.equal(fused.residual, separate.residual)

@@ -1,4 +1,4 @@
-"""The machine code of the CUDA kernels, on a machine that need not have a GPU."""
+"""Checks the machine code of the CUDA kernels, without a GPU."""
 
 import functools
 from pathlib import Path
@@ -52,8 +52,8 @@ BAD_KERNELS = {
 
 @architectures
 @pytest.mark.parametrize("name", BAD_KERNELS)
-def test_a_broken_promise_is_seen(name, architecture):
-    """And nothing else is: a check that always speaks says nothing."""
+def test_a_broken_promise_is_detected(name, architecture):
+    """No other promise is reported as broken."""
     (compiled,) = toolkit.compile_all([Path(__file__).with_name("bad_kernels.cu")], architecture)
     (kernel,) = (k for k in kernels(compiled, architecture) if k.name == name)
     promise, expected = BAD_KERNELS[name]
