@@ -25,8 +25,8 @@ dist.init_process_group("gloo")
 MODEL = "model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 1))\n"
 
 
-def test_the_hook_as_in_the_diffs(tmp_path):
-    """The program that a user has after adding the lines with a plus."""
+def test_the_hook_in_the_diffs(tmp_path):
+    """Runs the program to which the lines with a plus have been added."""
     text = README.read_text()
     diffs = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
     assert [re.findall(r"^.", diff, re.MULTILINE) for diff in diffs] == [[" ", "+", "+"]] * 2
@@ -45,7 +45,7 @@ def test_the_ops(tmp_path):
     run(script, tmp_path)
 
 
-def test_the_line_that_installs_what_the_examples_need():
+def test_the_line_that_installs_the_requirements_of_the_examples():
     line = re.search(r"`pip install (numpy .*)`", README.read_text())
     extra = re.search(r"^examples = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert line[1].split() == ast.literal_eval(extra[1])

@@ -1,6 +1,6 @@
 #pragma once
 
-// The readers of packed rows and of rows in few bits, column by column.
+// Compares the readers of packed and quantized rows with decoders, column by column.
 
 #include "../../csrc/cpu/kernels.h"
 #include "fuzz_input.h"
@@ -13,7 +13,7 @@ inline DType pick_dtype(Setting& setting) {
   return setting.pick({DType::kFloat32, DType::kBFloat16, DType::kFloat16});
 }
 
-// As floats() in any type.
+// floats() converted to T.
 template <typename T>
 const std::vector<T>& values_of() {
   static const std::vector<T> pool = [] {
@@ -24,12 +24,12 @@ const std::vector<T>& values_of() {
   return pool;
 }
 
-// row_unpack, of which values and positions are untrusted, and row_gather, of which positions are.
+// row_unpack, whose values and positions are untrusted, and row_gather, whose positions are.
 class PackedRows : public Target {
  public:
   explicit PackedRows(bool gather) : gather_(gather) {}
 
-  Input sound(Random& random) const override {
+  Input valid(Random& random) const override {
     Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
     const Call call(input.setting);
     std::vector<uint8_t> positions(call.rows * call.bytes);
@@ -108,12 +108,12 @@ class PackedRows : public Target {
             parallel);
       }
     });
-    const bool sound =
+    const bool valid =
         gather_ ? check_gathered(dense, positions, call.rows, call.width, call.k, values)
                 : check_unpacked(values, positions, call.rows, call.width, call.k, dense);
     CHECK(std::equal(positions, positions + position_bytes, input.bytes.begin()),
           "the positions were written to");
-    return sound;
+    return valid;
   }
 
   bool gather_;
@@ -121,7 +121,7 @@ class PackedRows : public Target {
 
 class RowDequantize : public Target {
  public:
-  Input sound(Random& random) const override {
+  Input valid(Random& random) const override {
     Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
     const Call call(input.setting);
     input.bytes.resize(call.rows * call.bytes);
@@ -175,16 +175,16 @@ class RowDequantize : public Target {
       cpu::row_dequantize({rows, call.rows, call.width, call.format, out, call.out}, parallel);
     });
     for (int64_t row = 0; row < call.rows; ++row) {
-      const uint8_t* own = rows + row * call.bytes;
-      const float scale = from_bits((own[call.bytes - 2] | own[call.bytes - 1] << 8) * 65536u);
+      const uint8_t* raw = rows + row * call.bytes;
+      const float scale = from_bits((raw[call.bytes - 2] | raw[call.bytes - 1] << 8) * 65536u);
       for (int64_t c = 0; c < call.width; ++c) {
-        const Out wanted = make<Out>(static_cast<float>(code_at(own, c, call.format)) * scale);
+        const Out wanted = make<Out>(static_cast<float>(code_at(raw, c, call.format)) * scale);
         CHECK(bits(out[row * call.width + c]) == bits(wanted), "row %ld, column %ld", long(row),
               long(c));
       }
     }
     CHECK(std::equal(rows, rows + nbytes, input.bytes.begin()), "the rows were written to");
-    return true;  // any bytes mean something
+    return true;  // any bytes are valid
   }
 };
 
