@@ -77,7 +77,7 @@ def _call(function, call, number, folder, default_dtype):
 def _values(error):
     """The local variables of the test in which an assertion failed.
 
-    pytest rewrites assertions to show values only in its in_tests process.
+    pytest rewrites assertions to show values only in its own process.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     in_tests = [frame for frame in frames if Path(frame.f_code.co_filename).is_relative_to(_TESTS)]

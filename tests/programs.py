@@ -64,10 +64,10 @@ def run_as_torchrun(function, ranks, *args):
         "LOCAL_WORLD_SIZE": str(ranks),
     }
     variables = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return run_forked(_with, [(extra, function, args) for extra in variables], timeout=120)
+    return run_forked(_call_with, [(extra, function, args) for extra in variables], timeout=120)
 
 
-def _with(variables, function, args):
+def _call_with(variables, function, args):
     os.environ.update(variables)
     return function(*args)
 

@@ -61,8 +61,8 @@ def _edges():
 
 def test_a_package_imports_only_packages_before_it():
     for name, targets in _edges().items():
-        own = PACKAGES.index(name.partition(".")[0])
-        above = {t for t in targets if PACKAGES.index(t.partition(".")[0]) > own}
+        level = PACKAGES.index(name.partition(".")[0])
+        above = {t for t in targets if PACKAGES.index(t.partition(".")[0]) > level}
         assert not above, f"{name} imports {above}"
 
 
@@ -80,9 +80,9 @@ def test_folders_import_only_allowed_folders(package):
     for name, targets in _edges().items():
         if not name.startswith(f"{package}."):
             continue
-        own = name.split(".")[1]
-        known = {t.split(".")[1] for t in targets if t.startswith(f"{package}.")}
-        foreign = (known & folders.keys()) - {own} - folders.get(own, set())
+        folder = name.split(".")[1]
+        imported = {t.split(".")[1] for t in targets if t.startswith(f"{package}.")}
+        foreign = (imported & folders.keys()) - {folder} - folders.get(folder, set())
         assert not foreign, f"{name} imports {foreign}"
 
 

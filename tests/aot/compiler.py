@@ -28,7 +28,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel. Wide accesses have 128 bits, narrow ones 16 to 64; bytes do not count."""
+    """A compiled kernel. Wide accesses have 128 bits, narrow ones 16 to 64."""
 
     spills: int  # bytes of stack on NVIDIA, vector registers on AMD
     wide_loads: int

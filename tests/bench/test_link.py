@@ -83,7 +83,7 @@ def test_namespaces(tmp_path):
     assert link.main(["--rates", "500mbit,unlimited", *SMALL, *out]) == 0
     result = json.loads((tmp_path / "link.json").read_text())
     _check(result, [5e8, None])
-    # Below the rate on any machine, because headers and acknowledgements are not counted.
+    # Headers and acknowledgements are not counted, so this is below the rate on any machine.
     assert result["links"][0]["bits_per_second"] < 5e8
     for cell in result["cells"]:
         headers = 66 * cell["packets"]

@@ -32,7 +32,7 @@ def test_collectives_by_hand():
     assert all_reduce(Link(1.0, 2.0), 3, 6) == 8.0
     # A tree of 1,024 ranks sends 2 x 10 messages, and the tensor twice.
     assert all_reduce(Link(1.0, 1e6), 1024, 1e6) == pytest.approx(22.0)
-    # 8 ranks of 4 bytes receive 3 messages, and 28 bytes at 2 bytes per second.
+    # Each of 8 ranks sends 4 bytes: 3 messages, and 28 bytes at 2 bytes per second.
     assert all_gather(Link(1.0, 2.0), 8, 4) == 3 + 14
     assert all_to_all(Link(0.0, 2.0), 8, 4) == 14  # pairwise: every byte once
     assert all_to_all(Link(1.0, 1e9), 8, 4) == pytest.approx(3)  # Bruck: 3 messages
@@ -120,7 +120,7 @@ def test_the_rates_of_a_gpu_match_the_run_on_an_h200():
             )
 
 
-def test_the_answer_is_a_sentence(capsys):
+def test_the_recommendation_as_a_sentence(capsys):
     """1,000,000 parameters are 4 MB, 2 MB or 25,344 bytes at 125 MB/s and 50 us per message."""
     given = ["--parameters", "1000000", "--compute-ms", "50", "--ranks", "2", "--device", "gpu"]
     assert scale.main([*given, "--rates", "1gbit"]) == 0

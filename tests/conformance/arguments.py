@@ -85,7 +85,7 @@ def arguments(op):
 
 
 def valid_payloads():
-    """Payloads of two ranks, with a valid header and 7 in every other byte."""
+    """Payloads of two ranks with a valid header. All other bytes are 7."""
     payloads = torch.full((2, QUANTIZED_BYTES), 7, dtype=U8)
     header = quantized_payload.header(NUMEL, "int8")
     payloads[:, : len(header)] = torch.frombuffer(bytearray(header), dtype=U8)

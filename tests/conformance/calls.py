@@ -24,7 +24,7 @@ class Packed(NamedTuple):
 
 
 def neutral_gradient(residual):
-    """A gradient that leaves the residual neutral_gradient, including the sign of zeros."""
+    """A gradient that leaves the residual unchanged, including the sign of zeros."""
     return torch.full_like(residual, -0.0)
 
 

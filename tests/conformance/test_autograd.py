@@ -161,7 +161,7 @@ def test_only_mutated_arguments_bump_their_version_counter(op):
     ("op", "arg"), [(op, arg) for op in WRITTEN for arg in sorted(WRITTEN[op])]
 )
 def test_mutating_an_argument_that_requires_grad_raises(entry, op, arg):
-    """Leaves and non-leaves raise, as with in-place ops of torch, unless grad mode is off."""
+    """Both leaves and non-leaves raise, as in in-place ops of torch, unless grad mode is off."""
     args, call = arguments(op), getattr(entry, op)
     if not args[arg].is_floating_point():
         pytest.skip("integers cannot require grad")

@@ -1,7 +1,7 @@
 """More than 2**31 elements need 64-bit indices. Runs on the compiled CPU kernels only.
 
-Deselected by default; run it with `pytest -m large`. The oracle is the positions of a few planted
-entries, which need no second tensor. Pages that are never touched take no memory.
+Deselected by default; run it with `pytest -m large`. The oracle is a few planted entries, which
+need no second tensor. Pages that are never touched take no memory.
 """
 
 import math

@@ -78,7 +78,7 @@ def test_inv_scale(backend, inv_scale, grad_dtype):
 @pytest.mark.many_programs
 @value_dtypes
 def test_conservation_over_all_exponents(backend, value_dtype):
-    """Packed value + new residual == acc for every finite acc, in float32 and exactly."""
+    """Packed value + new residual == acc for all finite acc, in float32 and in exact arithmetic."""
     acc = samples.patterns(100_000)
     packed = calls.mask_pack(backend, acc, None, 0.0, value_dtype=value_dtype)
     content = packed.contents[0]
@@ -103,7 +103,7 @@ def test_a_non_finite_gradient_leaves_the_residual_unchanged(backend):
 
 
 def test_packed_values_by_hand(backend):
-    """bfloat16 rounds ties to even and saturates. float32 keeps the bits of acc, except of NaN."""
+    """bfloat16 rounds ties to even and saturates. float32 keeps the bits of acc except NaN."""
     inf, nan = 0x7F800000, 0xFF812345
     acc = [0x3F808000, 0x3F818000, 0xBF808001, 0x7F7FFFFF, 0xFF7F8000, inf, nan, 0x00000001]
     residual = bits.from_raw(np.array(acc, np.uint32), torch.float32)

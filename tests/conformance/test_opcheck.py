@@ -1,6 +1,6 @@
 """torch.library.opcheck of the registered ops: schema, fake, autograd registration, AOT dynamic.
 
-opcheck compares no values with the oracle; the other files do. The ops run on the dispatcher's
+opcheck does not compare values with the oracle; the other files do. The ops run on the dispatcher's
 backend for the CPU. test_backends.py runs this file again with eager forced.
 """
 

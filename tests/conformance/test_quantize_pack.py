@@ -96,7 +96,7 @@ def test_rows_by_hand(backend, format):
 
 
 def test_values_without_scales_by_hand(backend):
-    """bfloat16 rounds ties to even and saturates. float32 keeps the bits of acc, except of NaN."""
+    """bfloat16 rounds ties to even and saturates. float32 keeps the bits of acc except NaN."""
     acc = [0x3F808000, 0x3F818000, 0xBF808001, 0x7F7FFFFF, 0x7F800000, 0xFF812345, 0x00000001]
     residual = bits.from_raw(np.array([*acc, 0x80000000], np.uint32), torch.float32)
     packed = quantized_calls.quantize_pack(backend, residual, None, "bfloat16")

@@ -93,7 +93,7 @@ def test_misaligned_views(backend, offset, dtype, format):
 
 @formats
 def test_rows_of_every_exponent(backend, format):
-    """One magnitude per row, from rows that round to zero to the largest scale."""
+    """Each row has one magnitude, from rows that round to zero to the largest scale."""
     x = samples.normal(16 * 256).view(256, 16).clamp(-3, 3) / 3
     exponents = torch.arange(-127, 129).clamp(max=127).view(256, 1)
     x = (x.double() * torch.exp2(exponents.double())).float()

@@ -50,7 +50,7 @@ def written(geometry, content):
 
 @pytest.mark.many_launches
 def test_every_bit_of_the_header(backend):
-    """Every flip except of the two known flags is detected; a lower count voids blocks."""
+    """Every bit flip is detected, except in the two known flags. A lower count voids blocks."""
     geometry = Geometry(16384 + 50, 50, "float32")
     (row,) = valid(geometry)
     flips = []
@@ -156,7 +156,7 @@ def test_the_last_start_of_every_range(backend, r):
     assert all(status & 2 for status in found.values())
 
 
-def test_the_one_start_of_an_empty_range(backend):
+def test_the_only_start_of_an_empty_range(backend):
     """It has no block, and its only start must equal its count, 0."""
     geometry = Geometry(10, 2, "float32", ranges=2)
     bad = [rewritten(geometry, r=1, starts=[value]) for value in (0, 1, 2**32 - 1)]
@@ -203,7 +203,7 @@ def test_wrong_positions_void_their_block(backend, value_dtype):
     assert found == dict.fromkeys(WRONG_POSITIONS, 4)
 
 
-def test_the_last_block_is_short(backend):
+def test_positions_in_a_short_last_block(backend):
     geometry = Geometry(16384 + 100, 10, "float32")
     content = payload.content(geometry, 0, np.array([3, 16384 + 50]), [0x3F800000] * 2)
     bad = [written(geometry, content.but(positions=[3, p])) for p in (99, 100, 16383, 65535)]

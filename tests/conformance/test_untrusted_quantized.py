@@ -36,7 +36,7 @@ def statuses(backend, geometry, bad):
 @pytest.mark.many_launches
 @formats
 def test_every_bit_of_the_header(backend, format):
-    """Every flip except of the flag "non-finite" is detected."""
+    """Every bit flip is detected, except in the flag "non-finite"."""
     geometry = Geometry(70, format)
     (valid,) = random_payload(geometry)
     flips = []

@@ -77,11 +77,11 @@ def test_generated_rows_are_read_back(tmp_path, monkeypatch, name, world_size):
     whole = Rows.encode(block.labels, block.ints, block.values, ROWS)
     for rank in range(world_size):
         rows, numbers, report = criteo.read(path, ROWS, rank, world_size)
-        own = torch.arange(rank, 500, world_size)
-        assert numbers.tolist() == own.tolist() and report.malformed == 0
-        assert torch.equal(rows.labels, whole.labels[own])
-        assert torch.equal(rows.ints, whole.ints[own])
-        assert torch.equal(rows.ids, whole.ids[own])
+        indices = torch.arange(rank, 500, world_size)
+        assert numbers.tolist() == indices.tolist() and report.malformed == 0
+        assert torch.equal(rows.labels, whole.labels[indices])
+        assert torch.equal(rows.ints, whole.ints[indices])
+        assert torch.equal(rows.ids, whole.ids[indices])
 
 
 def test_windows_line_ends(tmp_path):

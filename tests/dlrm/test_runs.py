@@ -53,7 +53,7 @@ def _compare_runs():
     for mode, given in (("dense", []), ("dct", ["--parallel", "hybrid", "--row-format", "int8"])):
         loss = _run("--rows", 20_000, "--lr", 0.3, *given, mode=mode).record.loss
         assert np.isfinite(loss).all() and loss[-30:].mean() < 0.95 * loss[:30].mean(), mode
-    assert set(dist.distributed_c10d._world.pg_map) == groups  # no group and its threads remain
+    assert set(dist.distributed_c10d._world.pg_map) == groups  # no groups remain
 
 
 def test_runs_of_two_ranks():

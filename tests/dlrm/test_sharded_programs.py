@@ -62,7 +62,7 @@ def _substitution(path):
     given = ("--capacity", "20000", "--lr", "0.1")
     groups = set(dist.distributed_c10d._world.pg_map)
     alone, dense, compressed = _runs(substitution, names, None, path, *given)
-    assert set(dist.distributed_c10d._world.pg_map) == groups  # no group and its threads remain
+    assert set(dist.distributed_c10d._world.pg_map) == groups  # no groups remain
     assert len(alone.record.loss) == 18
     np.testing.assert_allclose(dense.record.loss, alone.record.loss, rtol=1e-4)
     assert dense.scores == pytest.approx(alone.scores, rel=1e-3)

@@ -29,7 +29,7 @@ def test_rows_depend_only_on_their_number():
 
 
 def test_labels_are_drawn_with_the_true_probabilities():
-    """The score on the labels is the one that the true probabilities imply."""
+    """The score on the labels is close to the one that the true probabilities imply."""
     p = np.sort(BLOCK.probability)
     wrong_order = np.cumsum(p) - p  # expected ones among the rows ranked lower
     expected_auc = 1 - np.sum((1 - p) * wrong_order + 0.5 * p * (1 - p)) / (p.sum() * (1 - p).sum())

@@ -107,8 +107,8 @@ def test_hybrid_on_a_file_and_its_bytes(tmp_path):
 
 
 def test_columns_and_their_bytes(tmp_path):
-    """A rank sends the inputs of its samples, its half of the first layer's features, and its half
-    of the second layer's for the other rank's samples."""
+    """A rank sends the inputs of its samples and its half of the first layer's features. It sends
+    its half of the second layer's features for the samples of the other rank."""
     given = ["--parallel", "columns", "--row-density", 0.25, *SMALL]
     _call_on_ranks(*given, "--out", tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())

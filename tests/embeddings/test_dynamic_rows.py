@@ -46,8 +46,8 @@ def _ids(step, sample):
 
 
 def _bags(step, samples):
-    own = torch.stack([_ids(step, sample) for sample in samples], dim=1)
-    return own.flatten(), torch.full((FIELDS, len(samples)), 2)
+    ids = torch.stack([_ids(step, sample) for sample in samples], dim=1)
+    return ids.flatten(), torch.full((FIELDS, len(samples)), 2)
 
 
 def _loss(linear, pairs, pooled):
@@ -97,11 +97,11 @@ def _train_and_compare(rank, losses, weight):
     ranks = dist.get_world_size()
     rows = _rows()
     layer, optimizer = _layer(rows), torch.optim.SGD([rows.weight], LR / 10)
-    own = range(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
+    samples = range(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     seen = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = _loss(*layer(*_bags(step, own)))
+        loss = _loss(*layer(*_bags(step, samples)))
         loss.backward()
         optimizer.step()
         total = loss.detach().clone()
@@ -176,8 +176,8 @@ def _check_merged(rank, states, merged):
     rows.load_state_dict(merged)
     parts = [None] * 4
     used = slice(1, 1 + len(rows))
-    own = rows.ids().clone(), rows.weight.detach()[used].clone(), sums[used].clone()
-    dist.all_gather_object(parts, own)
+    part = rows.ids().clone(), rows.weight.detach()[used].clone(), sums[used].clone()
+    dist.all_gather_object(parts, part)
     assert all(len(ids) > 0 for ids, *_ in parts)
     found, expected = {}, {}
     for ids, weight, sums in parts:
@@ -331,12 +331,12 @@ class _Other(torch.Tensor):
 @on_ranks(2)
 def test_rows_of_another_rank_raise_unless_the_state_is_merged(rank):
     rows, ids = DynamicFeatureRows(1, 50), torch.arange(40)
-    own = ids[rows.owners(ids)[0] == rank]
-    state = {"owner": torch.tensor([rank, 2]), "ids": own, "weight": torch.ones(len(own), 1)}
+    owned = ids[rows.owners(ids)[0] == rank]
+    state = {"owner": torch.tensor([rank, 2]), "ids": owned, "weight": torch.ones(len(owned), 1)}
     rows.load_state_dict(state)
-    assert rows.ids().tolist() == own.tolist()
+    assert rows.ids().tolist() == owned.tolist()
     foreign = ids[rows.owners(ids)[0] != rank][:1]
-    more = {"ids": torch.cat([own, foreign]), "weight": torch.zeros(len(own) + 1, 1)}
+    more = {"ids": torch.cat([owned, foreign]), "weight": torch.zeros(len(owned) + 1, 1)}
     text = f"state['ids'] must be of rank {rank}'s rows, as the owner of the state, got "
     _refused(
         f"{text}{foreign.item()} of rank {1 - rank}",
@@ -344,7 +344,7 @@ def test_rows_of_another_rank_raise_unless_the_state_is_merged(rank):
     )
     assert all(torch.equal(part, state[name]) for name, part in rows.state_dict().items())
     rows.load_state_dict(state | more | {"owner": torch.tensor([-1, 2])})
-    assert rows.ids().tolist() == own.tolist() and not rows.state_dict()["weight"].any()
+    assert rows.ids().tolist() == owned.tolist() and not rows.state_dict()["weight"].any()
 
 
 @on_ranks(1)

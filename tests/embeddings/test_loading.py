@@ -1,4 +1,4 @@
-"""A state that is refused changes nothing, in all modules and optimizers for embeddings."""
+"""A wrong state raises and changes nothing, in all modules and optimizers for embeddings."""
 
 import copy
 import re

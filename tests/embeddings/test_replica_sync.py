@@ -1,4 +1,4 @@
-"""A sync of replicas: changes that are sent, changes that stay pending, bytes, in each format."""
+"""Syncs of replicas in each format: sent changes, pending changes, and bytes."""
 
 import copy
 import math

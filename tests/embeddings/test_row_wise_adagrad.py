@@ -39,7 +39,7 @@ def _oracle(divisor=lambda v: math.sqrt(v) + EPS):
 
 
 def _step(weight, optimizer, step, sparse=True, bags=False):
-    """Train on one batch, with `bags` as bags of one id each."""
+    """Train on one batch. With `bags`, each bag has one id."""
     optimizer.zero_grad()
     ids = torch.tensor(BATCHES[step])
     if bags:
@@ -80,7 +80,7 @@ def test_the_scale_divides_the_accumulators_in_a_step(delayed):
     assert np.abs(optimizer.to_average(weight).numpy() - v).max() < 1e-14
 
 
-def test_a_changed_scale_has_no_memory_of_the_former_one():
+def test_steps_do_not_depend_on_a_former_scale():
     """The accumulators do not depend on the scale, so results are bitwise equal."""
     weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, scale=3)
     always, other = _trained(MomentumScaledRowWiseAdagrad, scale=5)

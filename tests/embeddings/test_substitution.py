@@ -32,17 +32,17 @@ def _weight(dtype):
 
 
 @functools.cache
-def _sample(step, number, most=3):
-    """(ids of each field, up to `most` and with repetitions; a label)."""
+def _sample(step, number, longest=3):
+    """(ids of each field, up to `longest` and with repetitions; a label)."""
     generator = torch.Generator().manual_seed(10 * step + number)
-    lengths = torch.randint(most + 1, (FIELDS,), generator=generator).tolist()
-    own = [torch.randint(ROWS, (length,), generator=generator) for length in lengths]
-    return own, float(torch.randint(2, (), generator=generator))
+    lengths = torch.randint(longest + 1, (FIELDS,), generator=generator).tolist()
+    ids = [torch.randint(ROWS, (length,), generator=generator) for length in lengths]
+    return ids, float(torch.randint(2, (), generator=generator))
 
 
 def _bags(samples):
     """The ids and lengths of samples as arguments of the layer, field by field."""
-    by_field = [own[field] for field in range(FIELDS) for own, _ in samples]
+    by_field = [ids[field] for field in range(FIELDS) for ids, _ in samples]
     lengths = torch.tensor([len(ids) for ids in by_field]).view(FIELDS, len(samples))
     return torch.cat(by_field), lengths
 
@@ -62,14 +62,14 @@ class Plain(nn.Module):
             self.first = nn.Parameter(_first_layer(dtype))
 
     def forward(self, samples):
-        return torch.cat([self.dense(*self._inputs(own)) for own, _ in samples])
+        return torch.cat([self.dense(*self._inputs(ids)) for ids, _ in samples])
 
-    def _inputs(self, own):
-        features = self.weight[torch.cat(own)]
+    def _inputs(self, ids_by_field):
+        features = self.weight[torch.cat(ids_by_field)]
         linear = features[:, 0].sum().view(1)
         products = features[:, 1:] @ features[:, 1:].T  # of all pairs
         pairs = products.triu(1).sum().view(1)
-        pooled = torch.stack([self.weight[ids, 1:].sum(0) for ids in own])[None]
+        pooled = torch.stack([self.weight[ids, 1:].sum(0) for ids in ids_by_field])[None]
         hidden = None if self.first is None else (self.first @ pooled.flatten())[None]
         return _dense_inputs(self.kind, linear, pairs, pooled, hidden)
 
@@ -181,9 +181,9 @@ def _whole(rows):
     whole = torch.full((ROWS, 1 + WIDTH), math.nan, dtype=rows.weight.dtype)
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (rows.ids(), rows.weight.detach()))
-    for ids, own in parts:
+    for ids, part in parts:
         assert whole[ids].isnan().all()
-        whole[ids] = own
+        whole[ids] = part
     return whole
 
 
@@ -230,8 +230,8 @@ def test_bytes_match_formulas_and_partial_results_do_not_grow_with_ids(rank, kin
         WireMeter(groups[1]) as dense_meter,
     ):
         seen = []
-        for most in (3, 6):
-            samples = [_sample(0, number, most) for number in range(2 * rank, 2 * rank + 2)]
+        for longest in (3, 6):
+            samples = [_sample(0, number, longest) for number in range(2 * rank, 2 * rank + 2)]
             ids, lengths = _bags(samples)
             loss = _loss(dense(*layer(ids, lengths)), _labels(samples, torch.float64))
             forward = partials_meter.take()
@@ -282,7 +282,7 @@ def test_frozen_parameters(rank, aggregate):
     samples = [_sample(0, number) for number in range(2 * rank, 2 * rank + 2) if scatter]
     everyone = [_sample(0, number) for number in range(4)]
     ids, lengths = _bags(samples or everyone)
-    every_id = torch.cat([own[field] for own, _ in everyone for field in range(FIELDS)])
+    every_id = torch.cat([ids_of[field] for ids_of, _ in everyone for field in range(FIELDS)])
     pooled = _weight(torch.float64)[every_id, 1:].sum()
 
     def backward():
@@ -315,7 +315,7 @@ def test_frozen_parameters(rank, aggregate):
 
 @on_ranks(2)
 def test_rows_are_distributed_evenly(rank):
-    """Each row is on one rank, and ranks have equally many rows, also of strided ids."""
+    """Each row is on one rank. Ranks have equal numbers of rows, also of strided ids."""
     for rows in (2, 3, 64, 1000, 2**20 + 7):
         owned = FeatureRows(torch.arange(rows).double().view(-1, 1))
         ids = owned.ids()

@@ -35,12 +35,12 @@ def _refused(text, call, error=ValueError):
 
 
 class Odd(SubstituteOperator):
-    def __init__(self, of):
+    def __init__(self, function):
         super().__init__(3)
-        self.of = of
+        self.function = function
 
     def partial(self, rows, bags):
-        return self.of(bags.sums(rows))
+        return self.function(bags.sums(rows))
 
     def combine(self, total):
         return total
@@ -50,13 +50,13 @@ class Odd(SubstituteOperator):
 def test_partial_results_must_have_a_row_per_sample(rank):
     """Operators written by users are checked."""
     ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])
-    for of, got in (
+    for function, got in (
         (lambda pooled: pooled.sum((1, 2)), "(2,)"),
         (lambda pooled: pooled, "(2, 2, 3)"),
         (lambda pooled: pooled[:1].flatten(1), "(1, 6)"),
         (lambda pooled: None, "()"),
     ):
-        layer = _of(FeatureRows(torch.randn(10, 3)), [Odd(of)])
+        layer = _of(FeatureRows(torch.randn(10, 3)), [Odd(function)])
         text = f"{OWNER}Odd.partial must return a tensor [2, m], got {got}"
         _refused(text, lambda layer=layer: layer(ids, lengths))
 
@@ -72,7 +72,7 @@ def test_errors_name_the_argument(rank):
     rule = "operators[0] must be a SubstituteOperator, whose partial results add up (docs/guide/des"
     for operator in (nn.EmbeddingBag(4, 2, mode="max"), nn.MultiheadAttention(4, 2)):
         text = f"{OWNER}{rule}.md), got {type(operator).__name__}"
-        _refused(text, lambda own=operator: EquivalentSubstitution(rows, [own]), TypeError)
+        _refused(text, lambda op=operator: EquivalentSubstitution(rows, [op]), TypeError)
     text = "rows must be FeatureRows or DynamicFeatureRows, got Tensor"
     _refused(text, lambda: _of(torch.randn(3, 2)), TypeError)
     _refused("operators must have at least one, got none", lambda: _of(rows, []))
@@ -193,9 +193,9 @@ def test_all_ranks_raise_if_one_rank_exceeds_its_capacity(rank, aggregate):
     owned = [everyone[rows.owners(everyone)[0] == owner] for owner in range(2)]
 
     def look_up(*counts):
-        """Look up `counts` features that rank 0 and rank 1 own."""
-        own = [ids[:count] for ids, count in zip(owned, counts, strict=True)]
-        ids = torch.cat(own) if rank == 0 or aggregate == "all_reduce" else owned[1][:1]
+        """Look up counts[0] features of rank 0, and counts[1] of rank 1."""
+        parts = [ids[:count] for ids, count in zip(owned, counts, strict=True)]
+        ids = torch.cat(parts) if rank == 0 or aggregate == "all_reduce" else owned[1][:1]
         (result,) = layer(ids, torch.tensor([[len(ids)]]))
         result.sum().backward()
 
@@ -264,11 +264,11 @@ def test_lengths_that_wrap_around_raise(rank):
     layer, by_rank = _layer(), substitution.by_rank
     for add in ([2**31 - 1, 0, 0], [-5, 5, 0], [0, 1, 0]):
 
-        def lying(*given, add=add):
-            lengths, names, alike = by_rank(*given)
-            return [own + torch.tensor(add, dtype=torch.int32) for own in lengths], names, alike
+        def wrong_lengths(*given, add=add):
+            lengths, names, equal = by_rank(*given)
+            return [n + torch.tensor(add, dtype=torch.int32) for n in lengths], names, equal
 
-        substitution.by_rank = lying
+        substitution.by_rank = wrong_lengths
         _refused(f"{OWNER}lengths of bags must sum to [", lambda: layer(ids, lengths))
         substitution.by_rank = by_rank
     layer(ids, lengths)

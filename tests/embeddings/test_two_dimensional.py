@@ -49,8 +49,9 @@ def _bags_of(step, rank):
 def _pooled(tables, ids, lengths):
     """The oracle: F.embedding_bag for each table."""
     parts = []
-    for table, own, counts in zip(tables, ids.split(lengths.sum(1).tolist()), lengths, strict=True):
-        parts.append(F.embedding_bag(own, table, counts.cumsum(0) - counts, mode="sum"))
+    ids_by_table = ids.split(lengths.sum(1).tolist())
+    for table, part, counts in zip(tables, ids_by_table, lengths, strict=True):
+        parts.append(F.embedding_bag(part, table, counts.cumsum(0) - counts, mode="sum"))
     return torch.stack(parts, 1)
 
 
@@ -181,17 +182,17 @@ def _refused(text, make, error=ValueError):
         make()
 
 
-OWN = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]  # two tables of four rows, one on each rank
+PLAN = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]  # two tables of four rows, one on each rank
 SHARDS = "dct::ShardedEmbeddingBags: "
 
 
-def _two():
+def _two_tables():
     return [table[:4] for table in _tables()[:2]]
 
 
 @on_ranks(2)
 def test_wrong_plans_and_settings_raise(rank):
-    mesh, two = shard_mesh(1, 2), _two()
+    mesh, two = shard_mesh(1, 2), _two_tables()
     twice = [[Shard(0, 0, 3)], [Shard(0, 1, 4), Shard(1, 0, 4)]]
     shard = "must be a shard: table, first and end, got"
     for text, plan in (
@@ -202,14 +203,14 @@ def test_wrong_plans_and_settings_raise(rank):
         plan = [[part] for part in plan]
         _refused(text, lambda plan=plan: ShardedEmbeddingBags(two, plan, mesh))
     for text, plan, error in (
-        ("plan must have 2 elements, one for each .* got 4", OWN * 2, ValueError),
+        ("plan must have 2 elements, one for each .* got 4", PLAN * 2, ValueError),
         ("plan must hold every row of table 0 once, got rows 1 to 2 on rank 0", twice, ValueError),
         (r"plan\[1\] must have at least one shard", [[Shard(0, 0, 4)], []], ValueError),
-        ("plan must be the same on every rank, got .* on rank", OWN[:: 1 - 2 * rank], ValueError),
+        ("plan must be the same on every rank, got .* on rank", PLAN[:: 1 - 2 * rank], ValueError),
         ("plan must be lists of shards, one for each rank, got 5", 5, TypeError),
-        (r"plan\[1\] must be shards, got 5", [OWN[0], 5], TypeError),
-        (rf"plan\[0\]\[0\] {shard} 5", [[5], OWN[1]], TypeError),
-        (rf"plan\[1\]\[0\] {shard} \(0, 1\)", [OWN[0], [(0, 1)]], ValueError),
+        (r"plan\[1\] must be shards, got 5", [PLAN[0], 5], TypeError),
+        (rf"plan\[0\]\[0\] {shard} 5", [[5], PLAN[1]], TypeError),
+        (rf"plan\[1\]\[0\] {shard} \(0, 1\)", [PLAN[0], [(0, 1)]], ValueError),
     ):
         _refused(SHARDS + text, lambda p=plan: ShardedEmbeddingBags(two, p, mesh), error)
     flat, mixed = init_device_mesh("cpu", (2,)), [two[0], two[1].float()]
@@ -220,11 +221,11 @@ def test_wrong_plans_and_settings_raise(rank):
         ("exchange must be callable, got 'int8'", two, {"exchange": "int8"}, TypeError),
         ("dedup must be the same on every rank, got False", two, {"dedup": rank == 1}, ValueError),
     ):
-        given = {"plan": OWN, "mesh": mesh} | changed
+        given = {"plan": PLAN, "mesh": mesh} | changed
         _refused(text, lambda t=tables, g=given: ShardedEmbeddingBags(t, **g), error)
 
-    wide = ShardedEmbeddingBags(two, OWN, mesh)
-    bags = ShardedEmbeddingBags([table.float() for table in two], OWN, mesh)
+    wide = ShardedEmbeddingBags(two, PLAN, mesh)
+    bags = ShardedEmbeddingBags([table.float() for table in two], PLAN, mesh)
     sgd = torch.optim.SGD([bags.weight], LR)
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))], LR)
     momentum, decay = (
@@ -267,15 +268,15 @@ IDS, LENGTHS = torch.tensor([3, 0, 1]), torch.tensor([[1, 0], [0, 2]])
 
 @on_ranks(2)
 def test_rows_and_bytes_of_a_lookup(rank):
-    mesh, two = shard_mesh(1, 2), _two()
-    bags = ShardedEmbeddingBags(iter(two), [tuple(map(tuple, own)) for own in OWN], mesh)
+    mesh, two = shard_mesh(1, 2), _two_tables()
+    bags = ShardedEmbeddingBags(iter(two), [tuple(map(tuple, part)) for part in PLAN], mesh)
     expected = torch.stack([two[0][3], torch.zeros(WIDTH), torch.zeros(WIDTH), two[1][:2].sum(0)])
     with WireMeter() as meter:
         out = bags(IDS, LENGTHS)
         # Counts; ids for the other rank; pooled rows of its samples.
         assert meter.take() == 32 + 4 * (2 + (2, 1)[rank]) + 2 * WIDTH * 8
     assert torch.equal(out.transpose(0, 1).flatten(0, 1), expected)
-    once = ShardedEmbeddingBags(two, OWN, mesh, dedup=True)
+    once = ShardedEmbeddingBags(two, PLAN, mesh, dedup=True)
     often, of_often = torch.tensor([3, 3, 0, 0, 3, 1]), torch.tensor([[1, 1], [1, 3]])
     with WireMeter() as meter:
         out = once(often, of_often)
@@ -298,9 +299,9 @@ def test_rows_and_bytes_of_a_lookup(rank):
 @on_ranks(2)
 def test_wrong_ids_and_lengths_raise(rank):
     mesh = shard_mesh(1, 2)
-    bags, once = (ShardedEmbeddingBags(_two(), OWN, mesh, dedup=dedup) for dedup in (False, True))
-    most = 2**63 - 1
-    wraps = torch.tensor([[most, most], [2, 3]])
+    bags, once = (ShardedEmbeddingBags(_two_tables(), PLAN, mesh, dedup=d) for d in (False, True))
+    largest = 2**63 - 1
+    wraps = torch.tensor([[largest, largest], [2, 3]])
     turns = torch.tensor([[2**62, 2**62], [2**62, 2**62 + 3]])
     assert wraps.sum() == turns.sum() == len(IDS)  # in int64; the exact sums are 2**64 more
     more, negative = torch.tensor([[4, 0], [0, 0]]).int(), torch.tensor([[2, 2], [-1, 0]])
@@ -311,7 +312,7 @@ def test_wrong_ids_and_lengths_raise(rank):
     below = r"ids\[0\] must be in \[0, 3\], .* table 0, got -1"
     cases = [
         (r"ids\[1\] must be in \[0, 3\], the rows of table 1, got 4", [3, 4, 1], LENGTHS),
-        (r"ids\[2\] must be in \[0, 3\], .* table 1, got 9", [3, 0, most], LENGTHS),
+        (r"ids\[2\] must be in \[0, 3\], .* table 1, got 9", [3, 0, largest], LENGTHS),
         (below, IDS - 4, LENGTHS),
         (below if rank == 0 else other, IDS - 4 * (rank == 0), LENGTHS),
         (elements.format(4), IDS, LENGTHS + LENGTHS % 2),
@@ -328,16 +329,16 @@ def test_wrong_ids_and_lengths_raise(rank):
     by_rank = embedding_bags.by_rank
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedding_bags, "MOST_ROWS", 2)
-        _refused("ids must have at most 2 elements, got 3", lambda: bags(IDS, LENGTHS))
+        _refused("ids must have at largest 2 elements, got 3", lambda: bags(IDS, LENGTHS))
 
-    def lying(*given):
+    def wrong_lengths(*given):
         of_bags, names, _ = by_rank(*given)
-        return [own + 1 for own in of_bags], names, [-1] * len(names)
+        return [n + 1 for n in of_bags], names, [-1] * len(names)
 
-    def alike(*given):  # the same checksum for all bags
+    def equal_checksums(*given):  # the same checksum for all bags
         return (*by_rank(*given)[:2], [7] * 2)
 
-    for wrong in (lying, alike):
+    for wrong in (wrong_lengths, equal_checksums):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(embedding_bags, "by_rank", wrong)
             _refused(r"lengths of bags must sum to \[", lambda: bags(IDS, LENGTHS))
@@ -349,21 +350,21 @@ def test_wrong_ids_and_lengths_raise(rank):
 def test_a_plan_has_every_table_once_and_equally_many_per_rank(ranks, row_wise):
     rows = [int(2 ** (12 * (table * 7 % 26) / 26)) * 30 for table in range(26)]
     plan = plan_shards(rows, ranks, row_wise)
-    whole = [[shard for shard in own if shard.table not in row_wise] for own in plan]
-    assert sorted(table for own in whole for table, _, _ in own) == [
+    whole = [[shard for shard in part if shard.table not in row_wise] for part in plan]
+    assert sorted(table for part in whole for table, _, _ in part) == [
         table for table in range(26) if table not in row_wise
     ]
-    counts = [len(own) for own in whole]
+    counts = [len(part) for part in whole]
     assert max(counts) - min(counts) <= 1
     if ranks <= 4 and not row_wise:
-        loads = [sum(end - first for _, first, end in own) for own in plan]
+        loads = [sum(end - first for _, first, end in part) for part in plan]
         assert max(loads) < 1.1 * sum(rows) / ranks
 
 
 def test_plans_by_hand():
     # Largest first: 9 | 8 7. The rest go to the smaller sum, with equal numbers of tables.
     plan = plan_shards([9, 1, 8, 7], 2)
-    assert [[shard.table for shard in own] for own in plan] == [[0, 1], [2, 3]]
+    assert [[shard.table for shard in part] for part in plan] == [[0, 1], [2, 3]]
     assert plan_shards([5, 9, 2, 4], 2) == [
         [Shard(1, 0, 9), Shard(2, 0, 2)],
         [Shard(0, 0, 5), Shard(3, 0, 4)],

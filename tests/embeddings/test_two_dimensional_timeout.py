@@ -32,10 +32,10 @@ def test_groups_have_the_timeout_of_the_guide(rank):
 
 @on_ranks(2, backend="cuda:gloo")
 def test_tables_on_a_device_without_a_backend_in_the_default_group(rank):
-    all_ranks, *own = (dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [0], [1]))
+    all_ranks, *groups = (dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [0], [1]))
     grid = torch.arange(2).view(2, 1)
     names = ("replicate", "shard")
-    mesh = DeviceMesh.from_group([all_ranks, own[rank]], "cpu", mesh=grid, mesh_dim_names=names)
+    mesh = DeviceMesh.from_group([all_ranks, groups[rank]], "cpu", mesh=grid, mesh_dim_names=names)
     bags = ShardedEmbeddingBags([torch.arange(8.0).view(4, 2)], plan_shards([4], 1), mesh)
     assert bags(torch.tensor([rank]), torch.tensor([[1]])).tolist() == [
         [[2.0 * rank, 2 * rank + 1]]

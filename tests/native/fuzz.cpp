@@ -36,7 +36,7 @@ DCT_PLAIN void forget_branches() {
   last = 0;
 }
 
-// Whether the last input took a branch more or less often, by magnitude, than all inputs before.
+// Whether the last input took a branch with a count of a new magnitude.
 DCT_PLAIN bool is_new() {
   bool found = false;
   for (int64_t i = 0; i < num_touched; ++i) {
@@ -71,7 +71,7 @@ Input from_hex(const std::string& hex) {
 const Input* running = nullptr;  // nullptr between inputs
 int64_t running_number = 0;
 
-// Printed whether the process ends by a check, a sanitizer, a signal or a timeout.
+// Called when a check, a sanitizer, a signal or a timeout ends the process.
 void print_input() {
   if (running == nullptr) return;
   std::fprintf(stderr, "input %ld: %s\n", long(running_number), as_hex(*running).c_str());

@@ -72,7 +72,7 @@ def _weights(printed):
 
 
 def _run(program, options, folder):
-    """(output, bytes sent on a private loopback device or None if there can be none).
+    """(output, bytes sent on a private loopback device or None if it cannot be created).
 
     The kernel counts the bytes, so nothing that a framework sends is missing.
     """

@@ -124,7 +124,7 @@ def promise_of(kernel: Kernel) -> Promise:
     return PROMISES[max(filter(kernel.name.startswith, PROMISES), key=len)]
 
 
-def broken(kernel: Kernel, promise: Promise) -> list[str]:
+def broken_promises(kernel: Kernel, promise: Promise) -> list[str]:
     """Descriptions of the promises that the kernel breaks."""
     none = {
         "local memory": kernel.count(r"LDL|STL"),

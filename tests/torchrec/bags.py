@@ -116,7 +116,7 @@ def to_features(part, weighted, distinct):
 
 
 def received_of(x, format):
-    """Rows as they are received in a number format, by the oracle."""
+    """Rows after an exchange in a number format, by the oracle."""
     if format in DTYPES:
         return x.to(DTYPES[format]).float()
     rows = x.reshape(-1, SHARED).numpy()

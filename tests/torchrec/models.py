@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """A model of bags, or with `pooled=False` of rows that it adds up itself."""
+    """A model with pooled bags, or with `pooled=False` with rows that it sums itself."""
 
     def __init__(self, optimizer, lr, pooled=True):
         super().__init__()

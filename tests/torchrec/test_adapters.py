@@ -44,12 +44,12 @@ def _dense(rank, folder):
     # Saved with the model by torch.distributed.checkpoint.
     dcp.save({"model": dmp.state_dict(), "dct": state}, checkpoint_id=folder)
     residual = next(iter(state.state_dict()["ranks"].values()))["parameters"]
-    saved = {name: own["residual"].clone() for name, own in residual.items()}
+    saved = {name: part["residual"].clone() for name, part in residual.items()}
     assert any(tensor.any() for tensor in saved.values())
     train(dmp, 2)
     dcp.load({"model": dmp.state_dict(), "dct": state}, checkpoint_id=folder)
     loaded = next(iter(state.state_dict()["ranks"].values()))["parameters"]
-    assert all(torch.equal(loaded[name]["residual"], own) for name, own in saved.items())
+    assert all(torch.equal(loaded[name]["residual"], part) for name, part in saved.items())
     with pytest.raises(ValueError, match=r"dmp must be one whose DDP .* got dct_hook"):
         compress_dense(dmp)
     state.close()
@@ -103,8 +103,8 @@ def _check_equal(tensor, group):
 
 def _pending(replicas, group):
     """The changes that this rank has not sent, as its share of the replicas' sum."""
-    (own,) = replicas.state_dict()["ranks"][str(dist.get_rank())].values()
-    return own["residual"] + group.size() * sum(own["owner_residual"])
+    (state,) = replicas.state_dict()["ranks"][str(dist.get_rank())].values()
+    return state["residual"] + group.size() * sum(state["owner_residual"])
 
 
 def _bytes_sent(settings, numel, others):

@@ -72,7 +72,7 @@ FORMATS = [
     ("int4", "sign"),
     ("sign", "int4"),
 ]
-# (tables, samples of each rank): even, uneven, none. TorchRec supports no means of no samples.
+# (tables, samples of each rank): even, uneven, none. TorchRec takes no means of none.
 CASES = {
     2: [(TABLES, (6, 6)), (TABLES, (1, 4)), (SUMS, (5, 0)), (SUMS, (0, 0))],
     4: [(TABLES, (3, 3, 3, 3)), (TABLES, (1, 4, 2, 3)), (SUMS, (0, 5, 1, 2)), (SUMS, (0, 0, 0, 0))],
@@ -119,7 +119,7 @@ def test_row_wise_tables(ranks, formats, weighted, varying):
 
 
 def _without_rows(rank):
-    """The last rank has no row of a table. FBGEMM on the CPU supports no backward pass of that."""
+    """The last rank has no row of a table. FBGEMM on the CPU has no backward pass for that."""
     prepare()
     tables, sizes = ((40, 64, "SUM"), (3, 32, "SUM")), (2, 3, 1, 2)
     shardings = {"t0": row_wise(), "t1": row_wise()}

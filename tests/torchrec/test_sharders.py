@@ -125,9 +125,9 @@ def _within_nodes(rank):
     assert all(map(torch.equal, floats + shards, plain + weights))
     torch.testing.assert_close(quantized, [received_of(plain[0], "int4")], rtol=0, atol=0)
     # Between nodes: rows of 96 entries for 4 samples and gradients of 64 entries, or vice versa.
-    there, back = ((96, 64), (64, 96))[rank // 2]
-    assert sent[0] == sent[1] == (4 * 4 * (there + back), sent[0][1])
-    assert sent[2] == (4 * (there // 32 * 18 + back // 32 * 6), sent[0][1])
+    forward, backward = ((96, 64), (64, 96))[rank // 2]
+    assert sent[0] == sent[1] == (4 * 4 * (forward + backward), sent[0][1])
+    assert sent[2] == (4 * (forward // 32 * 18 + backward // 32 * 6), sent[0][1])
 
 
 def test_only_rows_between_nodes_are_quantized():
@@ -147,7 +147,7 @@ def _planned(rank):
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     sharders = compressed_sharders(format="float32")
     plan = planner.collective_plan(Bags(tables=tables), sharders, dist.group.WORLD)
-    found = {name: own.sharding_type for name, own in plan.plan["bags"].items()}
+    found = {name: part.sharding_type for name, part in plan.plan["bags"].items()}
     assert found == dict(zip(constraints, kinds, strict=True))
     results = []
     for given in ([EmbeddingBagCollectionSharder()], sharders, compressed_sharders()):
