@@ -30,8 +30,8 @@ def start():
 def run_forked(function, calls, timeout):
     """[function(*call) for call in calls], each in a process, all in parallel.
 
-    Raises an error with the tracebacks of all failed processes. Kills processes that are running
-    after `timeout` seconds, or 10 seconds after another process has failed.
+    Raises an error with the tracebacks of all failed processes. Kills processes that still run
+    after `timeout` seconds, or 10 seconds after another one has failed.
     """
     start()
     dtype = torch.get_default_dtype()

@@ -102,8 +102,8 @@ def started(command, **options):
         process.wait()
 
 
-# Keeps the objects of a program until its process ends. When the last model of a group is freed,
-# torch joins the threads of the group, which may deadlock because they wait for the GIL.
+# Keeps the objects of a program until its process ends. Freeing the last model of a group joins the
+# threads of the group, and these may wait for the GIL.
 _left = []
 
 

@@ -107,7 +107,7 @@ def _valid_arguments():
 
 
 def _has_no_checks(value):
-    """Whether it is a named tuple or an abstract class, which check no arguments."""
+    """Whether a name is that of a named tuple or an abstract class, which check no arguments."""
     return inspect.isclass(value) and (issubclass(value, tuple) or inspect.isabstract(value))
 
 

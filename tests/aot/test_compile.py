@@ -1,6 +1,6 @@
 """Triton's compiled kernels: no spills, no fused multiply-adds, wide accesses to streamed memory.
 
-The kernels are compiled in a separate process, because a process that interprets kernels
+The kernels are compiled in a separate process. A process that interprets kernels
 (TRITON_INTERPRET=1), as in the conformance suite, cannot compile them.
 """
 

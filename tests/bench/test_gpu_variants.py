@@ -1,4 +1,4 @@
-"""bench/gpu/variants.py: patches, and which variants are timed, without a GPU."""
+"""bench/gpu/variants.py: patches, and the choice of timed variants, without a GPU."""
 
 from types import SimpleNamespace
 

@@ -43,7 +43,7 @@ def normal(numel, dtype=torch.float32, seed=0):
 
 
 def patterns(numel, seed=0):
-    """[numel] finite float32 values with random bits, so all exponents occur."""
+    """[numel] random bits of finite float32 values, with all exponents."""
     rng = np.random.default_rng([seed, numel])
     random = rng.integers(0, 2**32, numel, dtype=np.uint32)
     exponent_all_ones = (random & 0x7F800000) == 0x7F800000

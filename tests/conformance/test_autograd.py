@@ -41,7 +41,7 @@ def test_gradcheck(width, k):
 @pytest.mark.parametrize(("dtype", "value_dtype"), [(F32, BF16), (BF16, F16), (F16, F32)])
 @shapes
 def test_the_backward_ops_are_the_row_ops(width, k, dtype, value_dtype):
-    """Backward uses the positions of forward, and rounds to the argument's dtype."""
+    """The backward pass uses the positions of the forward pass, and rounds to the input's dtype."""
     x = samples.normal(7 * width, dtype).view(7, width).requires_grad_()
     grad = samples.normal(7 * k, value_dtype, seed=1).view(7, k)
     values, positions = row_pack(x, k, value_dtype)
@@ -161,7 +161,7 @@ def test_only_mutated_arguments_bump_their_version_counter(op):
     ("op", "arg"), [(op, arg) for op in WRITTEN for arg in sorted(WRITTEN[op])]
 )
 def test_mutating_an_argument_that_requires_grad_raises(entry, op, arg):
-    """Both leaves and non-leaves raise, as in in-place ops of torch, unless grad mode is off."""
+    """Both leaves and non-leaves raise, like in-place ops of torch, unless grad mode is off."""
     args, call = arguments(op), getattr(entry, op)
     if not args[arg].is_floating_point():
         pytest.skip("integers cannot require grad")

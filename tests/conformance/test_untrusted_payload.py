@@ -230,7 +230,7 @@ def test_a_bad_first_block_does_not_hide_the_flags(backend):
 @pytest.mark.many_launches
 @value_dtypes
 def test_garbage_after_a_valid_header(backend, value_dtype):
-    """In half of the payloads the starts are valid; in half the positions mostly ascend."""
+    """The starts are valid in half of the payloads. In half, the positions mostly ascend."""
     geometry = Geometry(BLOCKS_AND_A_BIT, 30, value_dtype)
     rng = np.random.default_rng(0)
 

@@ -1,6 +1,6 @@
 """dequantize_sum and dequantize_sum_pack of payloads from a faulty or hostile peer.
 
-A payload with a wrong header is not added and has status 1. Rows are valid with any bytes. The bad
+A payload with a wrong header is not added and has status 1. Any bytes are valid rows. The bad
 payloads are between two valid ones.
 """
 

@@ -1,4 +1,4 @@
-"""Distributed equivalent substitution trains like one process, and sends the computed bytes."""
+"""Distributed equivalent substitution trains like one process, and its bytes match formulas."""
 
 import functools
 import math
@@ -275,7 +275,7 @@ class Scaled(SubstituteOperator):
 @pytest.mark.parametrize("aggregate", ["reduce_scatter", "all_reduce"])
 @on_ranks(2)
 def test_frozen_parameters(rank, aggregate):
-    """Frozen parameters get no gradients. Thawed or replaced ones get those of all ranks."""
+    """Frozen parameters get no gradients. Thawed and replaced ones get gradients of all ranks."""
     operator = Scaled()
     layer = EquivalentSubstitution(FeatureRows(_weight(torch.float64)), [operator], aggregate)
     scatter = aggregate == "reduce_scatter"

@@ -28,7 +28,7 @@ ROW_WISE = [0, 2]  # with 4 ranks, the second table has one row per rank
 
 
 def _tables(dtype=torch.float64):
-    """Small like initial embeddings, so 1e-6 is only a few rounding errors of float32."""
+    """Values are as small as initial embeddings, so 1e-6 is only a few rounding errors."""
     generator = torch.Generator().manual_seed(0)
     return [0.1 * torch.randn(rows, WIDTH, generator=generator).to(dtype) for rows in ROWS]
 
@@ -273,14 +273,14 @@ def test_rows_and_bytes_of_a_lookup(rank):
     expected = torch.stack([two[0][3], torch.zeros(WIDTH), torch.zeros(WIDTH), two[1][:2].sum(0)])
     with WireMeter() as meter:
         out = bags(IDS, LENGTHS)
-        # Counts; ids for the other rank; pooled rows of its samples.
+        # Counts, bags and ids for the other rank, and pooled rows of its samples.
         assert meter.take() == 32 + 4 * (2 + (2, 1)[rank]) + 2 * WIDTH * 8
     assert torch.equal(out.transpose(0, 1).flatten(0, 1), expected)
     once = ShardedEmbeddingBags(two, PLAN, mesh, dedup=True)
     often, of_often = torch.tensor([3, 3, 0, 0, 3, 1]), torch.tensor([[1, 1], [1, 3]])
     with WireMeter() as meter:
         out = once(often, of_often)
-        # Counts; distinct ids of the other's table; the 1 or 3 rows that the other rank requests.
+        # Counts, distinct ids of the other rank's table, and the 1 or 3 rows that it requests.
         assert meter.take() == 32 + 4 * (3, 1)[rank] + (1, 3)[rank] * WIDTH * 8
     bags_of_2 = [two[0][3], two[0][3], two[1][0], two[1][[0, 3, 1]].sum(0)]
     assert torch.allclose(out.transpose(0, 1).flatten(0, 1), torch.stack(bags_of_2), atol=1e-15)

@@ -24,7 +24,7 @@ const std::vector<T>& values_of() {
   return pool;
 }
 
-// row_unpack, whose values and positions are untrusted, and row_gather, whose positions are.
+// row_unpack with untrusted values and positions, and row_gather with untrusted positions.
 class PackedRows : public Target {
  public:
   explicit PackedRows(bool gather) : gather_(gather) {}

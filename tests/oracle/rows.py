@@ -46,7 +46,7 @@ def decode(raw, width, k):
 
 
 def largest(row, k):
-    """Ascending columns of the k largest magnitudes; NaN ranks as inf, lower columns win ties."""
+    """Ascending columns of the k largest magnitudes; NaN ranks as inf. Ties go to lower columns."""
     magnitudes = np.where(np.isnan(row), np.inf, np.abs(row))
     return sorted(np.argsort(-magnitudes, kind="stable")[:k].tolist())
 

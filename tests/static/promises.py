@@ -94,7 +94,7 @@ PROMISES = {
     "dequantize_sum_pack_kernel<(PayloadFormat)6>": replace(
         SUMS, dynamic_shared_bytes=8 * 8704, divides=True
     ),
-    # Two vectors per lane or more, if the width is a multiple of 16 bytes.
+    # At least two vectors per lane, if the width is a multiple of 16 bytes.
     "row_pack_narrow_kernel<float": Promise(wide_loads=4, in_flight={VECTORS: 3}),
     "row_pack_narrow_kernel": Promise(wide_loads=2, in_flight={VECTORS: 2}),
     # Up to 64 columns of 16 bits; the second load depends on the first.

@@ -72,7 +72,7 @@ FORMATS = [
     ("int4", "sign"),
     ("sign", "int4"),
 ]
-# (tables, samples of each rank): even, uneven, none. TorchRec takes no means of none.
+# (tables, samples of each rank): even, uneven, none. TorchRec requires samples for means.
 CASES = {
     2: [(TABLES, (6, 6)), (TABLES, (1, 4)), (SUMS, (5, 0)), (SUMS, (0, 0))],
     4: [(TABLES, (3, 3, 3, 3)), (TABLES, (1, 4, 2, 3)), (SUMS, (0, 5, 1, 2)), (SUMS, (0, 0, 0, 0))],
