@@ -329,7 +329,7 @@ def test_wrong_ids_and_lengths_raise(rank):
     by_rank = embedding_bags.by_rank
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedding_bags, "MOST_ROWS", 2)
-        _refused("ids must have at largest 2 elements, got 3", lambda: bags(IDS, LENGTHS))
+        _refused("ids must have at most 2 elements, got 3", lambda: bags(IDS, LENGTHS))
 
     def wrong_lengths(*given):
         of_bags, names, _ = by_rank(*given)
