@@ -143,7 +143,7 @@ def _simulated(task, make, ranks):
 
 @pytest.fixture
 def one_thread():
-    """Ranks use one thread, and the number of threads changes sums within an op."""
+    """Use one thread, like a rank. The number of threads changes sums within an op."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

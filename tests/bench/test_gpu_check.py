@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -77,6 +78,9 @@ def test_all_stages_exist_and_a_wrong_name_is_refused(check, tmp_path):
     modules = {w for each in check.STAGES for w in each.command if w.startswith("bench.gpu.")}
     paths = [check.ROOT / f"{module.replace('.', '/')}.py" for module in modules]
     assert len(paths) > 5 and all(path.exists() for path in paths)
+    (word,) = re.findall(r"-k cuda and (\w+)", " ".join(check.sanitized("memcheck")))
+    tests = check.ROOT / "tests/conformance/test_determinism.py"
+    assert re.search(rf"def test_\w*{word}", tests.read_text())
     command = [sys.executable, GPU / "check.py", tmp_path / "out", "--stages", "time,tme"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60)
     assert done.returncode == 2 and "--stages must name stages, got tme;" in done.stderr
