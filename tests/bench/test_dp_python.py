@@ -50,9 +50,9 @@ def test_ranks_see_every_window_once(monkeypatch):
     monkeypatch.setattr(dp_python, "installed", _files)
     task = dp_python.PythonTask(width=8, layers=1, batch=3)
     batches = [[], []]
-    for rank, of_rank in enumerate(batches):
+    for rank, own in enumerate(batches):
         with pytest.raises(UsageError, match=r"--steps must end before a rank's \d+ texts"):
-            of_rank.extend(task.batches(0, rank, 2))
+            own.extend(task.batches(0, rank, 2))
     train = dp_python.windows(_files(), 65)["train"]
     seen = torch.cat([*batches[0], *batches[1]])
     assert len(seen) == len(train)

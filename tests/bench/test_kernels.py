@@ -49,9 +49,9 @@ def test_the_first_look_prints_a_sentence_per_case(tmp_path, capsys, small_first
     fast = ["cpp"] if len(cases.backends("cpu")) > 1 else ["eager"]
     timed = [list(result["ms"]) for result in results]
     assert timed == [["copy", *fast, "topk"], ["copy", *fast], ["copy", *fast, "torch.topk"]]
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.partition(",")[0] for line in printed[-3:]] == [result["op"] for result in results]
-    assert "A copy of as many bytes, in the same run, has speed 1. Larger is better." in printed
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in said[-3:]] == [result["op"] for result in results]
+    assert "A copy of as many bytes, in the same run, has speed 1. Larger is better." in said
 
 
 TABLE_OPTIONS = ["--all", "--ops=row_pack", "--sizes=64", "--density=0.1", "--row-widths=8"]

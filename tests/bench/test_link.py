@@ -47,7 +47,7 @@ def one_run_at_a_time():
         yield
 
 
-def _our_namespaces():
+def _ours():
     done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     return [name for name in done.stdout.split() if name.startswith(namespaces.PREFIX)]
 
@@ -88,7 +88,7 @@ def test_namespaces(tmp_path):
     for cell in result["cells"]:
         headers = 66 * cell["packets"]
         assert cell["wire_bytes"] == pytest.approx(cell["payload_bytes"] + headers, rel=0.05)
-    assert _our_namespaces() == []
+    assert _ours() == []
 
 
 @pytest.mark.large
@@ -152,7 +152,7 @@ def test_an_interrupted_run_cleans_up(tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 130
         assert process.stderr.read().endswith("link: interrupted\n")
-    assert _our_namespaces() == []
+    assert _ours() == []
 
 
 @needs_root
@@ -160,10 +160,10 @@ def test_the_next_run_removes_the_namespaces_of_a_killed_run(tmp_path):
     with _running(tmp_path) as process:
         process.kill()
         process.wait()
-    assert len(_our_namespaces()) == 3
+    assert len(_ours()) == 3
     with Namespaces(2), pytest.raises(UsageError, match="another run is at work"), Namespaces(2):
         pass
-    assert _our_namespaces() == []
+    assert _ours() == []
 
 
 @contextlib.contextmanager
@@ -173,7 +173,7 @@ def _running(folder):
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with started(command, cwd=ROOT, **pipes) as process:
         deadline = time.monotonic() + 60
-        while len(_our_namespaces()) < 3:
+        while len(_ours()) < 3:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         yield process

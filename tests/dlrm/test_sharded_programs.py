@@ -91,8 +91,8 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_table_of_variants(rows, name):
-    """Only rank 0 prints the table, with a row per variant."""
+def test_the_table(rows, name):
+    """Rank 0 compares the dense run with the compressed one. Rank 1 prints nothing."""
     program, variants, given = PROGRAMS[name]
     given = ["--data", rows, "--batch-size", 256, *given]
     (status, text, error), second = run_as_torchrun(called, 2, program.main, *given)
@@ -132,7 +132,7 @@ def test_errors_name_option_rule_and_value(capsys, program, given, text):
 
 @pytest.mark.large
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_program_as_written(name):
+def test_as_written(name):
     """A new process must import all that it needs."""
     command = [sys.executable, ROOT / f"examples/{name}.py", "--rows", "4000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -41,7 +41,7 @@ def test_labels_are_drawn_with_the_true_probabilities():
 
 
 def test_names_of_values():
-    """Each column and value has a name, also missing values, independent of other rows."""
+    """A name for each column and value, also for missing ones, whatever the other rows are."""
     values = np.array([[5, 9], [5, 5], [MISSING, 2**63 - 1], [0, MISSING]])
     names = name_values(values)
     assert names.dtype == np.int64 and names.min() >= 0

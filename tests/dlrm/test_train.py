@@ -22,7 +22,7 @@ TRAIN = [sys.executable, ROOT / "examples/train_dlrm.py"]
 
 
 def _call_on_ranks(*arguments):
-    """The output of rank 0 of two ranks, as with torchrun. Rank 1 prints nothing."""
+    """The output of rank 0 of two, started as torchrun does. Rank 1 prints nothing."""
     (status, out, err), second = run_as_torchrun(called, RANKS, main, *arguments)
     assert (status, second) == (0, (0, "", "")), err
     return out
@@ -76,7 +76,7 @@ def test_bytes_match_formulas(results):
 
 
 def test_output_without_a_terminal(results):
-    """Prints a line per run and a table, without control characters."""
+    """A line per run and a table, without control characters."""
     output, _, summary = results
     for mode, runs in summary["modes"].items():
         for run in runs:
@@ -88,7 +88,7 @@ def test_output_without_a_terminal(results):
 
 
 def test_hybrid_on_a_file_and_its_bytes(tmp_path):
-    """Each rank owns 13 of 26 tables. 2 of 8 entries of a row are sent, with a bitmap of 8 bits."""
+    """Each rank owns 13 of 26 tables and sends 2 of 8 entries per row, with a bitmap of 8 bits."""
     path = write_rows(tmp_path / "rows.tsv.gz", 1, 1500, before=["a header"])
     given = ["--data", path, "--parallel", "hybrid", "--row-density", 0.25, *SMALL[2:]]
     output = _call_on_ranks(*given, "--out", tmp_path)
@@ -159,8 +159,8 @@ def test_errors_name_option_rule_and_value(tmp_path, monkeypatch, capsys, given,
 
 @pytest.mark.large
 @pytest.mark.parametrize("launcher", [[], [*TORCHRUN[1:], "--nproc-per-node", "2"]])
-def test_the_program_as_written(tmp_path, launcher):
-    """New processes must import all that they need."""
+def test_as_written(tmp_path, launcher):
+    """In new processes, which import everything that they need."""
     command = [TRAIN[0], *launcher, TRAIN[1], *SMALL, "--out", tmp_path]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

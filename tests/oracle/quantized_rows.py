@@ -1,4 +1,4 @@
-"""row_quantize and row_dequantize, one row at a time with Python integers."""
+"""row_quantize, row_dequantize: one row at a time, in Python's integers."""
 
 import functools
 import math
