@@ -35,7 +35,7 @@ def row_dequantize(rows, width, format, dtype):
         return floats.narrow(out.astype(F32), dtype)
 
 
-@functools.lru_cache(50000)  # all backends are tested with the same rows
+@functools.lru_cache(50000)  # the same rows for every backend
 def _quantize(row, format):
     row = np.frombuffer(row, F32)
     codes, scale = [0] * len(row), NAN
