@@ -21,8 +21,8 @@ def test_exact_if_all_elements_are_sampled(backend, numel, dtype):
         check(backend, grad, residual, density)
 
 
-def test_ties_at_a_bound_of_the_search(backend):
-    """The CPU kernel first drops entries more than two powers of two below the largest."""
+def test_ties_of_the_k_th_largest(backend):
+    """The CPU kernel searches the k-th largest bit by bit. Here 300 entries tie."""
     top = np.float32(4.0).view(np.int32)
     x = torch.full([1000], 0.125)
     x[100] = 4.0
