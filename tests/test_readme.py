@@ -25,8 +25,8 @@ dist.init_process_group("gloo")
 MODEL = "model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 1))\n"
 
 
-def test_the_hook_in_the_diffs(tmp_path):
-    """Runs the program to which the lines with a plus have been added."""
+def test_the_hook_as_in_the_diffs(tmp_path):
+    """The program that a user has after adding the lines with a plus."""
     text = README.read_text()
     diffs = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
     assert [re.findall(r"^.", diff, re.MULTILINE) for diff in diffs] == [[" ", "+", "+"]] * 2

@@ -46,7 +46,7 @@ def test_figures_of_the_guide_are_in_the_results(page):
 
 
 def test_the_table_in_the_readme_has_the_figures_of_the_run():
-    """Milliseconds are at 1 Gbit/s. Ratios of bytes are from the run with the loss."""
+    """Milliseconds at 1 Gbit/s; times fewer bytes, for a transformer in the run of its loss."""
     text = (ROOT / "README.md").read_text()
     (run,) = json.loads((ROOT / "bench/results/2026-11-25-cpu/link_few_bits.json").read_text())[
         "runs"

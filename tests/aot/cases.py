@@ -149,7 +149,7 @@ def quantized_row_cases(format: str, width: int, dtype: torch.dtype) -> list[Cas
         rows = torch.empty(ROWS, row_bytes(width, format), dtype=torch.uint8)
         ops.row_dequantize(rows, width, format, dtype)
 
-    # Groups of five columns are not aligned to vectors.
+    # Groups of five columns do not lie at multiples of a vector.
     wide_loads = () if format == "ternary" else ("wide_loads",)
     return [
         Case(f"row_quantize, {label}", quantize, some=wide_loads, dividing=ARCHITECTURES),

@@ -1,4 +1,4 @@
-"""Compares the cost model with closed forms, and with measured bytes and times."""
+"""The cost model against closed forms and against bytes and times that were measured."""
 
 import json
 import math
@@ -28,11 +28,11 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def test_collectives_by_hand():
-    # A ring of 3 ranks sends 6 bytes in 4 messages of 2 bytes, each in 1 + 2 / 2 seconds.
+    # A ring, 3 ranks, 6 bytes: 4 messages of 2 bytes, each 1 + 2 / 2 seconds.
     assert all_reduce(Link(1.0, 2.0), 3, 6) == 8.0
-    # A tree of 1,024 ranks sends 2 x 10 messages, and the tensor twice.
+    # A tree of 1,024 ranks: 2 x 10 messages, and the tensor twice.
     assert all_reduce(Link(1.0, 1e6), 1024, 1e6) == pytest.approx(22.0)
-    # Each of 8 ranks sends 4 bytes: 3 messages, and 28 bytes at 2 bytes per second.
+    # 8 ranks, 4 bytes each: 3 messages; 28 bytes arrive at 2 bytes a second.
     assert all_gather(Link(1.0, 2.0), 8, 4) == 3 + 14
     assert all_to_all(Link(0.0, 2.0), 8, 4) == 14  # pairwise: every byte once
     assert all_to_all(Link(1.0, 1e9), 8, 4) == pytest.approx(3)  # Bruck: 3 messages
@@ -48,7 +48,7 @@ def test_step_time_is_the_sum_of_its_phases():
     assert step.seconds == step.compute + step.pack + step.wire + step.unpack
 
 
-def test_int4_and_local_steps_by_hand():
+def test_every_entry_and_local_steps_by_hand():
     """1,000,000 elements are 977 rows of 1,024: 544 bytes each in int4, 240 in ternary."""
     kernels = FREE._replace(copy=4e9, quantize=2e9, dequantize=1e9)
     model = Model(10**6, 0.5, kernels, overlap=1.0)
@@ -58,14 +58,14 @@ def test_int4_and_local_steps_by_hand():
     assert step.pack == pytest.approx((12e6 + payload) / 2e9)
     assert step.wire == pytest.approx(1e-3 + payload * (2e-6 + 1e-7))
     assert step.unpack == pytest.approx((4e6 + 2 * payload) / 1e9)
-    # Averaging follows every tenth optimizer step, so it does not overlap with compute.
+    # Once in ten steps, after the optimizer's step: no compute is left that could hide it.
     payload = 64 + 977 * 240
     step = model.step("local", 2, link)
     assert step.pack == pytest.approx((12e6 / 4e9 + (12e6 + payload) / 2e9) / 10)
     assert step.wire == pytest.approx((1e-3 + payload * (2e-6 + 1e-7)) / 10)
     assert step.unpack == pytest.approx((20e6 / 4e9 + (4e6 + 2 * payload) / 1e9) / 10)
     assert step.wire_bytes == payload / 10
-    assert model.step("dense", 2, Link(0.0, 1e7)).wire == 0.0  # overlaps with compute
+    assert model.step("dense", 2, Link(0.0, 1e7)).wire == 0.0  # hidden behind compute
 
 
 def test_reduce_scatter_bytes_do_not_grow_with_the_ranks():
@@ -89,12 +89,12 @@ def test_bytes_match_the_measured_ones():
     model = Model(RUN["model"]["parameters"], 0.0, FREE)
     for method, mode in MODES.items():
         step = model.step(method, 2, Link(0.0))
-        # An averaging sends 8 bytes more, a number that ranks compare: 0.8 bytes per step.
+        # Of local steps 8 bytes more in each averaging: a number that all ranks compare.
         assert step.wire_bytes == pytest.approx(sent[mode], abs=1), method
 
 
-def test_predicted_step_times_are_close_to_the_measured_ones():
-    """Uses the run that the CPU constants are from, with its compute times and link rates."""
+def test_predicted_steps_are_near_those_that_were_measured():
+    """On the run from which the CPU's constants are: its compute, and its links' plain rates."""
     errors = []
     for link in RUN["links"]:
         at = GLOO._replace(bandwidth=link["bits_per_second"] / 8)
@@ -120,16 +120,16 @@ def test_the_rates_of_a_gpu_match_the_run_on_an_h200():
             )
 
 
-def test_the_recommendation_as_a_sentence(capsys):
-    """1,000,000 parameters are 4 MB, 2 MB or 25,344 bytes at 125 MB/s and 50 us per message."""
+def test_the_answer_is_a_sentence(capsys):
+    """1,000,000 parameters: 4 MB, 2 MB and 25,344 bytes at 125 MB/s, and 50 us a message."""
     given = ["--parameters", "1000000", "--compute-ms", "50", "--ranks", "2", "--device", "gpu"]
     assert scale.main([*given, "--rates", "1gbit"]) == 0
-    printed = capsys.readouterr().out
+    said = capsys.readouterr().out
     assert (
         "\nIt helps: on 2 ranks at 1 Gbit/s a step with DCTState(ddp, density=0.005) takes 50.3 ms "
         "and sends 25.3 kB per rank, 1.63x as fast as float32 DDP (82.1 ms, 4.00 MB) and 1.32x as "
         "fast as DDP with bf16_compress_hook (66.1 ms, 2.00 MB).\n"
-    ) in printed
+    ) in said
     assert scale.main([*given, "--rates", "1gbit", "--optimizer", "adamw"]) == 0
     row = r"DCTAverager\(model, period=10\) +\| 50.2 ms +\| 1.6x +\| 23.5 kB"
     assert re.search(row, capsys.readouterr().out)
@@ -155,28 +155,28 @@ GUIDE = {page.stem: page.read_text() for page in (ROOT / "docs" / "guide").glob(
         ("adamw", 8, {INT4}, "transformers"),
     ],
 )
-def test_recommendations_match_the_guide(optimizer, ranks, calls, page, capsys):
-    """The printed loss is in the row of the call on the page."""
+def test_recommendations_are_those_of_the_guide(optimizer, ranks, calls, page, capsys):
+    """Their loss is in the page's row of the call."""
     assert "use int4 with 4 ranks or more" in GUIDE["transformers"]
     given = ["--ranks", str(ranks), "--rates", "1gbit", "--device", "gpu"]
     assert scale.main([*given, "--optimizer", optimizer]) == 0
-    printed = capsys.readouterr().out
-    assert set(re.findall(r"^\| (DCT\S+\(.*?\)) ", printed, re.M)) == calls
-    ((method, loss),) = re.findall(r"^The loss with (.*?), minus float32's: (.*)\.$", printed, re.M)
-    assert f"a step with {method} takes" in printed
-    assert method in calls and loss.endswith(f"(docs/guide/{page}.md)")
+    said = capsys.readouterr().out
+    assert set(re.findall(r"^\| (DCT\S+\(.*?\)) ", said, re.M)) == calls
+    ((taken, loss),) = re.findall(r"^The loss with (.*?), minus float32's: (.*)\.$", said, re.M)
+    assert f"a step with {taken} takes" in said
+    assert taken in calls and loss.endswith(f"(docs/guide/{page}.md)")
     if optimizer == "sgd":
         row = next(line for line in GUIDE[page].splitlines() if "| SGD | 0.5 %" in line)
     else:
-        row = next(line for line in GUIDE[page].splitlines() if f"`{method}`" in line)
+        row = next(line for line in GUIDE[page].splitlines() if f"`{taken}`" in line)
     figures = re.findall(r"[+-][\d.]+ ± [\d.]+", loss)
     assert figures and set(figures) <= set(re.findall(r"[+-][\d.]+ ± [\d.]+", row))
 
 
 @pytest.mark.parametrize("method", MODES)
 def test_step_time_is_proportional_to_the_number_of_parameters(method):
-    link, sizes = Link(0.0, 1e9), (2**31, 2**40)
-    small, large = (Model(numel, 0.0, H200).step(method, 4, link) for numel in sizes)
+    link, of = Link(0.0, 1e9), (2**31, 2**40)
+    small, large = (Model(numel, 0.0, H200).step(method, 4, link) for numel in of)
     assert large == pytest.approx([512 * part for part in small])
 
 
@@ -184,18 +184,18 @@ def test_step_time_is_proportional_to_the_number_of_parameters(method):
     ("parameters", "overlap"), [(5_000_000, 0), (25_000_000, 50), (7_000_000_000, 67)]
 )
 def test_all_buckets_but_the_last_overlap_with_the_backward_pass(parameters, overlap, capsys):
-    """There are 1, 4 and 1,069 buckets of 25 MB."""
+    """Buckets of 25 MB: 1, 4 and 1,069."""
     given = ["--parameters", str(parameters), "--compute-ms", "900", "--device", "gpu"]
     assert scale.main([*given, "--ranks", "2", "--rates", "1gbit"]) == 0
-    printed = capsys.readouterr().out
-    assert f"of which\n{overlap}% overlap with communication" in printed
-    dense = float(re.search(r"float32 DDP +\| ([\d,.]+) ms", printed)[1].replace(",", ""))
+    said = capsys.readouterr().out
+    assert f"of which\n{overlap}% overlap with communication" in said
+    dense = float(re.search(r"float32 DDP +\| ([\d,.]+) ms", said)[1].replace(",", ""))
     wire = 4 * parameters / 125e6 * 1e3  # milliseconds of an all-reduce of 2 ranks
     assert dense == pytest.approx(wire + 900 * (1 - overlap / 100), rel=0.005)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "method"),
+    ("seconds", "taken"),
     [
         ((1.0, 0.9, 0.8, 0.4), "local"),
         ((1.0, 0.9, 0.88, 0.86), "bf16"),
@@ -203,12 +203,12 @@ def test_all_buckets_but_the_last_overlap_with_the_backward_pass(parameters, ove
     ],
     ids=["ours", "bf16 is as fast", "dense is as fast"],
 )
-def test_the_simplest_of_equally_fast_methods_is_chosen(seconds, method):
+def test_the_simplest_of_equally_fast_methods_is_chosen(seconds, taken):
     names = ("dense", "bf16", "dct", "local")
     steps = {n: Step(s, 0.0, 0.0, 0.0, 5e4) for n, s in zip(names, seconds, strict=True)}
-    assert scale.best(steps) == method
+    assert scale.best(steps) == taken
     helps = scale.sentence(2, 1e9, steps, 0.005).startswith("It helps: ")
-    assert helps == (method in ("dct", "local"))
+    assert helps == (taken in ("dct", "local"))
 
 
 def test_an_unlimited_link_has_no_prediction(capsys):

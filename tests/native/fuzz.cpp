@@ -97,25 +97,25 @@ class Campaign {
   void run(int64_t count) {
     for (int64_t i = 0; i < count; ++i, ++number_) {
       if (i % 4096 == 0) alarm(60);
-      Input input = i < kSeeds || random_.chance(0.01) ? target_.valid(random_) : mutated();
-      valid_ += execute(input) ? 1 : 0;
+      Input input = i < kSeeds || random_.chance(0.01) ? target_.sound(random_) : mutated();
+      sound_ += execute(input) ? 1 : 0;
       if (!is_new() && i >= kSeeds) continue;
       found_.push_back({input, num_taken});
     }
     int64_t branches = 0;
     for (uint8_t magnitudes : known) branches += magnitudes != 0 ? 1 : 0;
     std::printf("{\"inputs\": %ld, \"sound\": %ld, \"max_branches\": %ld, \"kept\": %ld}\n",
-                long(count), long(valid_), long(branches), long(found_.size()));
+                long(count), long(sound_), long(branches), long(found_.size()));
   }
 
   bool execute(Input& input) {
     running = &input;
     running_number = number_;
     forget_branches();
-    const bool valid = target_.run(input, memory_);
+    const bool sound = target_.run(input, memory_);
     CHECK(memory_.intact(), "a guard was written to");
     running = nullptr;
-    return valid;
+    return sound;
   }
 
  private:
@@ -149,7 +149,7 @@ class Campaign {
 
   const Target& target_;
   Random random_;
-  int64_t number_, valid_ = 0;
+  int64_t number_, sound_ = 0;
   Memory memory_;
   std::vector<Found> found_;
 };

@@ -187,7 +187,7 @@ void with_tasks(int64_t tasks, Function&& function) {
 struct Target {
   virtual ~Target() = default;
   // An input that a correct peer might send.
-  virtual Input valid(Random& random) const = 0;
+  virtual Input sound(Random& random) const = 0;
   // Calls the op and checks its results. Returns whether the op accepted the input as valid.
   virtual bool run(Input& input, Memory& memory) const = 0;
   virtual Field field(Random& random, const Input& input) const = 0;

@@ -28,12 +28,12 @@ inline void check_unchanged(const uint8_t* bytes, const Input& input) {
 }
 
 inline bool check_status(const int32_t* status, const std::vector<int32_t>& expected) {
-  bool valid = true;
+  bool sound = true;
   for (size_t p = 0; p < expected.size(); ++p) {
     CHECK(status[p] == expected[p], "status %d, got %d", expected[p], status[p]);
-    valid = valid && expected[p] == 0;
+    sound = sound && expected[p] == 0;
   }
-  return valid;
+  return sound;
 }
 
 class ScatterUnpack : public Target {
@@ -57,7 +57,7 @@ class ScatterUnpack : public Target {
   };
 
  public:
-  Input valid(Random& random) const override {
+  Input sound(Random& random) const override {
     Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
     const Call call(input.setting);
     AlignedBytes payload(call.layout.nbytes, 0);
@@ -171,7 +171,7 @@ class Quantized : public Target {
   Call call_of(const Input& input) const { return Call(input.setting, cut_); }
 
  public:
-  Input valid(Random& random) const override {
+  Input sound(Random& random) const override {
     Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
     const Call call = call_of(input);
     AlignedBytes payload(call.nbytes, 0);

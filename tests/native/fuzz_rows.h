@@ -29,7 +29,7 @@ class PackedRows : public Target {
  public:
   explicit PackedRows(bool gather) : gather_(gather) {}
 
-  Input valid(Random& random) const override {
+  Input sound(Random& random) const override {
     Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
     const Call call(input.setting);
     std::vector<uint8_t> positions(call.rows * call.bytes);
@@ -108,12 +108,12 @@ class PackedRows : public Target {
             parallel);
       }
     });
-    const bool valid =
+    const bool sound =
         gather_ ? check_gathered(dense, positions, call.rows, call.width, call.k, values)
                 : check_unpacked(values, positions, call.rows, call.width, call.k, dense);
     CHECK(std::equal(positions, positions + position_bytes, input.bytes.begin()),
           "the positions were written to");
-    return valid;
+    return sound;
   }
 
   bool gather_;
@@ -121,7 +121,7 @@ class PackedRows : public Target {
 
 class RowDequantize : public Target {
  public:
-  Input valid(Random& random) const override {
+  Input sound(Random& random) const override {
     Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
     const Call call(input.setting);
     input.bytes.resize(call.rows * call.bytes);
@@ -175,10 +175,10 @@ class RowDequantize : public Target {
       cpu::row_dequantize({rows, call.rows, call.width, call.format, out, call.out}, parallel);
     });
     for (int64_t row = 0; row < call.rows; ++row) {
-      const uint8_t* raw = rows + row * call.bytes;
-      const float scale = from_bits((raw[call.bytes - 2] | raw[call.bytes - 1] << 8) * 65536u);
+      const uint8_t* own = rows + row * call.bytes;
+      const float scale = from_bits((own[call.bytes - 2] | own[call.bytes - 1] << 8) * 65536u);
       for (int64_t c = 0; c < call.width; ++c) {
-        const Out wanted = make<Out>(static_cast<float>(code_at(raw, c, call.format)) * scale);
+        const Out wanted = make<Out>(static_cast<float>(code_at(own, c, call.format)) * scale);
         CHECK(bits(out[row * call.width + c]) == bits(wanted), "row %ld, column %ld", long(row),
               long(c));
       }
