@@ -1,4 +1,4 @@
-"""Shared by every test: seeds, hypothesis settings, and the backends under test."""
+"""Shared by all tests: seeds, settings of hypothesis, and the backends under test."""
 
 import gc
 import os
@@ -11,38 +11,38 @@ import pytest
 import torch
 from library_defaults import seen_by_packages
 
-# For bench, a package of the root. Last, because `make abi`, `make cuda` and `make sanitize` test a
-# dct_kernels that is installed or built elsewhere.
+# The root contains the package `bench`. It comes last, because `make abi`, `make cuda` and
+# `make sanitize` test a dct_kernels that is installed or built elsewhere.
 sys.path.append(str(Path(__file__).parents[1]))
 
-if not torch.cuda.is_available():  # before any Triton kernel is made: they run on the CPU then
+if not torch.cuda.is_available():  # set before Triton kernels are defined, so they run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from ptx import backend as ptx
 
 from dct_kernels import testing
 
-# The CUDA kernels where there is no GPU: nvcc's PTX, executed. Without nvcc each test says so.
+# ptx-cuda executes nvcc's PTX of the CUDA kernels on the CPU. Without nvcc its tests are skipped.
 BACKENDS = {**testing.backends(), "ptx-cuda": ptx.BACKEND}
-# And what Triton makes of its kernels, in a process where it does not interpret them.
+# ptx-triton executes the PTX of Triton's kernels, in a process that does not interpret them.
 if os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available():
     from ptx import triton_backend
 
     BACKENDS["ptx-triton"] = triton_backend.backend()
 
-# Derandomised: a run means the same on every machine. Timing is never asserted.
+# Derandomized, so runs are the same on all machines. No test asserts times.
 hypothesis.settings.register_profile("dct", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("dct")
 
 
 def pytest_collection_modifyitems(items):
-    """At the end, one worker would be at it and the others idle."""
+    """Start long tests first, so that no worker runs one at the end while the others are idle."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """With DCT_REQUIRE_NVCC=1, a test that is skipped for want of nvcc or its tools fails."""
+    """With DCT_REQUIRE_NVCC=1, tests skipped because nvcc or its tools are missing fail."""
     report = yield
     if (
         report.skipped
@@ -76,14 +76,14 @@ def pytest_addoption(parser):
         "--ptx-cases",
         type=int,
         default=12,
-        help="run a test on so many of its cases where nvcc's PTX is executed; 0 for all",
+        help="maximum number of cases per test on executed PTX of nvcc; 0 for all",
     )
     parser.addoption(
         "--triton-cases",
         type=int,
         default=3,
-        help="run a test on so many of its cases where Triton's kernels are interpreted, or their "
-        "PTX executed, and from 8 on those of many launches; 0 for all",
+        help="maximum number of cases per test on Triton's kernels if interpreted or executed as "
+        "PTX; 8 or more includes tests with many launches; 0 for all",
     )
 
 
@@ -91,13 +91,13 @@ def pytest_addoption(parser):
 def seed():
     if torch.cuda.is_available():
         torch.manual_seed(0)
-    else:  # which would note down, stack and all, what to do once there is a device of any kind
+    else:  # torch.manual_seed would record a stack trace for later CUDA initialization
         torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture
 def one_rank(tmp_path):
-    """A process group of this process alone; garbage of tests before neither uses it nor warns."""
+    """A process group with one rank. Collects garbage first, so older objects do not use it."""
     gc.collect()
     store = f"file://{tmp_path}/rendezvous"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
@@ -106,15 +106,15 @@ def one_rank(tmp_path):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_origin_of_ranks(request):
-    """What `dlrm.launch` starts is forked from where all ranks are, whoever comes first."""
+def fork_server(request):
+    """Start the fork server first, so that `dlrm.launch` uses it as well."""
     if request.path.parent.name in ("dlrm", "bench"):
         forked.start()
 
 
 @pytest.fixture(params=list(BACKENDS), scope="session")
 def backend(request):
-    """The ops of one backend as callables, and `.device`, where its tensors live."""
+    """The ops of one backend as callables, and `.device`, the device of its tensors."""
     if request.param == "ptx-cuda" and ptx.build.missing() is not None:
         pytest.skip(f"not on this machine: {ptx.build.missing()}")
     if request.param.startswith("ptx-"):

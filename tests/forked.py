@@ -1,4 +1,4 @@
-"""Calls in processes of their own, forked from one that has imported what most tests need."""
+"""Runs calls in processes that are forked from a server with the common imports."""
 
 import gc
 import multiprocessing
@@ -13,25 +13,25 @@ import torch
 from library_defaults import seen_by_packages
 
 context = multiprocessing.get_context("forkserver")
-# The second imports the first, where it finds its extra packages. DDP's constructor imports dynamo.
+# Without its extra packages dlrm.comparison cannot preload dct_parallel. DDP imports dynamo.
 _PRELOAD = ["dct_parallel", "dlrm.comparison", "pytest", "torch._dynamo"]
 _PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.optim", "torchrec.distributed"]
 _PRELOAD += ["dct_embeddings"]
 _TESTS = Path(__file__).parent
-_MOST = 300  # characters of a value
+_MAX_CHARACTERS = 300  # maximum characters per value
 
 
 def start():
-    """Start the process that the others are forked from, unless it runs."""
+    """Start the fork server unless it is running."""
     context.set_forkserver_preload(_PRELOAD)
     forkserver.ensure_running()
 
 
 def run_forked(function, calls, timeout):
-    """[function(*call) for call in calls], at once.
+    """[function(*call) for call in calls], each in a process, all in parallel.
 
-    Raises with the traceback of every process that failed; kills what is left after `timeout`
-    seconds, or once a process has failed and the others had 10 more to do so.
+    Raises an error with the tracebacks of all failed processes. Kills processes that still run
+    after `timeout` seconds, or 10 seconds after another one has failed.
     """
     start()
     dtype = torch.get_default_dtype()
@@ -62,7 +62,7 @@ def run_forked(function, calls, timeout):
 
 
 def _call(function, call, number, folder, default_dtype):
-    # Collections pass over what was imported: it stays, and its memory is shared with others.
+    # The garbage collector skips imported modules, so their memory stays shared between processes.
     gc.freeze()
     try:
         torch.set_num_threads(1)
@@ -75,13 +75,13 @@ def _call(function, call, number, folder, default_dtype):
 
 
 def _values(error):
-    """What names stood for in the test where an assertion failed.
+    """The local variables of the test in which an assertion failed.
 
-    pytest would say it, but rewrites assertions in its own process only.
+    pytest rewrites assertions to show values only in its own process.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = [frame for frame in frames if Path(frame.f_code.co_filename).is_relative_to(_TESTS)]
-    if not isinstance(error, AssertionError) or not own:
+    in_tests = [frame for frame in frames if Path(frame.f_code.co_filename).is_relative_to(_TESTS)]
+    if not isinstance(error, AssertionError) or not in_tests:
         return ""
-    values = {name: " ".join(repr(value).split()) for name, value in own[-1].f_locals.items()}
-    return "".join(f"  {name} = {text[:_MOST]}\n" for name, text in values.items())
+    values = {name: " ".join(repr(value).split()) for name, value in in_tests[-1].f_locals.items()}
+    return "".join(f"  {name} = {text[:_MAX_CHARACTERS]}\n" for name, text in values.items())

@@ -1,6 +1,6 @@
-"""What an op launches on CUDA, as docs/design/kernels.md states it.
+"""The launches of each op on CUDA, as stated in docs/design/kernels.md.
 
-tools/ptx/tests/test_launches.py compares it with what an op does launch.
+tools/ptx/tests/test_launches.py compares them with actual launches.
 """
 
 import re
@@ -13,7 +13,7 @@ _ROW = re.compile(r"^\| (?P<ops>`[^|]*) \|.*\| (?P<memset>memset, )?(?P<kernels>
 
 
 def stated() -> dict[str, Launches]:
-    """{op: what one call launches}."""
+    """{op: launches per call}."""
     launches: dict[str, Launches] = {}
     for line in PAGE.read_text().splitlines():
         if row := _ROW.match(line):

@@ -1,4 +1,4 @@
-"""torch's default dtype and device, set for the packages but not for the tests that call them."""
+"""Sets torch's default dtype and device for the packages, but not for the tests."""
 
 import contextlib
 import sys
@@ -12,12 +12,12 @@ _PACKAGES = ("dct_kernels", "dct_parallel", "dct_embeddings")
 
 @contextlib.contextmanager
 def seen_by_packages(dtype, device="cpu"):
-    """Set the defaults. Tensors that others make without them are still float32, on the CPU."""
+    """Set the defaults. Other code still creates float32 tensors on the CPU by default."""
     if (dtype, device) == (torch.float32, "cpu"):
         yield
         return
-    given = contextlib.nullcontext() if device == "cpu" else torch.device(device)
-    with given, _OfOthers(), _default_dtype(dtype):
+    device_context = contextlib.nullcontext() if device == "cpu" else torch.device(device)
+    with device_context, _DefaultsOfOthers(), _default_dtype(dtype):
         yield
 
 
@@ -31,18 +31,18 @@ def _default_dtype(dtype):
         torch.set_default_dtype(before)
 
 
-class _OfOthers(TorchFunctionMode):
+class _DefaultsOfOthers(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        makes = function in _device_constructors() and not torch.compiler.is_compiling()
-        if makes and _caller() not in _PACKAGES:
+        is_factory = function in _device_constructors() and not torch.compiler.is_compiling()
+        if is_factory and _caller() not in _PACKAGES:
             with torch.device("cpu"), _default_dtype(torch.float32):
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 
 
 def _caller():
-    """The first package up the stack that is not torch, which may call nn.Linear, say."""
+    """The first package up the stack except torch, because modules of torch create tensors."""
     frame = sys._getframe(2)
     while (package := frame.f_globals.get("__name__", "").partition(".")[0]) == "torch":
         frame = frame.f_back

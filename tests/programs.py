@@ -1,4 +1,4 @@
-"""Programs as a user runs them: alone, or under torchrun where they say so."""
+"""Runs programs as a user does: with python, or with torchrun if they mention it."""
 
 import contextlib
 import io
@@ -19,14 +19,14 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 def blocks(path):
-    """The Python blocks of a page."""
+    """The Python code blocks of a page."""
     return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
 
 
 def run(program, folder, *arguments, ranks=2):
-    """What the file `program` prints; fails with what it complains of.
+    """Run the file `program` and return its output; show its errors if it fails.
 
-    In `folder`, not here: what is imported is the installation, not this checkout.
+    It runs in `folder`, so that it imports the installed packages and not this checkout.
     """
     torchrun = [*TORCHRUN, f"--nproc-per-node={ranks}"]
     python = torchrun if "torchrun" in program.read_text() else [sys.executable]
@@ -37,13 +37,13 @@ def run(program, folder, *arguments, ranks=2):
 
 
 def _run_in_forks(program, folder, *arguments, ranks=2):
-    """The same, but of ranks that have imported torch before: a tenth of the time."""
+    """Like `run`, in forked ranks that have already imported torch, in a tenth of the time."""
     if "torchrun" in program.read_text():
         return "".join(run_as_torchrun(_main, ranks, program, folder, arguments))
     return run_forked(_main, [(program, folder, arguments)], timeout=120)[0]
 
 
-# A program of many: as a user runs it with the tests that need time.
+# Runs a program in forks, and as a user does with `-m large`.
 in_forks = pytest.mark.parametrize(
     "run",
     [
@@ -54,7 +54,7 @@ in_forks = pytest.mark.parametrize(
 
 
 def run_as_torchrun(function, ranks, *args):
-    """[function(*args) on rank 0, 1, ...], forked, with torchrun's variables and its store."""
+    """[function(*args) on rank 0, 1, ...], forked, with the variables and store of torchrun."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = {
         "MASTER_ADDR": "127.0.0.1",
@@ -64,16 +64,16 @@ def run_as_torchrun(function, ranks, *args):
         "LOCAL_WORLD_SIZE": str(ranks),
     }
     variables = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return run_forked(_with, [(own, function, args) for own in variables], timeout=120)
+    return run_forked(_call_with, [(extra, function, args) for extra in variables], timeout=120)
 
 
-def _with(variables, function, args):
+def _call_with(variables, function, args):
     os.environ.update(variables)
     return function(*args)
 
 
 def called(main, *arguments):
-    """(status, stdout, stderr) of a program's `main` in this process."""
+    """(status, stdout, stderr) of a call of a program's `main` in this process."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
@@ -84,10 +84,10 @@ def called(main, *arguments):
 
 @contextlib.contextmanager
 def started(command, **options):
-    """A running process that answers Ctrl-C; ended afterwards with all that it started.
+    """A running process that reacts to Ctrl-C; it and its children are killed afterwards.
 
-    Where these tests run as a script's background job, Ctrl-C is ignored, and by children as well:
-    they inherit that, and the commands mean to respect it.
+    If a script runs these tests in the background, they ignore Ctrl-C, and child processes inherit
+    this setting.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -102,8 +102,8 @@ def started(command, **options):
         process.wait()
 
 
-# What a program leaves, models and all, stays until its process ends: torch joins the threads of a
-# group with the last model that used it, and they may wait for the Python that waits for them.
+# Keeps the objects of a program until its process ends. Freeing the last model of a group joins the
+# threads of the group, and these may wait for the GIL.
 _left = []
 
 

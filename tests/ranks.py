@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks: every test here is a few processes that must agree."""
+"""Runs a test function on several gloo ranks, one process per rank."""
 
 import functools
 import gc
@@ -20,9 +20,9 @@ from dct_parallel import DCTState, dct_hook
 
 
 def run_ranks(function, world_size, *args, timeout=120, backend="gloo"):
-    """[function(rank, *args) on rank 0, 1, ...]; warnings are errors there.
+    """[function(rank, *args) on rank 0, 1, ...], with warnings as errors.
 
-    Fails and ends ranks as `run_forked` does.
+    Errors and timeouts are those of `run_forked`.
     """
     with tempfile.TemporaryDirectory() as folder:
         calls = [(rank, world_size, backend, folder, function, args) for rank in range(world_size)]
@@ -30,14 +30,14 @@ def run_ranks(function, world_size, *args, timeout=120, backend="gloo"):
 
 
 def on_ranks(world_size, **options):
-    """Decorates a test(rank, ...) that every one of `world_size` ranks is to pass.
+    """Decorates a test(rank, ...) that runs on each of `world_size` ranks.
 
-    A string is the name of the test's argument that says how many ranks.
+    If `world_size` is a string, it names the argument of the test with the number of ranks.
     """
 
     def decorated(function):
-        _, *own = inspect.signature(function).parameters.values()
-        names = [parameter.name for parameter in own]
+        _, *arguments = inspect.signature(function).parameters.values()
+        names = [parameter.name for parameter in arguments]
         body = functools.partial(_body, function.__module__, function.__name__)
 
         @functools.wraps(function)
@@ -46,15 +46,15 @@ def on_ranks(world_size, **options):
             run_ranks(body, count, *(given[name] for name in names), **options)
 
         if isinstance(world_size, str) and world_size not in names:
-            own.append(inspect.Parameter(world_size, inspect.Parameter.POSITIONAL_OR_KEYWORD))
-        test.__signature__ = inspect.Signature(own)
+            arguments.append(inspect.Parameter(world_size, inspect.Parameter.POSITIONAL_OR_KEYWORD))
+        test.__signature__ = inspect.Signature(arguments)
         return test
 
     return decorated
 
 
 def _body(module, name, *arguments):
-    """What ranks run: pickle knows functions by name, and the name is the decorated test's."""
+    """Runs on ranks. pickle finds functions by name, and the name refers to the decorated test."""
     return getattr(importlib.import_module(module), name).__wrapped__(*arguments)
 
 
@@ -65,28 +65,28 @@ def _rank(rank, world_size, backend, folder, function, args):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = function(rank, *args)
-    # Nobody leaves while others may still talk to it; a barrier could lose its last message.
+    # All ranks finish before one exits. A barrier could lose its last message.
     store.set(f"done{rank}", "")
     store.wait([f"done{other}" for other in range(world_size)])
-    gc.collect()  # models end before their group
+    gc.collect()  # frees models before their group
     dist.destroy_process_group()
     return result
 
 
 def set_timeout(seconds, group=None):
-    """Of waits in a group, by default that of all ranks; public from torch 2.14 on."""
+    """Set the timeout of a group, by default of all ranks. Public in torch >= 2.14."""
     public = getattr(dist, "set_timeout", None)
     (public or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
 
 
 def shorten_timeouts(seconds):
-    """Of waits in every group that this process has."""
+    """Set the timeout of all groups of this process."""
     for group in dist.distributed_c10d._world.pg_map:
         set_timeout(seconds, group)
 
 
 class Dictated(nn.Module):
-    """A model whose parameters' gradients are whatever it is called with."""
+    """A model whose gradients are its inputs."""
 
     def __init__(self, sizes):
         super().__init__()
@@ -102,7 +102,7 @@ def ddp(module, **kwargs):
 
 
 def hooked(model, **options):
-    """(a DDP that exchanges by `dct_hook`, its state with these options)."""
+    """(the model with `dct_hook`, the DCTState with these options)."""
     state = DCTState(model, **options)
     model.register_comm_hook(state, dct_hook)
     return model, state
@@ -116,22 +116,22 @@ def gathered(tensor):
 
 
 def assert_same(tensor):
-    """Called by all ranks: if one differs, all of them fail and say which, and where."""
+    """Compare a tensor across ranks. All ranks fail if one differs, and report which and where."""
     first, *others = gathered(tensor)
-    told = []
+    differences = []
     for rank, other in enumerate(others, start=1):
         if not torch.equal(first, other):
             at = (first != other).nonzero()
             where = tuple(at[0].tolist())
-            told.append(
+            differences.append(
                 f"rank {rank} in {len(at)} of {first.numel()} elements, the first at {where}: "
                 f"{other[where].item()} where rank 0 has {first[where].item()}"
             )
-    assert not told, "; ".join(told)
+    assert not differences, "; ".join(differences)
 
 
 def mlp(width=64, depth=4):
-    """Big enough for several buckets, with weights to compress and biases to leave dense."""
+    """A model with several buckets, with weights to compress and dense biases."""
     torch.manual_seed(1234)
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(width, 1))
@@ -145,7 +145,7 @@ def batch(step, rank, width=64, rows=16):
 
 
 def integers(sizes, step, rank, limit=60):
-    """Gradients of which sums are exact, that differ between steps and ranks."""
+    """Gradients with exact sums, which differ between steps and ranks."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return [torch.randint(-limit, limit + 1, (n,), generator=generator).float() for n in sizes]
 
@@ -171,23 +171,23 @@ def through_a_file(saved, weights_only=True):
 
 
 def shard_mesh(replicas=2, shards=2):
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh, FSDP and DCP
+    warnings.filterwarnings("ignore", category=FutureWarning)  # from DeviceMesh, FSDP and DCP
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def entry(state_dict):
-    """The one rank's part of a `DCTState.state_dict()`."""
+    """The part of the only rank in a `DCTState.state_dict()`."""
     (only,) = state_dict["ranks"].values()
     return only
 
 
 def owed(state_dict):
-    """{parameter: what this rank still owes to the sum of the ranks' gradients}, both residuals."""
-    own = entry(state_dict)
-    ranks = own["world_size"]
+    """{parameter: pending changes of this rank to the sum of gradients}, from both residuals."""
+    state = entry(state_dict)
+    ranks = state["world_size"]
     return {
         name: parts["residual"] + ranks * sum(parts["owner_residual"])
-        for name, parts in own["parameters"].items()
+        for name, parts in state["parameters"].items()
     }
 
 
@@ -196,7 +196,7 @@ def weights(model):
 
 
 def assert_same_states(ours, theirs, path=()):
-    """State dicts, bit for bit."""
+    """Check that two state dicts are bitwise equal."""
     assert type(ours) is type(theirs), path
     if isinstance(ours, dict):
         assert ours.keys() == theirs.keys(), path

@@ -1,4 +1,4 @@
-"""An argument of a wrong kind, at every entry point: the error names it, and shows None as None."""
+"""Arguments of a wrong type at every entry point: the error names them, and shows None as None."""
 
 import inspect
 import re
@@ -19,15 +19,15 @@ import dct_parallel
 PACKAGES = dct_kernels, dct_parallel, dct_embeddings
 X, IDS, LENGTHS = torch.randn(4, 64), torch.tensor([0, 1]), torch.tensor([[1, 1]])
 VALUES, POSITIONS = dct_parallel.pack_rows(X, 3)
-# An optimizer matters with a scaler only; errors about params are those of torch.optim.Optimizer.
+# An optimizer is used only with a scaler, and torch.optim.Optimizer checks params.
 UNCHECKED = [("DCTState", "optimizer"), ("dct_fully_shard_hook", "optimizer")]
 UNCHECKED += [(name, "params") for name in ("RowWiseAdagrad", "MomentumScaledRowWiseAdagrad")]
 
 
-def _sound():
-    """{a public name, or what such an object has or is: sound arguments}."""
+def _valid_arguments():
+    """{public name, or method or instance of a public class: valid arguments}."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of DeviceMesh and FSDP themselves
+        warnings.simplefilter("ignore", FutureWarning)  # from DeviceMesh and FSDP
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
         sharded, other, more = (fully_shard(nn.Linear(4, 4), mesh=mesh["shard"]) for _ in range(3))
     plan, weight = dct_embeddings.plan_shards([8], 1), nn.Parameter(torch.ones(8, 4))
@@ -43,7 +43,7 @@ def _sound():
     state = dct_parallel.DCTState(ddp)
     averager = dct_parallel.DCTAverager(nn.Linear(4, 4))
     replicas = dct_parallel.dct_fully_shard_hook(sharded, mesh=mesh)
-    few_bits = dct_parallel.RowQuantize("int4")
+    quantize = dct_parallel.RowQuantize("int4")
     rows_of = {"x": X, "format": "int4"}
     return {
         **{op: arguments(op) for op in OPS},
@@ -76,9 +76,9 @@ def _sound():
         "pack_rows": {"x": X, "k": 3},
         "unpack_rows": {"values": VALUES, "positions": POSITIONS, "width": 64},
         "RowQuantize": {"format": "int4"},
-        few_bits: {"x": X},
+        quantize: {"x": X},
         "RowDequantize": {"width": 64, "format": "int4"},
-        dct_parallel.RowDequantize(64, "int4"): {"message": few_bits(X)},
+        dct_parallel.RowDequantize(64, "int4"): {"message": quantize(X)},
         "RowUnpack": {"width": 64},
         dct_parallel.RowUnpack(64): {"values": VALUES, "positions": POSITIONS},
         "RowPack": {"density": 0.1},
@@ -106,14 +106,14 @@ def _sound():
     }
 
 
-def _records(value):
-    """Named tuples have no checks, and abstract classes those of their subclasses."""
+def _has_no_checks(value):
+    """Whether a name is that of a named tuple or an abstract class, which check no arguments."""
     return inspect.isclass(value) and (issubclass(value, tuple) or inspect.isabstract(value))
 
 
 def test_every_public_name_is_tried(one_rank):
-    public = {n for p in PACKAGES for n in p.__all__ if not _records(getattr(p, n))}
-    assert public == {name for name in _sound() if isinstance(name, str)}
+    public = {n for p in PACKAGES for n in p.__all__ if not _has_no_checks(getattr(p, n))}
+    assert public == {name for name in _valid_arguments() if isinstance(name, str)}
 
 
 WRONG = {"none": None, "list": [None], "object": object(), "sparse": torch.eye(4).to_sparse()}
@@ -122,7 +122,7 @@ WRONG = {"none": None, "list": [None], "object": object(), "sparse": torch.eye(4
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_a_wrong_argument_is_named(one_rank, wrong):
     failed = []
-    for name, sound in _sound().items():
+    for name, valid in _valid_arguments().items():
         function = name
         if isinstance(name, str):
             function = next(getattr(p, name) for p in PACKAGES if name in p.__all__)
@@ -132,7 +132,7 @@ def test_a_wrong_argument_is_named(one_rank, wrong):
             if (name, argument) in UNCHECKED or (wrong is None and optional):
                 continue
             try:
-                function(**{**sound, argument: wrong})
+                function(**{**valid, argument: wrong})
                 text = "accepted"
             except (TypeError, ValueError, RuntimeError) as error:
                 text = str(error)
@@ -142,7 +142,7 @@ def test_a_wrong_argument_is_named(one_rank, wrong):
     assert not failed, "\n".join(failed)
 
 
-def test_arguments_without_their_keywords_are_named():
+def test_keyword_arguments_given_by_position_are_named():
     tried = set()
     for package in PACKAGES:
         for name in package.__all__:

@@ -1,4 +1,4 @@
-"""The programs of the documentation run, and its calls and names are those of the packages.
+"""Programs in the documentation run, and its calls and names match the packages.
 
 `make docs` checks links, and generates the reference from docstrings.
 """
@@ -19,16 +19,16 @@ from dct_kernels._ops import OPS
 
 DOCS = ROOT / "docs"
 PAGES = {page.relative_to(DOCS).as_posix(): page for page in sorted(DOCS.rglob("*.md"))}
-# The page that documents every public name of a package.
+# {package: page that documents all its public names}
 REFERENCE = {
     "dct_kernels": "reference/kernels.md",
     "dct_parallel": "reference/parallel.md",
     "dct_embeddings": "reference/embeddings.md",
 }
-# Later programs of these pages continue the first one of their page.
+# On these pages, later programs continue the first one.
 CONTINUED = ("guide/coming_from.md", "guide/recipes.md")
 
-# Some programs end while the other rank may still be connecting to this one.
+# Otherwise a program might end while the other rank is still connecting to it.
 END = """
 store = dist.distributed_c10d._get_default_store()
 store.set(f"done{dist.get_rank()}", "")
@@ -64,7 +64,7 @@ def test_docstring_examples(name):
 @in_forks
 def test_program(run, program, tmp_path):
     if "pipelining" in program and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
-        pytest.skip("pipelining takes no integer tensors between stages before torch 2.13")
+        pytest.skip("pipelining supports no integer tensors between stages before torch 2.13")
     script = tmp_path / "program.py"
     script.write_text(program)
     run(script, tmp_path)
@@ -77,7 +77,7 @@ def test_every_public_name_is_on_its_page(package):
 
 
 def _calls(text):
-    """Calls in the code of a page: in spans, blocks and lines of blocks that are Python."""
+    """The calls in the Python code of a page: in spans, blocks and lines of blocks."""
     fenced = re.findall(r"```(?:python)?\n(.*?)```", text, re.S)
     lines = [line.partition("  #")[0] for block in fenced for line in block.splitlines()]
     for code in {*fenced, *lines, *re.findall(r"`([^`\n]+)`", text)}:
@@ -87,8 +87,8 @@ def _calls(text):
                     yield node
 
 
-def test_calls_fit_the_signatures():
-    """Also in code that no test runs, and in signatures."""
+def test_calls_match_the_signatures():
+    """Includes code that no test runs, and signatures."""
     packages = map(importlib.import_module, REFERENCE)
     public = {name: getattr(package, name) for package in packages for name in package.__all__}
     signatures, found = {name: inspect.signature(made) for name, made in public.items()}, 0
@@ -107,7 +107,7 @@ def test_calls_fit_the_signatures():
     assert found > 40
 
 
-def test_two_machines_wait_as_long_in_the_guide_as_in_the_program():
+def test_the_timeout_in_the_guide_is_that_of_the_program():
     timeout = "timeout=timedelta(minutes=5)"
     assert f'init_process_group("gloo", {timeout})' in (ROOT / "examples/hook.py").read_text()
     page = PAGES["guide/cluster.md"].read_text()
@@ -119,8 +119,8 @@ def test_two_machines_wait_as_long_in_the_guide_as_in_the_program():
     [*ROOT.glob("*.md"), *ROOT.glob("*/README.md")],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
-def test_links_lead_somewhere(page):
-    """`make docs` checks those of docs/."""
+def test_link_targets_exist(page):
+    """`make docs` checks the links in docs/."""
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 

@@ -1,4 +1,4 @@
-"""Every program in examples/ runs and prints what its docstring says."""
+"""Every program in examples/ runs and prints the results that its docstring states."""
 
 import math
 import re
@@ -25,16 +25,16 @@ def test_every_example_is_run():
 
 
 @pytest.mark.parametrize("program", STARTED_BY_TORCHRUN, ids=lambda path: path.stem)
-def test_started_otherwise_it_says_how(program, monkeypatch, capsys):
-    """Without torchrun, or without the arguments that it needs."""
+def test_without_torchrun_the_error_shows_the_command(program, monkeypatch, capsys):
+    """The error also appears without required arguments."""
     monkeypatch.setattr(sys, "argv", [str(program)])
     monkeypatch.delenv("RANK", raising=False)
     if "FOLDER" in program.read_text():
         monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(program), run_name="__main__")
-    said = f"{ended.value}{capsys.readouterr().err}"
-    assert re.search(rf"torchrun --nproc-per-node \d examples/{program.name}", said)
+    output = f"{ended.value}{capsys.readouterr().err}"
+    assert re.search(rf"torchrun --nproc-per-node \d examples/{program.name}", output)
 
 
 @in_forks
@@ -48,7 +48,7 @@ def test_hook(run, tmp_path):
 
 @in_forks
 def test_amp(run, tmp_path):
-    printed = run(EXAMPLES / "amp.py", tmp_path)  # two ranks' lines, perhaps one within the other
+    printed = run(EXAMPLES / "amp.py", tmp_path)  # lines of two ranks may be mixed
     skipped = re.findall(r"rank (\d), step (\d): skipped, scale 1024\.0 -> 512\.0", printed)
     assert sorted(skipped) == [("0", "5"), ("1", "5")]
     weights = re.findall(r"weights (-?\d+\.\d+)", printed)
@@ -90,8 +90,8 @@ def test_fsdp2(run, tmp_path):
     printed = run(EXAMPLES / "fsdp2.py", tmp_path, "whole", "80", *given, ranks=4)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 20
-    # Half of the parameters of each block and of the rest, and how many of them are small.
-    # docs/reference/payload.md: a header, and rows of 1,024 entries in int4.
+    # (half of the parameters, number of small ones) of each block and of the rest.
+    # docs/reference/payload.md: a header, and rows of 1,024 int4 entries.
     halves = [(24992, 416), (24992, 416), (4128, 32)]
     message = sum(64 + 544 * math.ceil(numel / 1024) for numel, _ in halves)
     sent = 2 * (message + sum(4 * small for _, small in halves))  # one gather and one reduction
@@ -114,8 +114,8 @@ def test_sharded_local_steps(run, tmp_path):
     ("program", "steps", "ranks"),
     [("checkpoint", 4, 2), ("fsdp2", 40, 2), ("sharded_local_steps", 40, 4)],
 )
-def test_resumes(program, steps, ranks, tmp_path):
-    """In two runs the weights become those of one run."""
+def test_a_program_resumes(program, steps, ranks, tmp_path):
+    """Two runs, the second of which resumes, end with the weights of one run."""
 
     def printed(folder, last):
         return run(EXAMPLES / f"{program}.py", tmp_path, folder, str(last), ranks=ranks)

@@ -1,4 +1,4 @@
-"""Which module may import which, what no call may leave to defaults, and what a wheel contains."""
+"""Imports between modules, calls of torch without dtype or device, and the content of a wheel."""
 
 import ast
 import inspect
@@ -15,13 +15,13 @@ from torch.utils._device import _device_constructors
 import dct_kernels
 
 ROOT = Path(__file__).parent.parent
-# A package stands on those before it.
+# A package may import the packages before it.
 FOLDERS = {"dct_kernels": ROOT, "dct_parallel": ROOT / "python", "dct_embeddings": ROOT / "python"}
 PACKAGES = tuple(FOLDERS)
 
 
 def _modules():
-    """{module: (package it resolves relative imports in, syntax tree)} of every package."""
+    """{module: (package that relative imports refer to, syntax tree)} of every package."""
     found = {}
     for package, folder in FOLDERS.items():
         for path in sorted((folder / package).rglob("*.py")):
@@ -36,7 +36,7 @@ MODULES = _modules()
 
 
 def _imports(tree, within=""):
-    """(module, name imported from it or None) for every import in a file, made absolute."""
+    """Yields (absolute module, name imported from it or None) for every import in a file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
@@ -48,7 +48,7 @@ def _imports(tree, within=""):
 
 
 def _edges():
-    """{module: modules of ours that it imports when it is imported itself}."""
+    """{module: modules of these packages that it imports}."""
     edges = {}
     for name, (within, tree) in MODULES.items():
         targets = set()
@@ -59,34 +59,34 @@ def _edges():
     return edges
 
 
-def test_a_package_imports_only_those_below_it():
+def test_a_package_imports_only_packages_before_it():
     for name, targets in _edges().items():
-        own = PACKAGES.index(name.partition(".")[0])
-        above = {t for t in targets if PACKAGES.index(t.partition(".")[0]) > own}
+        level = PACKAGES.index(name.partition(".")[0])
+        above = {t for t in targets if PACKAGES.index(t.partition(".")[0]) > level}
         assert not above, f"{name} imports {above}"
 
 
-# Of a package, {folder: those beside it that it may know}; what lies beside folders knows none.
-DOORS = ("ddp", "fsdp2", "local_steps")
-KNOWN = {
-    "dct_parallel": {"exchange": set(), "rows": set(), **{door: {"exchange"} for door in DOORS}},
+# {package: {folder: other folders that it may import}}. Modules outside of folders import none.
+ENTRY_POINTS = ("ddp", "fsdp2", "local_steps")
+ALLOWED = {
+    "dct_parallel": {"exchange": set(), "rows": set(), **{n: {"exchange"} for n in ENTRY_POINTS}},
     "dct_embeddings": {"two_dimensional": set(), "substitution": set(), "torchrec": set()},
 }
 
 
-@pytest.mark.parametrize("package", KNOWN)
-def test_the_foundation_knows_none_of_the_folders_that_stand_on_it(package):
-    folders = KNOWN[package]
+@pytest.mark.parametrize("package", ALLOWED)
+def test_folders_import_only_allowed_folders(package):
+    folders = ALLOWED[package]
     for name, targets in _edges().items():
         if not name.startswith(f"{package}."):
             continue
-        own = name.split(".")[1]
-        known = {t.split(".")[1] for t in targets if t.startswith(f"{package}.")}
-        foreign = (known & folders.keys()) - {own} - folders.get(own, set())
+        folder = name.split(".")[1]
+        imported = {t.split(".")[1] for t in targets if t.startswith(f"{package}.")}
+        foreign = (imported & folders.keys()) - {folder} - folders.get(folder, set())
         assert not foreign, f"{name} imports {foreign}"
 
 
-def test_no_private_name_crosses_a_package():
+def test_no_private_name_of_another_package_is_imported():
     users = {name: _imports(tree, within) for name, (within, tree) in MODULES.items()}
     for path in sorted(
         path for name in ("bench", "examples") for path in (ROOT / name).rglob("*.py")
@@ -116,7 +116,7 @@ def _private_names_of_torch(tree):
 
 
 @pytest.mark.parametrize("package", ["dct_kernels", "dct_parallel"])
-def test_private_names_of_torch_stand_in_one_file(package):
+def test_private_names_of_torch_are_used_in_one_file(package):
     users = {
         name: found
         for name, (_, tree) in MODULES.items()
@@ -126,7 +126,7 @@ def test_private_names_of_torch_stand_in_one_file(package):
 
 
 FACTORIES = {function.__name__ for function in _device_constructors()}
-# Types of tensors have a dtype but no device; these take the default dtype as well.
+# Typed constructors have a dtype but no device; Tensor also uses the default dtype.
 LEGACY = {"Tensor"} | {
     f"{kind}Tensor" for kind in ("Float", "Double", "Long", "Int", "Bool", "Byte")
 }
@@ -138,7 +138,7 @@ MODULES_OF_TORCH = {
 
 
 def _left_to_defaults(tree):
-    """The calls of torch in a file that make a tensor without a dtype or a device."""
+    """Yields the calls of torch in a file that create a tensor without a dtype or a device."""
     from_torch = {
         name: source for source, name in _imports(tree) if (source or "").startswith("torch")
     }
@@ -157,7 +157,7 @@ def _left_to_defaults(tree):
                 yield node.lineno, ast.unparse(node)
 
 
-def test_the_rule_of_defaults_finds_calls():
+def test_calls_without_dtype_or_device_are_found():
     bad = (
         "torch.zeros(3, device=x.device)",
         "torch.zeros(3, dtype=x.dtype)",
@@ -173,8 +173,8 @@ def test_the_rule_of_defaults_finds_calls():
     assert sorted(found) == list(enumerate(bad, start=2))
 
 
-def test_every_tensor_has_a_stated_dtype_and_device():
-    """Neither torch.set_default_dtype nor torch.set_default_device may change what is made."""
+def test_every_tensor_is_created_with_a_dtype_and_a_device():
+    """So torch.set_default_dtype and torch.set_default_device have no effect."""
     found = [
         f"{name}:{line}: {call}"
         for name, (_, tree) in MODULES.items()
@@ -183,7 +183,7 @@ def test_every_tensor_has_a_stated_dtype_and_device():
     assert not found, "\n".join(found)
 
 
-def test_a_wheel_holds_every_module(tmp_path):
+def test_a_wheel_contains_every_module(tmp_path):
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = ["wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path, ROOT]
     environment = {**os.environ, "DCT_BUILD": "0"}
@@ -191,9 +191,9 @@ def test_a_wheel_holds_every_module(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
-    # Triton's kernels, adapters and programs' main modules are imported by what needs them alone.
-    needed = ("dct_kernels.triton", "dct_embeddings.torchrec")
-    names = [n for n in MODULES if not n.startswith(needed) and "__main__" not in n]
+    # Triton's kernels, adapters and main modules of programs are imported only on demand.
+    on_demand = ("dct_kernels.triton", "dct_embeddings.torchrec")
+    names = [n for n in MODULES if not n.startswith(on_demand) and "__main__" not in n]
     program = (
         "import importlib, sys\n"
         f"for name in {names!r}:\n"
@@ -205,8 +205,8 @@ def test_a_wheel_holds_every_module(tmp_path):
     )
 
 
-def test_a_folder_of_the_same_name_beside_a_program_is_not_the_package(tmp_path):
-    """That of a checkout, say, whose parent holds the user's programs."""
+def test_a_folder_with_the_name_of_the_package_is_not_imported(tmp_path):
+    """For example, a checkout in the folder of the user's programs."""
     (tmp_path / "dct_kernels").mkdir()
     program = tmp_path / "program.py"
     program.write_text("import dct_kernels, dct_parallel; print(dct_kernels.__file__)")

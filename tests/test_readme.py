@@ -45,7 +45,7 @@ def test_the_ops(tmp_path):
     run(script, tmp_path)
 
 
-def test_the_line_that_installs_what_the_examples_need():
+def test_the_line_that_installs_the_requirements_of_the_examples():
     line = re.search(r"`pip install (numpy .*)`", README.read_text())
     extra = re.search(r"^examples = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert line[1].split() == ast.literal_eval(extra[1])

@@ -1,4 +1,4 @@
-"""One rank cannot make what all make together: the others are told at once, and nobody waits."""
+"""If a collective constructor fails on one rank, the other ranks raise immediately."""
 
 import re
 import warnings
@@ -36,8 +36,8 @@ def _bags(mesh, plan=None):
 
 
 def _cases():
-    """(its name, what makes it, an argument that is wrong, what is said of that) of everything."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh and FSDP themselves
+    """(name, constructor, wrong argument, error text) for every collective constructor."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # from DeviceMesh and FSDP
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, rows = ddp(mlp()), FeatureRows(torch.zeros(10, 1))
 
@@ -87,7 +87,7 @@ def _cases():
 
 
 def _refused(op, make, wrong, text, everywhere):
-    """Rank 1 refuses an argument, or all ranks do. Then the next call works."""
+    """Rank 1 or all ranks have a wrong argument. Then the next call works."""
     text = re.escape(f"dct::{op}: {text}")
     if dist.get_rank() == 1 or everywhere:
         with pytest.raises((ValueError, TypeError), match=text):
@@ -101,14 +101,14 @@ def _refused(op, make, wrong, text, everywhere):
 
 
 @on_ranks(4)
-def test_a_wrong_argument_is_an_error_on_every_rank_and_the_next_call_works(rank):
+def test_a_wrong_argument_raises_on_every_rank_and_the_next_call_works(rank):
     for case in _cases():
         _refused(*case, everywhere=True)
         _refused(*case, everywhere=False)
 
 
 @on_ranks(2)
-def test_a_rank_that_does_not_call_the_constructor_is_an_error_at_the_groups_timeout(rank):
+def test_the_other_rank_raises_at_the_timeout_if_one_does_not_call_the_constructor(rank):
     model, store = ddp(mlp()), dist.distributed_c10d._get_default_store()
     groups = [dist.new_group(timeout=timedelta(seconds=1)) for _ in range(2)]
     if rank == 1:
@@ -122,7 +122,7 @@ def test_a_rank_that_does_not_call_the_constructor_is_an_error_at_the_groups_tim
     store.set("gave up", "")
 
 
-def test_the_wrong_kind_of_model_is_told_what_is_for_it(one_rank):
+def test_errors_about_wrong_models_name_the_right_function(one_rank):
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     sharded, wrapped = fully_shard(mlp(), mesh=mesh["shard"]), DistributedDataParallel(mlp())
     for call, text in (

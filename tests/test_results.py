@@ -1,4 +1,4 @@
-"""docs/results: every page is in the index, every figure of the guide is on a page."""
+"""docs/results: the index lists every page, and the pages contain every figure of the guide."""
 
 import json
 import re
@@ -13,12 +13,12 @@ PAGES = {page.name: page.read_text() for page in RESULTS.glob("*.md")}
 KEPT = sorted((ROOT / "bench" / "results").rglob("*.json"))
 
 
-def test_signatures_in_the_reference_are_those_of_the_code():
-    """Otherwise: python -m bench.signatures"""
+def test_signatures_in_the_reference_match_the_code():
+    """`python -m bench.signatures` updates them."""
     assert [page.name for page in signatures.differing()] == []
 
 
-def test_every_page_is_in_the_index_and_says_where_it_is_from():
+def test_every_page_is_in_the_index_and_names_its_commit():
     linked = re.findall(r"^- \[.*?\]\((\w+\.md)\)", PAGES["README.md"], re.M)
     assert sorted([*linked, "README.md"]) == sorted(PAGES)
     for name in linked:
@@ -27,7 +27,7 @@ def test_every_page_is_in_the_index_and_says_where_it_is_from():
 
 
 def test_every_experiment_is_linked_from_a_page():
-    """Files that have no commit of their own are raw outputs beside the experiment made of them."""
+    """Files without a commit are raw outputs, from which the experiment in their folder is made."""
     text = "".join(PAGES.values())
     for path in KEPT:
         content = json.loads(path.read_text())
@@ -40,7 +40,7 @@ GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
-def test_figures_of_the_guide_are_those_of_the_results(page):
+def test_figures_of_the_guide_are_in_the_results(page):
     measured = set(re.findall(r"[+-]?[\d.]+ ± [\d.]+", "".join(PAGES.values())))
     assert set(FIGURE.findall(page.read_text())) - measured == set()
 
@@ -64,7 +64,7 @@ def test_the_table_in_the_readme_has_the_figures_of_the_run():
         assert f"{row} | {fewer[method]} | {cells[mode]['step_ms'][1]:.1f} |" in text
 
 
-def test_no_path_of_a_machine_is_in_a_result():
+def test_results_contain_no_path_of_a_machine():
     for path in KEPT:
         assert not re.search(r"/(home|root|work|tmp|mnt|opt|Users)/", path.read_text()), path
 

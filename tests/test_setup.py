@@ -1,4 +1,4 @@
-"""setup.py refuses in one line what it cannot build, and decides which libraries it builds."""
+"""setup.py reports in one line why it cannot build, and selects the libraries to build."""
 
 import importlib.metadata
 import importlib.util
@@ -29,7 +29,7 @@ def setup(monkeypatch):
 
 
 def install(setup, monkeypatch, packages):
-    """Pretends that these packages are installed, and no others."""
+    """Pretend that only these packages are installed."""
 
     def version(package):
         if package not in packages:
@@ -47,7 +47,7 @@ def script(path, line):
 
 
 def nvcc(home, release):
-    """An nvcc that answers the questions of setup.py: --version, and --dryrun."""
+    """Write a fake nvcc that supports --version and --dryrun, which setup.py calls."""
     script(home / "bin/nvcc", f"echo 'release {release}, V1'; echo '#$ TOP={home}/bin/..' >&2")
 
 
@@ -82,7 +82,7 @@ def test_a_missing_compiler_is_refused(setup, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["DCT_BUILD", "DCT_CUDA", "DCT_DEBUG"])
-def test_a_flag_is_0_or_1(setup, monkeypatch, name):
+def test_a_flag_must_be_0_or_1(setup, monkeypatch, name):
     monkeypatch.setenv(name, "no")
     assert refusal(setup) == f"setup.py: {name} must be 0 or 1, got 'no'"
 
@@ -121,7 +121,7 @@ def test_nvcc_must_have_the_cuda_version_of_torch(
 
 
 @pytest.mark.parametrize("flag", [None, "1", "0"])
-def test_cuda_kernels_are_a_library_of_their_own(setup, tmp_path, monkeypatch, capsys, flag):
+def test_cuda_kernels_are_a_separate_library(setup, tmp_path, monkeypatch, capsys, flag):
     """The minor versions of CUDA may differ, and no GPU is needed."""
     nvcc(tmp_path, "13.2")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -175,7 +175,7 @@ def test_compiler_flags(setup, monkeypatch, variable, value, levels):
 
 
 def test_the_oldest_versions_are_the_same_everywhere():
-    """Those that the refusals above name."""
+    """These are the versions in the errors above."""
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dependencies = ["torch>=2.11"]' in project
     assert 'requires = ["setuptools>=64", "wheel"]' in project

@@ -1,4 +1,4 @@
-"""The two commands of docs/guide/cluster.md, each on a machine of its own: a network namespace."""
+"""Runs the two commands of docs/guide/cluster.md, each in its own network namespace."""
 
 import os
 import re

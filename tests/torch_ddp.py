@@ -1,11 +1,11 @@
-"""torch's own tests of DistributedDataParallel, with the hook in every DDP (make check-all).
+"""Runs torch's tests of DistributedDataParallel with the hook in every DDP (make check-all).
 
     python tests/torch_ddp.py [TEST ...]
 
-At density 1, in float32 and from the first step on, the hook is an all-reduce. So what passes
-without a hook has to pass with it, on gloo and the CPU; what does not is in EXCEPTIONS, each with
-its reason. Most of these tests are meant for GPUs: here "cuda" is the CPU, and those that cannot
-live with that fail without the hook as well, and say nothing.
+With density 1, float32 and start_step=0 the hook is an all-reduce. So a test that passes without
+the hook must pass with it, on gloo and the CPU. EXCEPTIONS lists other tests with the reason. Most
+tests are for GPUs. Here "cuda" is the CPU, and tests that need a GPU fail without the hook as well,
+which is no error.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
 from torch.testing._internal.common_utils import instantiate_parametrized_tests
 
-# What the tests' module reads as it is imported.
+# The module with the tests reads these variables when it is imported.
 _folder = tempfile.TemporaryDirectory()
 os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": "2", "TEMP_DIR": _folder.name}
 common_distributed.skip_if_lt_x_gpu = lambda *args, **kwargs: lambda test: test
@@ -38,7 +38,7 @@ from torch.testing._internal.distributed.distributed_test import (  # noqa: E402
 
 from dct_parallel import DCTState, dct_hook  # noqa: E402
 
-_OWN_HOOK = "registers a hook of its own: DDP takes one"
+_OWN_HOOK = "registers its own hook, and DDP accepts only one"
 EXCEPTIONS = {
     "test_accumulate_gradients_no_sync_allreduce_hook": _OWN_HOOK,
     "test_accumulate_gradients_no_sync_allreduce_with_then_hook": _OWN_HOOK,
@@ -47,25 +47,25 @@ EXCEPTIONS = {
     "test_ddp_hook_parity_post_localSGD": _OWN_HOOK,
     "test_ddp_hook_parity_powerSGD": _OWN_HOOK,
     "test_ddp_native_mixed_precision_ignored_params": "DDP's mixed precision is a hook itself",
-    "test_ddp_grad_div_uneven_inputs": "join(divide_by_initial_world_size=False): DDP leaves the "
-    "division to a hook, and does not say by what; torch's own hooks divide by all ranks, too",
-    "test_ddp_logging_data_cpu": "a parameter in float64, which the state refuses by name",
+    "test_ddp_grad_div_uneven_inputs": "with join(divide_by_initial_world_size=False), a hook "
+    "cannot know the divisor; torch's hooks also divide by all ranks",
+    "test_ddp_logging_data_cpu": "has a parameter in float64, for which the state raises",
     "test_ddp_profiling_torch_profiler": "counts all-reduces in a profile",
 }
-LEAST_AT_WORK = 35
-TOO_LONG = {"test_ddp_uneven_inputs"}  # convolutions for a GPU: a quarter of an hour on two cores
+MIN_TESTS_WITH_HOOK = 35
+TOO_LONG = {"test_ddp_uneven_inputs"}  # convolutions take 15 minutes on two cores
 
 _fork = multiprocessing.get_context("fork")
-exchanged = _fork.Value("i")
+hook_calls = _fork.Value("i")
 
 
 def hook(state, bucket):
-    exchanged.value += 1
+    hook_calls.value += 1
     return dct_hook(state, bucket)
 
 
 class OnTheCPU(TorchFunctionMode):
-    """Tensors that are asked to be on some GPU stay where they are."""
+    """Ignores moves of tensors to a GPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -92,9 +92,9 @@ class WithoutHook(TestDistBackend, DistributedTest._DistTestBase):
 
     @classmethod
     def _run(cls, rank, *args, **kwargs):
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 1)
-        os.dup2(silence, 2)
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, 1)
+        os.dup2(null_device, 2)
         torch.cuda.set_device = torch.cuda.manual_seed = lambda *args: None
         torch.cuda.synchronize = lambda *args, **kwargs: None
         torch.cuda.current_device = lambda: rank
@@ -120,8 +120,8 @@ instantiate_parametrized_tests(WithoutHook)
 instantiate_parametrized_tests(WithHook)
 
 
-def of_ddp():
-    """Names of the tests that construct a DDP."""
+def tests_of_ddp():
+    """The names of tests that construct a DDP."""
     tests = inspect.getmembers(WithHook, inspect.isfunction)
     return [
         name
@@ -132,7 +132,7 @@ def of_ddp():
 
 
 def outcome(case, name):
-    """ "passed", "skipped" or the error's text."""
+    """ "passed", "skipped" or the text of the error."""
     result = unittest.TestResult()
     with contextlib.redirect_stdout(io.StringIO()):
         unittest.TestSuite([case(name)]).run(result)
@@ -143,29 +143,29 @@ def outcome(case, name):
 
 def main(names):
     logging.disable()
-    found = of_ddp()
-    wrong = [f"{name} is no test of this torch's" for name in EXCEPTIONS if name not in found]
-    at_work = 0
-    for name in names or [name for name in found if name not in TOO_LONG]:
-        exchanged.value = 0
+    tests = tests_of_ddp()
+    errors = [f"{name} is not a test of this torch" for name in EXCEPTIONS if name not in tests]
+    used_hook = 0
+    for name in names or [name for name in tests if name not in TOO_LONG]:
+        hook_calls.value = 0
         with_hook = outcome(WithHook, name)
-        at_work += with_hook == "passed" and exchanged.value > 0
+        used_hook += with_hook == "passed" and hook_calls.value > 0
         if name in EXCEPTIONS:
-            said = f"exception: {EXCEPTIONS[name]}"
+            outcome_text = f"exception: {EXCEPTIONS[name]}"
             if with_hook == "passed":
-                wrong.append(f"{name} passes, and is no exception")
+                errors.append(f"{name} passes, so it is not an exception")
         elif with_hook in ("passed", "skipped"):
-            said = with_hook
+            outcome_text = with_hook
         elif outcome(WithoutHook, name) != "passed":
-            said = "fails without the hook as well"
+            outcome_text = "fails without the hook as well"
         else:
-            said = "FAILED"
-            wrong.append(f"{name} passes without the hook only:\n{with_hook}")
-        print(f"{name}: {said}", flush=True)
-    print(f"{at_work} tests passed in which the hook was at work")
-    if not names and at_work < LEAST_AT_WORK:
-        wrong.append(f"fewer than {LEAST_AT_WORK}: the hook is not where it should be")
-    return "\n\n".join(wrong)
+            outcome_text = "FAILED"
+            errors.append(f"{name} passes only without the hook:\n{with_hook}")
+        print(f"{name}: {outcome_text}", flush=True)
+    print(f"{used_hook} passing tests used the hook")
+    if not names and used_hook < MIN_TESTS_WITH_HOOK:
+        errors.append(f"fewer than {MIN_TESTS_WITH_HOOK}: the hook is not installed in their DDPs")
+    return "\n\n".join(errors)
 
 
 if __name__ == "__main__":

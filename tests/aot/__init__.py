@@ -1,1 +1,1 @@
-"""Compiles the Triton kernels ahead of time, for GPUs that need not be there."""
+"""Compiles the Triton kernels ahead of time, without a GPU."""

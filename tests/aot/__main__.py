@@ -1,4 +1,4 @@
-"""python -m tests.aot ARCHITECTURE: compiles every case and prints its kernels as JSON."""
+"""python -m tests.aot ARCHITECTURE: compile every case and print its kernels as JSON."""
 
 import dataclasses
 import json

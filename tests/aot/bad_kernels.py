@@ -1,4 +1,4 @@
-"""Kernels with what the compile tests look for: the tests have to see it."""
+"""Kernels with the defects that the compile tests must detect."""
 
 import torch
 import triton
@@ -24,10 +24,10 @@ def fused() -> None:
 
 
 def narrow() -> None:
-    """A length that is no multiple of what a wide access takes."""
+    """A length that is not a multiple of a wide access."""
     _launch(256, 255, enable_fp_fusion=False)
 
 
 def spilling() -> None:
-    """More elements than a warp has registers for."""
+    """More elements than fit in the registers of a warp."""
     _launch(32768, 32768, enable_fp_fusion=False)

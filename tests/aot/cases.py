@@ -1,6 +1,6 @@
-"""The calls whose kernels are compiled: every kernel and dtype, at sizes that are aligned.
+"""Calls whose kernels are compiled: every kernel and dtype, with aligned sizes.
 
-Importing this file needs no Triton: a call is given the backend when it is made.
+Importing this file does not need Triton, because a call receives the backend as its argument.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 NUMEL, CAPACITY, RANGES, RANKS = 2**20, 8192, 8, 4
 ROWS = 4096
-MAIN = {  # (width, k) of rows, by the encoding of their positions
+MAIN = {  # {encoding of the positions: (width, k)}
     "bitmap": (1024, 128),
     "uint8": (256, 16),
 }
@@ -34,13 +34,13 @@ SHAPES = MAIN | MORE
 
 @dataclass(frozen=True)
 class Case:
-    """A call, and which counts of `compiler.Kernel` are not zero in its kernels, and which are."""
+    """A call, and the counts of `compiler.Kernel` that must be nonzero or zero in its kernels."""
 
     name: str
     call: Callable[[ModuleType], object]
     some: tuple[str, ...] = ()
     none: tuple[str, ...] = ()
-    dividing: tuple[str, ...] = ()  # architectures that divide by means of multiply-adds
+    dividing: tuple[str, ...] = ()  # architectures whose division uses multiply-adds
 
 
 def mask_pack_case(grad_dtype: torch.dtype, value_dtype: torch.dtype) -> Case:
@@ -74,11 +74,11 @@ def sample_threshold_case(grad_dtype: torch.dtype) -> Case:
         ops.sample_threshold(grad, residual, 0.01, RANGES, inv_scale=torch.empty(1))
 
     label = f"sample_threshold, gradient {_name(grad_dtype)}"
-    return Case(label, call, dividing=("gfx942",))  # integers
+    return Case(label, call, dividing=("gfx942",))  # divides integers
 
 
 def quantized_cases(format: str, dtype: torch.dtype) -> list[Case]:
-    """Of dtype are the gradient and the sum."""
+    """The gradient and the sum have `dtype`."""
     nbytes = dct_kernels.quantized_payload_bytes(NUMEL, format)
 
     def quantize(ops):
@@ -96,7 +96,7 @@ def quantized_cases(format: str, dtype: torch.dtype) -> list[Case]:
         ops.dequantize_sum_pack(payloads, torch.empty(NUMEL), payload, format, 1 / RANKS)
 
     label = f"{format}, {_name(dtype)}"
-    some = ("wide_loads", "wide_stores")  # of float32: there are fewer codes, or in single bytes
+    some = ("wide_loads", "wide_stores")  # of float32; codes are fewer or single bytes
     dividing = () if format in layout.UNSCALED else ARCHITECTURES
     return [
         Case(f"quantize_pack, {label}", quantize, some, dividing=dividing),
@@ -118,7 +118,7 @@ def row_cases(shape: str, x_dtype: torch.dtype, value_dtype: torch.dtype) -> lis
     wide_loads = {"some": ("wide_loads",), "none": ("narrow_loads",)}
     wide_stores = {"some": ("wide_stores",), "none": ("narrow_stores",)}
     bitmap = shape.startswith("bitmap")
-    if not bitmap:  # few elements are gathered or scattered, one by one
+    if not bitmap:  # gathers and scatters access few elements, one by one
         wide_stores = {"some": ("wide_stores",)}
     if shape == "one column":
         wide_loads = wide_stores = {}

@@ -1,8 +1,7 @@
-"""What the host functions would launch, compiled for an architecture without its GPU.
+"""Compiles the kernels that host functions launch, for an architecture without its GPU.
 
-An op is called on fake tensors; each of its launches goes through Triton's own JIT, up to the point
-where the kernel would run. So what is compiled is what a user gets: the same specialisation of the
-arguments, the same options.
+An op is called on fake tensors, and each launch goes through Triton's JIT until the kernel would
+run. So the kernels have the same argument specialization and options as in a user's program.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel. Wide accesses are of 128 bits, narrow ones of 16 to 64: not of bytes."""
+    """A compiled kernel. Wide accesses have 128 bits, narrow ones 16 to 64."""
 
     spills: int  # bytes of stack on NVIDIA, vector registers on AMD
     wide_loads: int
@@ -37,11 +36,11 @@ class Kernel:
     wide_stores: int
     narrow_stores: int
     fma: int  # float32 instructions
-    fusion: bool  # whether the compiler was allowed to make such instructions
+    fusion: bool  # whether the compiler may generate them
 
 
 def compile_launches(architecture: str, call: Callable[[], object]) -> list[Kernel]:
-    """Compiles the kernels that `call` launches on tensors that it makes, which are fake."""
+    """Compiles the kernels that `call` launches on the fake tensors that it creates."""
     with _compiling(TARGETS[architecture]) as compiled, FakeTensorMode():
         call()
     return [_examine(kernel) for kernel in compiled]
@@ -49,7 +48,7 @@ def compile_launches(architecture: str, call: Callable[[], object]) -> list[Kern
 
 @contextlib.contextmanager
 def _compiling(target: GPUTarget) -> Iterator[list]:
-    """Within, launching a kernel compiles it and puts it on the list."""
+    """While active, a launch compiles the kernel and appends it to the list."""
     compiled = []
     run = JITFunction.run
 
@@ -61,7 +60,7 @@ def _compiling(target: GPUTarget) -> Iterator[list]:
         compiled.append(run(self, *map(mock, args), grid=grid, warmup=True, **kwargs))
 
     JITFunction.run = compile_only
-    driver = SimpleNamespace(  # of a GPU that is not there
+    driver = SimpleNamespace(  # of a GPU that is not present
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
         get_current_target=lambda: target,
@@ -87,7 +86,7 @@ def _examine_ptx(kernel) -> dict[str, int]:
         "narrow_loads": _count(r"\bld\.global(?!\S*\.v4\.[bf]32)\S*\.[a-z](16|32|64)\b", ptx),
         "wide_stores": _count(r"\bst\.global\S*\.v4\.[bf]32", ptx),
         "narrow_stores": _count(r"\bst\.global(?!\S*\.v4\.[bf]32)\S*\.[a-z](16|32|64)\b", ptx),
-        # The last step, from PTX to machine code, can fuse as well.
+        # The assembler can also fuse.
         "fma": max(_count(r"\bfma\.\S*f32", ptx), _count(r"\bFFMA2?\b", machine_code)),
     }
 

@@ -1,7 +1,7 @@
-"""No spills, no fused multiply-adds, wide accesses where memory is streamed, on every architecture.
+"""Triton's compiled kernels: no spills, no fused multiply-adds, wide accesses to streamed memory.
 
-The kernels are compiled in a process of their own: in one that interprets them
-(TRITON_INTERPRET=1), as the conformance suite does, they cannot be.
+The kernels are compiled in a separate process. A process that interprets kernels
+(TRITON_INTERPRET=1), as in the conformance suite, cannot compile them.
 """
 
 import functools
@@ -18,7 +18,7 @@ from .cases import ARCHITECTURES, CASES
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-BY_DEFAULT = ("sm_90", "gfx942")  # the others take as long again: `make triton`
+BY_DEFAULT = ("sm_90", "gfx942")  # `make triton` compiles the others
 architectures = pytest.mark.parametrize(
     "architecture",
     [
@@ -30,7 +30,7 @@ architectures = pytest.mark.parametrize(
 
 @functools.cache
 def compiled(architecture):
-    """{case or bad kernel: what its kernels were compiled to}."""
+    """{case or bad kernel: its compiled kernels}."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
     environment["PYTHONPATH"] = os.pathsep.join([str(root), *sys.path])
@@ -58,7 +58,7 @@ def test_kernels(architecture, name):
         assert not kernel.fusion
         none = CASES[name].none
         if architecture in CASES[name].dividing:
-            # A division's rare path is a call, around which some assemblers keep two registers.
+            # The slow path of a division is a call, for which some assemblers spill two registers.
             assert kernel.spills <= 8
         else:
             none = (*none, "spills", "fma")
@@ -68,7 +68,7 @@ def test_kernels(architecture, name):
 
 
 @architectures
-def test_bad_kernels_are_seen(architecture):
+def test_bad_kernels_are_detected(architecture):
     kernels = compiled(architecture)
     (fused,), (narrow,), (spilling,) = (kernels[n] for n in ("fused", "narrow", "spilling"))
     assert fused.fma > 0

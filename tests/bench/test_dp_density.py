@@ -1,4 +1,4 @@
-"""experiments.dp_density: simulated ranks are real ones, rates are chosen, runs are kept."""
+"""experiments.dp_density: simulated ranks equal real ones, choice of rates, reuse of runs."""
 
 import argparse
 import itertools
@@ -18,7 +18,7 @@ from dct_parallel import DCTAverager, DCTState, compress_fully_shard, dct_hook
 from ranks import run_ranks
 
 STEPS = 6
-# By the names that the simulation has for them.
+# {name in the simulation: arguments}
 STATES = {
     "dct:5%": {"density": 0.05, "transport": "all_gather"},
     "reduce_scatter:5%": {"density": 0.05, "transport": "reduce_scatter"},
@@ -64,7 +64,7 @@ def _optimizer(model):
 
 
 def _power_sgd(rank, width, matrix_rank):
-    """Weights after some steps of torch's PowerSGD hook on two real ranks."""
+    """The weights after STEPS steps of torch's PowerSGD hook on two real ranks."""
     task = Task(width)
     module = task.model(0)
     model = DDP(module, bucket_cap_mb=1024)
@@ -83,7 +83,7 @@ def _power_sgd(rank, width, matrix_rank):
 
 
 def _real(rank, width, ranks, names):
-    """{name: weights after some steps of real ranks}."""
+    """{name: weights after STEPS steps on real ranks}."""
     task, found = Task(width), {}
     for name in names:
         model = module = task.model(0)
@@ -101,14 +101,14 @@ def _real(rank, width, ranks, names):
             optimizer.step()
             if averager is not None:
                 averager.average_parameters()
-        if averager is not None:  # at an averaging
+        if averager is not None:  # the weights of the last averaging
             nn.utils.vector_to_parameters(averager._base, module.parameters())
         found[name] = module.state_dict()
     return found
 
 
 def _sharded(rank, width, ranks, weights, gradients):
-    """Weights after some steps of FSDP2 on real ranks, and the bytes that were sent."""
+    """The weights after STEPS steps of FSDP2 on real ranks, and the bytes sent."""
     warnings.filterwarnings("ignore", ".* returned a view tensor")  # nothing changes it in place
     task = Task(width)
     model = task.model(0)
@@ -128,7 +128,7 @@ def _sharded(rank, width, ranks, weights, gradients):
 def _simulated(task, make, ranks):
     models = [task.model(0) for _ in range(ranks)]
     optimizers = [_optimizer(model) for model in models]
-    updates = [lambda step, own=own: own.step() for own in optimizers]
+    updates = [lambda step, opt=opt: opt.step() for opt in optimizers]
     batches = [task.batches(0, rank, ranks) for rank in range(ranks)]
     if dp_methods.is_local(make):
         run = dp_local.train(models, task.loss, batches, make(models), updates, STEPS)
@@ -143,18 +143,18 @@ def _simulated(task, make, ranks):
 
 @pytest.fixture
 def one_thread():
-    """As a rank computes: sums within an op are cut by threads."""
+    """Use one thread, like a rank. The number of threads changes sums within an op."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-# No hooks on three ranks: they begin with dense steps, in which a ring adds in another order.
+# No hooks on three ranks, because a ring adds their first, dense steps in another order.
 @pytest.mark.parametrize(
     "ranks, width, names", [(2, 48, (*STATES, *AVERAGERS)), (3, 32, AVERAGERS)]
 )
-def test_simulated_ranks_are_real_ones(one_thread, ranks, width, names):
+def test_simulated_ranks_equal_real_ranks(one_thread, ranks, width, names):
     real = run_ranks(_real, ranks, width, ranks, tuple(names))[0]
     for name in names:
         simulated = _simulated(Task(width), dp_methods.method(name), ranks)
@@ -162,22 +162,22 @@ def test_simulated_ranks_are_real_ones(one_thread, ranks, width, names):
             assert torch.equal(weight, real[name][key]), (name, key)
 
 
-@pytest.mark.parametrize("ranks, width", [(2, 48), (3, 32)])  # in 3, shards are uneven
+@pytest.mark.parametrize("ranks, width", [(2, 48), (3, 32)])  # 3 shards are uneven
 @pytest.mark.parametrize("formats", [("int8", "int4"), ("int4", "bfloat16")], ids="-".join)
-def test_simulated_shards_are_those_of_fsdp2(one_thread, ranks, width, formats):
+def test_simulated_shards_equal_fsdp2(one_thread, ranks, width, formats):
     make, task = dp_methods.method("fsdp-" + "-".join(formats)), Task(width)
     real, sent = run_ranks(_sharded, ranks, width, ranks, *formats)[0]
     for name, weight in _simulated(task, make, ranks).items():
         assert torch.equal(weight, real[name]), name
     step = make(task.model(0), ranks).step_bytes
     first = 0
-    if formats[0] == "int4":  # whole weights
+    if formats[0] == "int4":  # the first gather sends whole weights
         first = sent - STEPS * step
         assert 0 < first < 8 * step
     assert sent == STEPS * step + first
 
 
-def test_power_sgd_is_torchs(one_thread):
+def test_simulated_power_sgd_matches_torch(one_thread):
     real = run_ranks(_power_sgd, 2, 48, 4)[0]
     simulated = _simulated(Task(48), dp_methods.method("powersgd4"), 2)
     dense = _simulated(Task(48), dp_methods.method("dense"), 2)
@@ -193,7 +193,7 @@ WRONG += "int4,transport=all_to_all fsdp-int8 fsdp-int8-int8,transport=reduce_sc
 
 
 @pytest.mark.parametrize("name", WRONG.split())
-def test_a_wrong_method(name):
+def test_a_wrong_method_raises(name):
     with pytest.raises(argparse.ArgumentTypeError, match="must"):
         dp_methods.named(name)
 
@@ -204,7 +204,7 @@ def _record(method, rate, seed, loss, problem="text"):
     return {"problem": problem, "method": method, "rate": rate, "seed": seed} | scores | sent
 
 
-def test_rates_are_chosen_by_the_seeds_that_all_have():
+def test_rates_are_compared_on_the_seeds_that_all_have():
     records = [_record("dense", rate, 0, loss) for rate, loss in ((1, 0.5), (3, 0.4), (9, 0.6))]
     records += [_record("dense", 9, 1, 0.1), _record("dense", 1, 0, 0.1, problem="clicks")]
     records += [{"problem": "text", "method": "dense", "rate": 27, "seed": 0, "diverged": 5}]
@@ -215,7 +215,7 @@ def test_rates_are_chosen_by_the_seeds_that_all_have():
 
 
 def test_the_table_compares_seed_by_seed():
-    """By hand: 1.2 and 1.6 less 1.0 and 1.2 are 0.2 and 0.4: 0.3 ± 0.1, the error of the mean."""
+    """Differences of 1.2 - 1.0 and 1.6 - 1.2 have mean 0.3 and standard error 0.1."""
     records = [_record("dense", 3, seed, loss) for seed, loss in enumerate((1.0, 1.2, 9.0))]
     records += [_record("dct:1%", 9, seed, loss) for seed, loss in enumerate((1.2, 1.6))]
     lines = runs.tables(records).splitlines()
@@ -225,7 +225,7 @@ def test_the_table_compares_seed_by_seed():
     )
 
 
-def test_finished_runs_are_kept(tmp_path, monkeypatch):
+def test_finished_runs_are_reused(tmp_path, monkeypatch):
     given = ["--problems", "clicks-sgd", "--methods", "dense", "dct:10%", "--rates", "0.001,0.1"]
     given += ["--steps", "3", "--seeds", "1", "--rows", "600", "--out", str(tmp_path)]
     trained = []
@@ -234,20 +234,20 @@ def test_finished_runs_are_kept(tmp_path, monkeypatch):
     settings = dp_density.settings_of(dp_density.parse(given))
     for _ in range(2):
         dp_density.work(dp_density.parse(given))
-        assert len(trained) == 4  # both methods with both rates, from the seed of the rates
+        assert len(trained) == 4  # both methods with both rates, and the seed that selects a rate
     dp_density.work(dp_density.parse([*given, "--seeds", "2"]))
     assert len(trained) == 6  # both methods at their best rates
     records = runs.load(tmp_path, settings)
     dense = next(run for run in records if run["method"] == "dense")
     numel = sum(p.numel() for p in dp_tasks.ClicksTask(rows=600).model(0).parameters())
-    assert dense["bytes"] == {"bytes a step": 4 * numel}  # 2 (P - 1) / P of it, in a ring of 2
+    assert dense["bytes"] == {"bytes a step": 4 * numel}  # a ring of 2 ranks sends each entry once
     with pytest.raises(UsageError, match="--out must hold runs of one setting"):
         dp_density.work(dp_density.parse([*given, "--ranks", "4"]))
 
 
-def test_clicks_of_the_ranks_are_different_rows():
+def test_ranks_draw_different_rows():
     task = dp_tasks.ClicksTask(rows=3000, hash_size=50, bottom=(8,), top=(8,))
     batches = [list(itertools.islice(task.batches(0, rank, 2), 9)) for rank in range(2)]
-    seen = torch.cat([batch.ints for own in batches for batch in own])
-    # An epoch has each of 2,100 rows once, and 8 batches for each rank.
+    seen = torch.cat([batch.ints for of_rank in batches for batch in of_rank])
+    # An epoch uses each of 2,100 rows once, in 8 batches per rank.
     assert len(seen) == 18 * 128 and len(seen.unique(dim=0)) > 0.85 * len(seen)

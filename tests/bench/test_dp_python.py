@@ -1,4 +1,4 @@
-"""experiments.dp_python: which files are read, what of them, and who is given what."""
+"""experiments.dp_python: the files and windows that are read, and the batches of each rank."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from bench.experiments import dp_python
 CODE = b"def half(x):\n    return x / 2\n"
 
 
-def test_sources_by_path_without_generated_ones(tmp_path):
+def test_sources_are_sorted_and_exclude_generated_files(tmp_path):
     files = {
         "b.py": CODE,
         "a.py": CODE + "    # \N{GREEK SMALL LETTER PI}\tis\r\n".encode(),
@@ -34,14 +34,14 @@ def _files(count=400):
     return [dp_python.Source(f"torch/{i}.py", b"%03d" % i * 40) for i in range(count)]
 
 
-def test_windows_share_nothing_and_parts_are_whole_files():
+def test_windows_do_not_overlap_and_parts_are_whole_files():
     sources = _files()
     texts = dp_python.windows(sources, 65)
     assert {*texts} == {"train", "validation", "test"}
     for part, found in texts.items():
         text = b"".join(source.text for source in sources if source.part() == part)
-        back = bytes(dp_python.KNOWN[number] for number in found.flatten().tolist())
-        assert back == text[: len(text) // 65 * 65] and found.shape[1] == 65
+        decoded = bytes(dp_python.KNOWN[number] for number in found.flatten().tolist())
+        assert decoded == text[: len(text) // 65 * 65] and found.shape[1] == 65
     assert len(texts["train"]) > 10 * len(texts["test"]) > 0
     assert dp_python.windows([dp_python.Source("x", b"\n ~")], 3)["train"].tolist() == [[0, 1, 95]]
 

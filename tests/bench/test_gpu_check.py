@@ -1,7 +1,8 @@
-"""bench/gpu/check.py: stages that pass, fail, do not end and cannot begin; a run without a GPU."""
+"""bench/gpu/check.py: stages that pass, fail, hang or cannot start; a run without a GPU."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,8 +24,8 @@ def stage(check, name, program, limit=60.0, tool="PYTHON"):
     return check.Stage(name, limit, "", (tool, "-c", program, "OUT"))
 
 
-def _ends(pid):
-    """Whether a killed process ends: is gone, or a zombie that init has not reaped yet."""
+def _has_ended(pid):
+    """Whether a killed process is gone within 10 s, or a zombie that init has not reaped yet."""
     for _ in range(100):
         try:
             if Path("/proc", pid, "stat").read_text().split()[2] == "Z":
@@ -35,12 +36,12 @@ def _ends(pid):
     return False
 
 
-def test_every_stage_runs_and_is_summed_up(check, tmp_path, capsys):
+def test_every_stage_runs_and_is_summarized(check, tmp_path, capsys):
     child = "import subprocess, sys; child = subprocess.Popen(['sleep', '60'])"
     wait = f"{child}; print(child.pid, flush=True); child.wait()"
-    said = "import pathlib, sys; pathlib.Path(sys.argv[1], 'x.json').touch(); print('said\\n')"
+    touch = "import pathlib, sys; pathlib.Path(sys.argv[1], 'x.json').touch(); print('done\\n')"
     stages = [
-        stage(check, "passes", said),
+        stage(check, "passes", touch),
         stage(check, "fails", "print('so far'); raise SystemExit('what is wrong')"),
         stage(check, "hangs", wait, limit=2.0),
         stage(check, "lacks", "", tool="no-such-tool"),
@@ -51,19 +52,19 @@ def test_every_stage_runs_and_is_summed_up(check, tmp_path, capsys):
     summary = json.loads((out / "summary.json").read_text())
     pid = (out / "hangs.log").read_text().split()[0]
     assert [(each["stage"], each["status"], each["message"]) for each in summary] == [
-        ("passes", "passed", "said"),
+        ("passes", "passed", "done"),
         ("fails", "failed", "what is wrong"),
         ("hangs", "stopped", f"after 2 s, at: {pid}"),
         ("lacks", "skipped", "no-such-tool is not there"),
         ("after", "passed", "all found"),
     ]
-    assert _ends(pid)
+    assert _has_ended(pid)
     assert (out / "x.json").exists() and "so far" in (out / "fails.log").read_text()
     table = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in table] == [each["stage"] for each in summary]
 
 
-def test_the_limit_of_all_stops_one_and_skips_the_others(check, tmp_path):
+def test_the_total_limit_stops_one_stage_and_skips_the_others(check, tmp_path):
     begin = time.monotonic()
     slow = [stage(check, name, "import time; time.sleep(60)") for name in ("slow", "late")]
     assert check.run(slow, tmp_path, limit=2.5) == 1
@@ -73,10 +74,13 @@ def test_the_limit_of_all_stops_one_and_skips_the_others(check, tmp_path):
     assert skipped["message"] == "no time was left"
 
 
-def test_its_stages_exist_and_a_wrong_one_is_refused(check, tmp_path):
+def test_all_stages_exist_and_a_wrong_name_is_refused(check, tmp_path):
     modules = {w for each in check.STAGES for w in each.command if w.startswith("bench.gpu.")}
     paths = [check.ROOT / f"{module.replace('.', '/')}.py" for module in modules]
     assert len(paths) > 5 and all(path.exists() for path in paths)
+    (word,) = re.findall(r"-k cuda and (\w+)", " ".join(check.sanitized("memcheck")))
+    tests = check.ROOT / "tests/conformance/test_determinism.py"
+    assert re.search(rf"def test_\w*{word}", tests.read_text())
     command = [sys.executable, GPU / "check.py", tmp_path / "out", "--stages", "time,tme"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60)
     assert done.returncode == 2 and "--stages must name stages, got tme;" in done.stderr
@@ -84,7 +88,7 @@ def test_its_stages_exist_and_a_wrong_one_is_refused(check, tmp_path):
 
 
 def test_a_dry_run_finds_a_mistyped_argument(check, tmp_path):
-    """Without a GPU: small sizes, tests that are collected, and imports."""
+    """A dry run needs no GPU. It uses small sizes, and collects tests without running them."""
     plan = {each.name: check.dry(each) for each in check.STAGES if each.name in check.PLAN}
     assert sorted(plan) == sorted(check.PLAN)
     sizes = plan["sizes"]

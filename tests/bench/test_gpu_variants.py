@@ -1,4 +1,4 @@
-"""bench/gpu/variants.py: patches, and which variants are timed, without a GPU."""
+"""bench/gpu/variants.py: patches, and the choice of timed variants, without a GPU."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ def test_every_patch_replaces_text_and_a_wrong_one_is_refused(tmp_path):
         variants.patched(toolkit.CSRC, wrong, tmp_path / "wrong")
 
 
-def test_a_variant_of_other_bits_is_named_and_not_timed():
+def test_a_variant_with_different_bits_is_named_and_not_timed():
     def off(residual, *arguments):
         reference.mask_pack(residual, *arguments)
         residual[0] = torch.nextafter(residual[0], torch.tensor(9.0))

@@ -1,4 +1,4 @@
-"""bench.kernels: all that is asked for is measured; what is wrong is not timed."""
+"""bench.kernels: all requested cases are measured, and wrong results are not timed."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_all_ops_and_peers(tmp_path, capsys):
     for result in results:
         assert all(0 < ms["q20"] <= ms["median"] <= ms["q80"] for ms in result["ms"].values())
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 2 + len(results)  # a heading, of the table as well
+    assert len(lines) == 2 + 2 + len(results)  # two lines of heading and two of the table's header
     assert {line.count("|") for line in lines[2:]} == {11}
 
 
@@ -41,7 +41,7 @@ def small_first_look(monkeypatch):
     monkeypatch.setattr(cases, "FIRST_LOOK_COLD_BYTES", 1)
 
 
-def test_the_first_look_is_three_cases_in_a_sentence_each(tmp_path, capsys, small_first_look):
+def test_the_first_look_prints_a_sentence_per_case(tmp_path, capsys, small_first_look):
     command = ["--device", "cpu", "--threads", "1", "--json", str(tmp_path / "k.json")]
     assert program.main(command) == 0
     results = json.loads((tmp_path / "k.json").read_text())["results"]
@@ -59,7 +59,7 @@ TABLE_OPTIONS += ["--rounds=2", "--no-peers", "--graphs"]
 
 
 @pytest.mark.parametrize("given", TABLE_OPTIONS)
-def test_any_option_of_the_tables_makes_them(given):
+def test_each_table_option_selects_the_tables(given):
     parser = arguments.parser()
     assert arguments.settle(parser.parse_args([]))
     options = parser.parse_args([given])
@@ -67,7 +67,7 @@ def test_any_option_of_the_tables_makes_them(given):
     assert options.ops == (["row_pack"] if given.startswith("--ops") else TIMED)
 
 
-def test_slow_calls_take_fewer_sets_and_time_ends_rounds():
+def test_slow_calls_use_fewer_sets_and_the_time_limit_ends_rounds():
     called = {"fast": [], "slow": []}
     calls = {name: called[name].append for name in called}
     sets, rounds = {"fast": 4, "slow": 2}, {"fast": 5, "slow": 1}
@@ -79,7 +79,7 @@ def test_slow_calls_take_fewer_sets_and_time_ends_rounds():
     assert called == {"fast": [0, 1, 2, 3] * 2, "slow": [0, 1] * 2}
 
 
-def test_bytes_that_must_move():
+def test_bytes_of_cases_by_hand():
     case = cases.mask_pack("cpu", 1000, 0.1, torch.float32, torch.bfloat16, False)
     assert case.nbytes == 1000 * 12 + 100 * 4
     case = cases.scatter_unpack("cpu", 1000, 0.1, 8)
@@ -106,7 +106,7 @@ def test_a_backend_that_differs_is_not_timed():
 
 
 @pytest.mark.parametrize("function", [peers.topk, peers.dgc, peers.random_k])
-def test_peers_conserve_and_are_dense_enough(function):
+def test_peers_conserve_the_gradient_and_select_about_k_entries(function):
     torch.manual_seed(0)
     residual, grad, k = torch.randn(50_000), torch.randn(50_000), 500
     accumulated = residual + grad
@@ -116,7 +116,7 @@ def test_peers_conserve_and_are_dense_enough(function):
     assert 0.75 * k <= index.numel() <= 1.3 * k
 
 
-def test_a_peer_that_loses_something_is_found():
+def test_a_peer_that_loses_values_raises():
     residual, grad = [torch.randn(100)], [torch.randn(100)]
 
     def lossy(i):

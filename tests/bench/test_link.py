@@ -1,4 +1,4 @@
-"""bench.link, end to end: on loopback anywhere, in namespaces where there is root."""
+"""bench.link end to end: on loopback, and in network namespaces where root can create them."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ from bench.network.report import merge, render
 from bench.rates import describe_rate, parse_rate
 
 SMALL = ["--hash-size", "300", "--batch-size", "16", "--steps", "15", "--modes", "dense,dct"]
-# Asked of the machine, not of the code under test: a container's root may still not be allowed to.
+# Probes the machine itself, because root in a container may not be allowed to do this.
 PROBE = """
 set -e
 ip netns add $PROBE
@@ -32,7 +32,7 @@ ip -n $PROBE link add name left type veth peer name right
 ip -n $PROBE link add name middle type bridge
 tc -n $PROBE qdisc add dev left root tbf rate 1gbit burst 15000b latency 50ms
 """
-name = {"PROBE": f"probe{os.getpid()}"}  # of this worker of pytest's
+name = {"PROBE": f"probe{os.getpid()}"}  # unique per pytest worker
 probed = subprocess.run(["sh", "-c", PROBE], capture_output=True, text=True, env=os.environ | name)
 needs_root = pytest.mark.skipif(
     probed.returncode != 0, reason=f"no namespaces or tbf here: {probed.stderr.strip()}"
@@ -40,8 +40,8 @@ needs_root = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def alone():
-    """A run removes the namespaces of others, so only one worker of pytest may be at one."""
+def one_run_at_a_time():
+    """A run removes the namespaces of other runs, so pytest workers take turns."""
     with open(Path(tempfile.gettempdir(), "bench_link_tests.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -53,7 +53,7 @@ def _ours():
 
 
 def _check(result, rates):
-    """Bytes against arithmetic that shares no code with the benchmark."""
+    """Compare bytes with arithmetic that shares no code with the benchmark."""
     numel = result["model"]["parameters"]
     assert [(link["ranks"], link["rate"]) for link in result["links"]] == [(2, r) for r in rates]
     assert len(result["cells"]) == 2 * len(rates)
@@ -72,9 +72,9 @@ def test_loopback(tmp_path, capsys):
     result = json.loads((tmp_path / "link.json").read_text())
     _check(result, [None])
     assert result["provenance"]["torch"] and result["options"]["density"] == 0.005
-    said = capsys.readouterr().out
-    assert said.startswith("Trains DLRM on generated rows with 2 ranks on this machine, over 127.")
-    assert "| DCT  " in said
+    out = capsys.readouterr().out
+    assert out.startswith("Trains DLRM on generated rows with 2 ranks on this machine, over 127.")
+    assert "| DCT  " in out
 
 
 @needs_root
@@ -83,7 +83,7 @@ def test_namespaces(tmp_path):
     assert link.main(["--rates", "500mbit,unlimited", *SMALL, *out]) == 0
     result = json.loads((tmp_path / "link.json").read_text())
     _check(result, [5e8, None])
-    # No more than the rate, however busy the machine; headers and acknowledgements off.
+    # Headers and acknowledgements are not counted, so this is below the rate on any machine.
     assert result["links"][0]["bits_per_second"] < 5e8
     for cell in result["cells"]:
         headers = 66 * cell["packets"]
@@ -93,31 +93,31 @@ def test_namespaces(tmp_path):
 
 @pytest.mark.large
 def test_hybrid_modes_send_fewer_bytes_of_rows(tmp_path):
-    """13 tables on each of 2 ranks, a batch of 16, embeddings of 32 entries."""
+    """Two ranks with 13 tables each, a batch of 16, and embeddings of 32 entries."""
     modes = "hybrid-dense,hybrid-dct,hybrid-format,hybrid-format-dedup"
     given = [*SMALL[:-1], modes, "--embedding-dim", "32", "--row-format", "int4,sign"]
     given += ["--row-density", "0.125", "--loopback", "--out", str(tmp_path)]
     assert link.main(given) == 0
     cells = json.loads((tmp_path / "link.json").read_text())["cells"]
     sent = {cell["mode"]: cell["payload_bytes"] for cell in cells}
-    rows = 16 * 13  # that leave a rank, and that arrive
-    # 4 entries of 4 bytes forward, 2 bytes each backward; in few bits 18 bytes and 6.
+    rows = 16 * 13  # sent by each rank, and received by it
+    # Sparse rows: 4 values both ways, and positions forward. Quantized rows: 18 and 6 bytes.
     assert sent["hybrid-format"] - sent["hybrid-dct"] == rows * ((18 + 6) - (4 * 3 + 4 * 2))
     assert sent["hybrid-format-dedup"] < sent["hybrid-format"] < sent["hybrid-dense"] / 10
 
 
 @pytest.mark.large
 def test_sharded_modes_send_fewer_bytes(tmp_path):
-    """6 blocks of width 384 are gathered twice; embeddings, and a head of 97 rows, once."""
+    """6 blocks of width 384 are gathered twice; embeddings and a head of 97 rows once."""
     modes = "fsdp-torch,fsdp-int8,fsdp-int8-kept"
     given = ["--steps", "15", "--modes", modes, "--loopback", "--out", str(tmp_path)]
     assert link.main(given) == 0
     cells = json.loads((tmp_path / "link.json").read_text())["cells"]
-    torchs, int8, kept = (cell["payload_bytes"] for cell in cells)
+    unquantized, int8, kept = (cell["payload_bytes"] for cell in cells)
     blocks, rest = 6 * (12 * 384**2 + 13 * 384), (2 * 98 + 64 + 2) * 384 + 98
-    assert torchs == 3 * blocks + 2 * rest  # half of the elements, 2 bytes each
-    # 66 bytes for 64 elements and 1 % of small parameters, and gradients without a second gather.
-    assert torchs / 1.95 < int8 < torchs / 1.9
+    assert unquantized == 3 * blocks + 2 * rest  # half of the elements, 2 bytes each
+    # int8 has 66 bytes per 64 elements, and 1 % of the parameters are small and stay dense.
+    assert unquantized / 1.95 < int8 < unquantized / 1.9
     assert kept == pytest.approx(int8 * (2 * blocks + 2 * rest) / (3 * blocks + 2 * rest), rel=1e-3)
 
 
@@ -148,7 +148,7 @@ def test_wrong_arguments_are_named(arguments, text, capsys):
 
 @needs_root
 def test_an_interrupted_run_cleans_up(tmp_path):
-    with _a_run(tmp_path) as process:
+    with _running(tmp_path) as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 130
         assert process.stderr.read().endswith("link: interrupted\n")
@@ -156,8 +156,8 @@ def test_an_interrupted_run_cleans_up(tmp_path):
 
 
 @needs_root
-def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
-    with _a_run(tmp_path) as process:
+def test_the_next_run_removes_the_namespaces_of_a_killed_run(tmp_path):
+    with _running(tmp_path) as process:
         process.kill()
         process.wait()
     assert len(_ours()) == 3
@@ -167,8 +167,8 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
 
 
 @contextlib.contextmanager
-def _a_run(folder):
-    """A process that has its namespaces and would take minutes."""
+def _running(folder):
+    """A process that has created its namespaces and would run for minutes."""
     command = [sys.executable, "-m", "bench.link", "--rates", "1mbit", "--out", str(folder)]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with started(command, cwd=ROOT, **pipes) as process:
@@ -179,7 +179,7 @@ def _a_run(folder):
         yield process
 
 
-def test_a_rank_that_fails_or_does_not_end_is_named():
+def test_a_rank_that_fails_or_hangs_is_named():
     failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     slow = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     with pytest.raises(UsageError, match="rank 1 failed with exit status 3"):
@@ -191,7 +191,7 @@ def test_a_rank_that_fails_or_does_not_end_is_named():
 
 
 def _measured(seconds, wire):
-    """Steps of these times, with `wire` bytes counted in each."""
+    """A record of steps that took `seconds`, with `wire` bytes in each."""
     steps = len(seconds)
     counted = {"payload_bytes": 1000 * steps, "wire_bytes": wire * steps, "packets": 2 * steps}
     return counted | {"seconds": seconds}
@@ -203,10 +203,10 @@ def test_a_step_takes_as_long_as_its_slowest_rank():
         [_measured([0.004], 1132), _measured([0.005], 1132)],
     ]
     cell = merge(2, 1e9, "dct", rounds, 1)
-    assert cell["steps"] == 3 and cell["step_ms"][1] == pytest.approx(3.0)  # of 3, 2 and 5
+    assert cell["steps"] == 3 and cell["step_ms"][1] == pytest.approx(3.0)  # of (3, 2, 5)
     run = {"links": [], "cells": [cell]}
     assert "| DCT | 1,000 | 1,132 | 1.000 | 2 |" in " ".join(render(run).split())  # 1000 + 2 * 66
-    assert merge(2, None, "dct", rounds, 2)["wire_bytes"] == 1132 / 2  # two share a counter
+    assert merge(2, None, "dct", rounds, 2)["wire_bytes"] == 1132 / 2  # two ranks share a counter
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,11 @@ def test_a_step_takes_as_long_as_its_slowest_rank():
         ("unlimited", None, "unlimited"),
     ],
 )
-def test_rates_are_read_and_written(text, rate, described):
+def test_rates_are_parsed_and_formatted(text, rate, described):
     assert parse_rate(text) == rate and describe_rate(rate) == described
 
 
 @pytest.mark.parametrize("text", ["", "1", "gbit", "1gb", "-1gbit", "0mbit", "nangbit", "500gbit"])
-def test_other_rates_are_refused(text):
+def test_wrong_rates_raise(text):
     with pytest.raises(argparse.ArgumentTypeError, match="must be 1mbit to 400gbit or unlimited"):
         parse_rate(text)

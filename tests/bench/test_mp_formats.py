@@ -1,4 +1,4 @@
-"""experiments.mp_formats: names of exchanges, bytes that are counted, finished runs are kept."""
+"""experiments.mp_formats: names of exchanges, counted bytes, reuse of finished runs."""
 
 import argparse
 
@@ -14,13 +14,13 @@ def test_names_of_exchanges():
 
 
 @pytest.mark.parametrize("name", ["int5", "int4,", "int4+", "int4+once", "0%", "101%", "x%", ""])
-def test_a_wrong_name(name):
+def test_a_wrong_name_raises(name):
     with pytest.raises(argparse.ArgumentTypeError, match="must"):
         mp_formats.known(name)
 
 
 @pytest.mark.large
-def test_runs_are_counted_and_kept(tmp_path, monkeypatch, capfd):
+def test_bytes_are_counted_and_finished_runs_are_reused(tmp_path, monkeypatch, capfd):
     small = "--rows 1500 --hash-size 50 --embedding-dim 16 --bottom 8 --top 16 --seeds 1"
     given = [*small.split(), "--rates", "0.1,1e30", "--exchanges", "float32", "int4,sign+dedup"]
     parser = clicks.parser("mp_formats", "", mp_formats.NAMES, mp_formats.known)

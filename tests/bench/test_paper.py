@@ -1,4 +1,4 @@
-"""experiments.paper: the page's commands run, its tables are those of the kept runs."""
+"""experiments.paper: the commands of the page run, and its tables match the stored runs."""
 
 import json
 import re
@@ -19,7 +19,7 @@ COMMANDS = [
 TINY = ["--rows", "1500", "--seeds", "1"]
 
 
-def test_the_tables_of_the_page_are_those_of_the_runs():
+def test_the_tables_of_the_page_match_the_runs():
     kept = json.loads((ROOT / "bench/results/2026-11-28-cpu/paper.json").read_text())
     for title, runs in kept["tables"].items():
         assert f"## {title}\n\n{paper.report(runs, runs[0]['cut'])}\n" in PAGE
@@ -32,8 +32,8 @@ def _run(setting, seed, log_loss, auc, gradients, rows=0):
     return {"cut": "rows", "setting": setting, "bytes": sent, **scores}
 
 
-def test_the_table_compares_seed_by_seed_and_what_is_compressed():
-    """By hand: .2 and .4 over float32's, and -.1 and -.3; 100 bytes of rows become 5."""
+def test_the_table_compares_seed_by_seed_and_counts_compressed_bytes():
+    """Losses differ by 0.2 and 0.4, AUC by -0.1 and -0.3; 100 bytes of rows become 5."""
     runs = [_run("float32", seed, 1 + seed, 0.8, 1000, 100) for seed in (0, 1)]
     runs += [_run("5 %", seed, 1.2 + 1.2 * seed, 0.7 - 0.2 * seed, 1001, 5) for seed in (0, 1)]
     runs += [_run("both", 0, 0.9, 0.8, 50, 5), {**_run("other", 0, 0, 0, 1), "cut": "columns"}]
@@ -48,7 +48,7 @@ def test_the_table_compares_seed_by_seed_and_what_is_compressed():
 
 @pytest.mark.large
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_command_of_the_page(command, tmp_path, monkeypatch, capfd):
+def test_commands_of_the_page_run(command, tmp_path, monkeypatch, capfd):
     given = [*command, *TINY, "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["paper", *given])
     cuts = paper.parse(given).cuts

@@ -1,4 +1,4 @@
-"""The programs of bench/: each explains its options, and none guesses them."""
+"""The programs of bench/ explain their options and accept no abbreviations."""
 
 import importlib
 import re
@@ -20,19 +20,19 @@ PROGRAMS += [
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_explains_how_it_is_run(name, capsys, monkeypatch):
+def test_help_shows_how_to_run_the_program(name, capsys, monkeypatch):
     if name.endswith("torchrec_dlrm"):
         pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
     monkeypatch.setattr("sys.argv", [name, "--help"])
     with pytest.raises(SystemExit) as end:
         runpy.run_module(name, run_name="__main__")
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert end.value.code in (0, None)
-    assert said.startswith(f"usage: python -m {name} ") and "(default: [" not in said
+    assert printed.startswith(f"usage: python -m {name} ") and "(default: [" not in printed
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_option_is_explained_and_none_is_guessed(name, capsys):
+def test_every_option_has_help_and_no_abbreviation(name, capsys):
     parser = importlib.import_module(f"bench.{name}").parser()
     options = [action for action in parser._actions if action.option_strings]
     assert [action.option_strings[0] for action in options if not action.help] == []
@@ -41,7 +41,7 @@ def test_every_option_is_explained_and_none_is_guessed(name, capsys):
     assert "unrecognized arguments: " in capsys.readouterr().err
 
 
-def test_an_interrupted_program_says_so(capsys):
+def test_an_interrupted_program_exits_with_status_130(capsys):
     def work():
         raise KeyboardInterrupt
 

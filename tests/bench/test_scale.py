@@ -38,7 +38,7 @@ def test_collectives_by_hand():
     assert all_to_all(Link(1.0, 1e9), 8, 4) == pytest.approx(3)  # Bruck: 3 messages
 
 
-def test_a_step_adds_up():
+def test_step_time_is_the_sum_of_its_phases():
     model = Model(10**6, 0.5, Kernels(1e9, 2e9, 4e9, math.inf, math.inf), 0.01)
     step = model.step("dct", 2, Link(0.0, 1e6))
     payload = model.plan("dct", 2).payload_bytes
@@ -68,7 +68,7 @@ def test_every_entry_and_local_steps_by_hand():
     assert model.step("dense", 2, Link(0.0, 1e7)).wire == 0.0  # hidden behind compute
 
 
-def test_a_reduce_scatter_does_not_grow_with_ranks():
+def test_reduce_scatter_bytes_do_not_grow_with_the_ranks():
     model = Model(10**8, 0.0, FREE)
     assert model.plan("dct", 64).transport == "reduce_scatter"
     few, many = (model.step("dct", ranks, Link(0.0)).wire_bytes for ranks in (32, 512))
@@ -84,7 +84,7 @@ MODES = {
 }
 
 
-def test_bytes_are_those_that_were_counted():
+def test_bytes_match_the_measured_ones():
     sent = {cell["mode"]: cell["payload_bytes"] for cell in RUN["cells"]}
     model = Model(RUN["model"]["parameters"], 0.0, FREE)
     for method, mode in MODES.items():
@@ -106,7 +106,7 @@ def test_predicted_steps_are_near_those_that_were_measured():
     assert statistics.median(map(abs, errors)) < 0.05 and max(map(abs, errors)) < 0.15
 
 
-def test_the_rates_of_a_gpu_are_those_of_the_run_on_an_h200():
+def test_the_rates_of_a_gpu_match_the_run_on_an_h200():
     results = json.loads((RESULTS / "2026-11-26-h200/bench.json").read_text())["results"]
     cases = {"mask_pack": "float32 grad, float32 values", "scatter_unpack": "P=2"}
     cases |= {"quantize_pack": "float32 grad, int4", "dequantize_sum": "P=2, int4"}
@@ -174,7 +174,7 @@ def test_recommendations_are_those_of_the_guide(optimizer, ranks, calls, page, c
 
 
 @pytest.mark.parametrize("method", MODES)
-def test_a_large_model_is_as_many_smaller_ones(method):
+def test_step_time_is_proportional_to_the_number_of_parameters(method):
     link, of = Link(0.0, 1e9), (2**31, 2**40)
     small, large = (Model(numel, 0.0, H200).step(method, 4, link) for numel in of)
     assert large == pytest.approx([512 * part for part in small])
@@ -203,7 +203,7 @@ def test_all_buckets_but_the_last_overlap_with_the_backward_pass(parameters, ove
     ],
     ids=["ours", "bf16 is as fast", "dense is as fast"],
 )
-def test_the_simplest_of_equally_fast_methods_is_taken(seconds, taken):
+def test_the_simplest_of_equally_fast_methods_is_chosen(seconds, taken):
     names = ("dense", "bf16", "dct", "local")
     steps = {n: Step(s, 0.0, 0.0, 0.0, 5e4) for n, s in zip(names, seconds, strict=True)}
     assert scale.best(steps) == taken

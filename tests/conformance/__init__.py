@@ -1,2 +1,2 @@
-"""Every backend against the oracle, bit for bit. A new backend is one entry in
+"""Compares every backend with the oracle, bit for bit. To test a new backend, add it to
 `dct_kernels.testing.backends()`."""

@@ -1,4 +1,4 @@
-"""Sound arguments of every op, to be made wrong one at a time, and what an error must look like."""
+"""Valid arguments of every op, and checks of the errors that invalid ones raise."""
 
 import re
 
@@ -21,10 +21,10 @@ QUANTIZED_BYTES = dct_kernels.quantized_payload_bytes(NUMEL, "int8")
 
 
 def arguments(op):
-    """Sound arguments by name; every call makes new tensors."""
+    """Valid arguments by name; every call creates new tensors."""
     f32, grad, one = torch.ones(NUMEL), torch.ones(NUMEL), torch.tensor(1.0)
-    received, sent = sound_payloads(), torch.full((QUANTIZED_BYTES,), 7, dtype=U8)
-    # 50 columns, 4 of them: 4 bytes of columns beat 7 bytes of bitmap.
+    received, sent = valid_payloads(), torch.full((QUANTIZED_BYTES,), 7, dtype=U8)
+    # 4 of 50 columns: 4 bytes of column indices are smaller than a bitmap of 7 bytes.
     x, positions = torch.ones(ROWS, WIDTH), torch.zeros(ROWS, K, dtype=U8)
     values, rows = torch.ones(ROWS, K), torch.zeros(ROWS, WIDTH + 2, dtype=U8)
     return {
@@ -84,8 +84,8 @@ def arguments(op):
     }[op]
 
 
-def sound_payloads():
-    """Of two ranks: a header, and every other byte 7."""
+def valid_payloads():
+    """Payloads of two ranks with a valid header. All other bytes are 7."""
     payloads = torch.full((2, QUANTIZED_BYTES), 7, dtype=U8)
     header = quantized_payload.header(NUMEL, "int8")
     payloads[:, : len(header)] = torch.frombuffer(bytearray(header), dtype=U8)
@@ -93,7 +93,7 @@ def sound_payloads():
 
 
 def placed(value, device):
-    """A tensor on the device with the strides and the alignment that it has."""
+    """Copy a tensor to the device with the same strides and storage offset."""
     if not isinstance(value, torch.Tensor):
         return value
     storage = value.untyped_storage()
@@ -102,7 +102,7 @@ def placed(value, device):
 
 
 def snapshot(args):
-    """The bytes of every tensor, NaN or not."""
+    """The bytes of every tensor, because NaN values do not compare equal."""
     return [t.clone().contiguous().view(U8) for t in tensors(args)]
 
 
@@ -111,37 +111,37 @@ def tensors(args):
 
 
 def raises(call, args, op, named, error):
-    """The text of the error, which names the argument; no tensor has changed."""
+    """Check that the call fails, names the argument and writes nothing; return the error text."""
     before = snapshot(args)
     with pytest.raises(error) as caught:
         call(**args)
     for was, now in zip(before, snapshot(args), strict=True):
         assert torch.equal(was, now)
     text = str(caught.value)
-    text = text[text.index("dct::") :].partition("\n")[0]  # torch may put more around an op's
+    text = text[text.index("dct::") :].partition("\n")[0]  # torch may add text around it
     assert re.match(rf"dct::{op}: {re.escape(named)}\S* must .+, got .+", text), text
     return text
 
 
 def refused(backend, op, args, named, error):
-    """The text of the public function, which refuses the arguments as a call of the op does.
+    """Check the errors of the public function and of the backend's op; return the former's text.
 
-    A backend in Python says the same. A compiled one raises RuntimeError, says one rule, and of
-    what the public function says it got at least a part.
+    A Python backend raises the same text. A compiled one raises RuntimeError with one rule, and
+    reports some of the values after "got" in the public function's text.
     """
     text = raises(getattr(dct_kernels, op), args, op, named, error)
     assert re.match(rf"dct::{op}: {re.escape(named)} must ", text), text
     call = getattr(backend, op)
     if isinstance(call, torch._ops.OpOverload):
         called = raises(call, args, op, named.partition(".")[0], RuntimeError)
-        assert said(called) <= said(text) | {"other"}, called
-        assert said(called) or not said(text), called
+        assert values_got(called) <= values_got(text) | {"other"}, called
+        assert values_got(called) or not values_got(text), called
     else:
         assert raises(call, args, op, named, error) == text
     return text
 
 
-def said(text):
-    """The numbers and words that a text says it got."""
+def values_got(text):
+    """The numbers and words after "got" in an error text."""
     found = re.findall(r"-?[\d.]+|\w+", text.rpartition(", got ")[2])
     return {float(f) if f.lstrip("-")[0].isdigit() else TORCH_NAMES.get(f, f) for f in found}

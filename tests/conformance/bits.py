@@ -1,4 +1,4 @@
-"""Tensors as the oracle sees them, and comparison bit for bit."""
+"""Converts tensors for the oracle, and compares them bit for bit."""
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ def from_raw(bits, dtype):
 
 
 def assert_equal(actual, expected, what):
-    """Equal arrays, or the first place where they differ, in hexadecimal."""
+    """Fail unless the arrays are equal; show the first difference in hexadecimal."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
     different = np.argwhere(actual != expected)
@@ -39,12 +39,12 @@ def assert_equal(actual, expected, what):
         at = tuple(int(i) for i in different[0])
         raise AssertionError(
             f"{what}: {len(different)} of {actual.size} differ, first at {list(at)}: "
-            f"{int(actual[at]):#x}, not {int(expected[at]):#x}"
+            f"{int(actual[at]):#x}, expected {int(expected[at]):#x}"
         )
 
 
 def assert_floats(actual, expected_bits, what, any_nan=False):
-    """A tensor has these raw bits; with `any_nan` every NaN is as good as another."""
+    """Fail unless a tensor has these raw bits; with `any_nan`, all NaNs are equal."""
     dtype, bits = name(actual.dtype), raw(actual)
     if any_nan:
         bits, expected_bits = _one_nan(bits, dtype), _one_nan(expected_bits, dtype)

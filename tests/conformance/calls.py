@@ -1,4 +1,4 @@
-"""Run one op of one backend on guarded copies of its arguments and hold it against the oracle."""
+"""Runs an op of a backend on guarded copies of its arguments, and compares it with the oracle."""
 
 from typing import NamedTuple
 
@@ -12,31 +12,31 @@ from oracle import thresholds
 from conformance import bits
 from conformance.memory import Arena
 
-PREFILL = 0x5A  # what payloads hold before the op: bytes it must not touch keep it
+PREFILL = 0x5A  # payloads are filled with it before the op, which must keep unused bytes
 
 
 class Packed(NamedTuple):
     residual: torch.Tensor
     seen: torch.Tensor
-    contents: list  # of every range: oracle.payload.Content
-    rows: list  # of every range: bytes
+    contents: list  # oracle.payload.Content of each range
+    rows: list  # bytes of each range
     geometry: payload_bytes.Geometry
 
 
-def unchanged(residual):
-    """The gradient that adds nothing, not even the sign of a zero."""
+def neutral_gradient(residual):
+    """A gradient that leaves the residual unchanged, including the sign of zeros."""
     return torch.full_like(residual, -0.0)
 
 
 def sample_threshold(
     backend, grad, residual, density, ranges=1, inv_scale=None, offset=0, **options
 ):
-    """Run sample_threshold, hold it against the oracle, return the thresholds.
+    """Run sample_threshold, compare it with the oracle, and return the thresholds.
 
-    `residual` None stands for one that adds nothing to the gradient.
+    With `residual=None` the residual adds nothing to the gradient.
     """
     if residual is None:
-        residual = unchanged(grad.float())
+        residual = neutral_gradient(grad.float())
     arena = Arena(backend.device, offset)
     result = backend.sample_threshold(
         arena.read(grad),
@@ -71,14 +71,14 @@ def mask_pack(
     inv_scale=None,
     offset=0,
 ):
-    """Run mask_pack, hold residual, seen and every byte against the oracle, return them.
+    """Run mask_pack, compare residual, seen and all bytes with the oracle, and return them.
 
-    `grad` None stands for one that adds nothing. `threshold` is one number for all ranges or a list
-    of one per range. `ranges` None gives a payload [nbytes], a number R gives [R, nbytes]. By
-    default there is room for everything.
+    With `grad=None` the gradient adds nothing. `threshold` is one number, or a list of one number
+    per range. The payload is [nbytes] if `ranges` is None, otherwise [ranges, nbytes]. The default
+    capacity suffices for all entries.
     """
     numel = residual.numel()
-    grad = unchanged(residual) if grad is None else grad
+    grad = neutral_gradient(residual) if grad is None else grad
     capacity = max(numel, 1) if capacity is None else capacity
     geometry = payload_bytes.Geometry(numel, capacity, bits.name(value_dtype), ranges or 1)
     shape = (geometry.nbytes,) if ranges is None else (ranges, geometry.nbytes)
@@ -117,7 +117,7 @@ def mask_pack(
 
 
 def scatter_unpack(backend, payloads, geometry, *options, **named):
-    """Run scatter_unpack, hold out and status against the oracle, return them: see `summed`."""
+    """Run scatter_unpack, compare out and status with the oracle, and return them; see `summed`."""
     settings = geometry.capacity, bits.PAYLOAD_VALUES[payload_bytes.CODES[geometry.dtype]]
     op = backend.scatter_unpack, scatter_unpack_oracle.scatter_unpack
     return summed(backend, op, settings, payloads, geometry, *options, **named)
@@ -135,11 +135,11 @@ def summed(
     three_dims=False,
     offset=0,
 ):
-    """Run an op that sums payloads, hold out and status against the oracle, return them.
+    """Run an op that sums payloads, compare out and status with the oracle, and return them.
 
-    `op` is the backend's op and the oracle's, `settings` the arguments after `out`.
-    `payloads[p][r]` are bytes. With one range, payloads are [P, nbytes], or with `three_dims`
-    [P, 1, nbytes].
+    `op` is a pair of the backend's op and the oracle's. `settings` are the arguments after `out`.
+    `payloads[p][r]` are bytes. With one range the tensor is [P, nbytes], or [P, 1, nbytes] with
+    `three_dims`.
     """
     call, oracle = op
     arena = Arena(backend.device, offset)
@@ -156,7 +156,7 @@ def summed(
 
 
 def stacked(payloads, geometry, three_dims=False):
-    """uint8 [P, nbytes], or [P, R, nbytes] of several ranges or with `three_dims`."""
+    """A uint8 tensor [P, nbytes], or [P, R, nbytes] with several ranges or `three_dims`."""
     raw = np.frombuffer(b"".join(b"".join(rows) for rows in payloads), np.uint8)
     shape = (len(payloads), geometry.ranges, geometry.nbytes)
     if geometry.ranges == 1 and not three_dims:
@@ -165,14 +165,14 @@ def stacked(payloads, geometry, three_dims=False):
 
 
 def compare_rows(payload, rows):
-    """Every byte of a payload tensor, range by range."""
+    """Compare every byte of a payload tensor, range by range."""
     actual = payload.cpu().view(len(rows), -1).numpy()
     for r, row in enumerate(rows):
         bits.assert_equal(actual[r], np.frombuffer(row, np.uint8), f"payload of range {r}")
 
 
 def random_payload(geometry, density, seed, pool, flags=0):
-    """One rank's payload: `density` of every range's elements, values drawn from `pool`."""
+    """One rank's payload: a fraction `density` of each range, with values drawn from `pool`."""
     rng = np.random.default_rng([seed, geometry.numel, geometry.ranges])
     rows = []
     for r in range(geometry.ranges):

@@ -1,29 +1,29 @@
-"""Arguments placed in memory so that a stray write, or a write to an input, shows."""
+"""Places arguments in memory so that stray writes and writes to inputs are detected."""
 
 import torch
 
-MARGIN = 64  # elements of guard on either side
+MARGIN = 64  # guard elements on each side
 GUARD = 0xA5
 
 
 class Arena:
-    """Copies arguments onto a device, each between guards, `offset` elements off alignment."""
+    """Copies arguments to a device, each between guards and `offset` elements off alignment."""
 
     def __init__(self, device, offset=0):
         self.device, self.offset = device, offset
         self._checks = []
 
     def written(self, tensor, offset=None):
-        """A copy that the op may write; payloads are placed at offset 0, they must be aligned."""
+        """A copy that the op may write. Payloads must be aligned, so their offset is 0."""
         return self._place(tensor, offset)[0]
 
     def read(self, tensor, offset=None):
-        """A copy that the op must leave alone."""
+        """A copy that the op must not write."""
         if tensor is None:
             return None
         view, inside = self._place(tensor, offset)
         before = inside.clone()
-        self._checks.append(lambda: _same(inside, before, "an argument that is only read"))
+        self._checks.append(lambda: _same(inside, before, "a read-only argument"))
         return view
 
     def check(self):

@@ -1,4 +1,4 @@
-"""As `calls.py`, for the ops on payloads of every entry."""
+"""Like `calls.py`, for the ops on dense payloads."""
 
 import functools
 from typing import NamedTuple
@@ -10,23 +10,23 @@ from oracle import quantized_payload as oracle
 from oracle.quantized_payload import Geometry
 
 from conformance import bits, samples
-from conformance.calls import PREFILL, compare_rows, stacked, summed, unchanged
+from conformance.calls import PREFILL, compare_rows, neutral_gradient, stacked, summed
 from conformance.memory import Arena
 
 
 class Packed(NamedTuple):
     residual: torch.Tensor | None
-    rows: list  # of every range: bytes
+    rows: list  # bytes of each range
     geometry: Geometry
 
     @property
     def flags(self):
-        """Of every range."""
+        """The flags of each range."""
         return [row[7] for row in self.rows]
 
     @property
     def values(self):
-        """What the payload says, as float32 numbers."""
+        """The decoded payload, as float32 numbers."""
         bounds = map(self.geometry.bounds, range(len(self.rows)))
         return np.concatenate(
             [
@@ -37,12 +37,12 @@ class Packed(NamedTuple):
 
 
 def quantize_pack(backend, residual, grad, format, ranges=None, inv_scale=None, room=0, offset=0):
-    """Run quantize_pack, hold residual and every byte against the oracle, return them.
+    """Run quantize_pack, compare the residual and all bytes with the oracle, and return them.
 
-    `grad` None stands for one that adds nothing. `ranges` None gives a payload [nbytes], a number R
-    gives [R, nbytes]. The payload has `room` bytes more than it needs.
+    With `grad=None` the gradient adds nothing. The payload is [nbytes] if `ranges` is None,
+    otherwise [ranges, nbytes]. It is `room` bytes longer than needed.
     """
-    grad = unchanged(residual) if grad is None else grad
+    grad = neutral_gradient(residual) if grad is None else grad
     numel = grad.numel()
     geometry = Geometry(numel, format, ranges or 1, room)
     shape = (geometry.nbytes,) if ranges is None else (ranges, geometry.nbytes)
@@ -65,13 +65,13 @@ def quantize_pack(backend, residual, grad, format, ranges=None, inv_scale=None, 
 
 
 def dequantize_sum(backend, payloads, geometry, *options, **named):
-    """Run dequantize_sum, hold out and status against the oracle, return them: see `summed`."""
+    """Run dequantize_sum, compare out and status with the oracle, and return them; see `summed`."""
     op = backend.dequantize_sum, oracle.dequantize_sum
     return summed(backend, op, (geometry.format,), payloads, geometry, *options, **named)
 
 
 def dequantize_sum_pack(backend, payloads, geometry, residual, scale=1.0, room=0, offset=0):
-    """Run dequantize_sum_pack, hold all that it writes against the oracle: (Packed, status)."""
+    """Run dequantize_sum_pack, compare its results with the oracle; return (Packed, status)."""
     into = Geometry(geometry.numel, geometry.format, room=room)
     arena = Arena(backend.device, offset)
     new = arena.written(residual)
@@ -99,11 +99,11 @@ def _compared(residual, expected_residual, payload, rows, geometry):
 
 
 def numbers(numel, dtype=torch.float32, seed=0):
-    """[numel]: every 64 are of one kind, most of them tame: one that is not finite spoils them."""
+    """[numel]: each group of 64 is of one kind. Most are finite, because a NaN spoils its group."""
     return _numbers(numel, dtype, seed).clone()
 
 
-@functools.cache  # the same ones for every backend
+@functools.cache  # computed once for all backends
 def _numbers(numel, dtype, seed):
     n, rng = -(-numel // 64), np.random.default_rng([seed, numel])
     normal = samples.normal(64 * n, dtype, seed).view(n, 64)
@@ -120,7 +120,7 @@ def _numbers(numel, dtype, seed):
 
 
 def random_payload(geometry, seed=0, flags=0):
-    """One rank's payload: codes and values of any bits, and scales around 1."""
+    """One rank's payload: random code bytes with scales around 1, or normal values."""
     rng = np.random.default_rng([seed, geometry.numel, geometry.ranges])
     rows = []
     for r in range(geometry.ranges):
@@ -143,8 +143,8 @@ def payloads(geometry, ranks):
     return [random_payload(geometry, rank) for rank in range(ranks)]
 
 
-def of_values(geometry, *values):
-    """One rank's payload of one range: these values and zeros, as the oracle packs them."""
+def packed_values(geometry, *values):
+    """One rank's payload of one range: `values`, then zeros, packed by the oracle."""
     acc = np.zeros(geometry.numel, np.float32)
     acc[: len(values)] = values
     row = bytearray([PREFILL]) * geometry.nbytes

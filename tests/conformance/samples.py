@@ -1,11 +1,11 @@
-"""Values that break kernels: every kind of NaN and zero, rounding ties, the ends of each format."""
+"""Values that expose kernel bugs: NaNs, zeros, rounding ties, the limits of each format."""
 
 import numpy as np
 import torch
 
 from conformance import bits
 
-# Around blocks of 16,384, vectors of 8 to 64, and tails of every kind.
+# Around blocks of 16,384 and vectors of 8 to 64, with and without tails.
 SIZES = (0, 1, 31, 32, 33, 16383, 16384, 16385, 3 * 16384 + 7)
 LARGE = 10**6 + 3
 
@@ -18,13 +18,13 @@ FINITE_BITS = (
     *(0x3F800000, 0xBF800000, 0x3F800001, 0x3F7FFFFF),  # around one
     *(0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F817FFF, 0x3F818000, 0x3F818001),  # bfloat16 ties
     *(0x7F7F0000, 0x7F7F7FFF, 0x7F7F8000, 0xFF7F8000, 0x7F7F8001, 0x7F7FFFFF, 0xFF7FFFFF),  # top
-    *(0x477FE000, 0x477FEFFF, 0x477FF000, 0xC77FF000, 0x47800000),  # the end of float16
+    *(0x477FE000, 0x477FEFFF, 0x477FF000, 0xC77FF000, 0x47800000),  # the top of float16
     *(0x33800000, 0x33000000, 0x33000001, 0x33C00000, 0x387FC000, 0x387FE000),  # its subnormals
 )
 
 
 def hard(numel, dtype=torch.float32, seed=0, non_finite=True):
-    """[numel]: half normal values of few magnitudes (many ties), half hard ones, zeros included."""
+    """[numel]: half are rounded normal values with many ties, half are special values or zeros."""
     rng = np.random.default_rng([seed, numel])
     if dtype == torch.float32:
         pool = np.array(FINITE_BITS + (NAN_BITS + INFINITY_BITS if non_finite else ()), np.uint32)
@@ -43,7 +43,7 @@ def normal(numel, dtype=torch.float32, seed=0):
 
 
 def patterns(numel, seed=0):
-    """[numel] float32 of random bits, finite: every exponent is as likely."""
+    """[numel] random bits of finite float32 values, with all exponents."""
     rng = np.random.default_rng([seed, numel])
     random = rng.integers(0, 2**32, numel, dtype=np.uint32)
     exponent_all_ones = (random & 0x7F800000) == 0x7F800000

@@ -1,4 +1,4 @@
-"""Gradients of the row ops, and what autograd is told about the ops that write."""
+"""Gradients of the row ops, and autograd with the ops that mutate arguments."""
 
 import pytest
 import torch
@@ -10,20 +10,20 @@ from conformance import bits, samples
 from conformance.arguments import OPS, arguments, raises
 from dct_kernels import row_gather, row_pack, row_unpack
 
-# (d, k): a bitmap, uint8 columns, uint16 columns.
+# (width, k): a bitmap, uint8 columns, uint16 columns.
 SHAPES = [(40, 6), (40, 3), (600, 5)]
 shapes = pytest.mark.parametrize(("width", "k"), SHAPES)
 F32, BF16, F16 = bits.FLOATS
 
 
 def separated(rows, width):
-    """Magnitudes too far apart for a small step to change which ones are the largest."""
+    """Rows whose largest entries stay the largest after a small step."""
     order = torch.rand(rows, width).argsort(1)
     signs = torch.where(torch.rand(rows, width) < 0.5, -1.0, 1.0)
     return (signs * (order + 1) / 4).requires_grad_()
 
 
-# The ops take no float64, so gradcheck works in float32, with a step to match.
+# The ops do not accept float64, so gradcheck uses float32 and a larger step.
 @pytest.mark.filterwarnings("ignore:Input .* requires gradient and is not a double")
 @pytest.mark.parametrize(("width", "k"), [(12, 3), (40, 3), (300, 2)])
 def test_gradcheck(width, k):
@@ -41,7 +41,7 @@ def test_gradcheck(width, k):
 @pytest.mark.parametrize(("dtype", "value_dtype"), [(F32, BF16), (BF16, F16), (F16, F32)])
 @shapes
 def test_the_backward_ops_are_the_row_ops(width, k, dtype, value_dtype):
-    """At the same positions: one mask both ways. Rounded to the dtype of the argument."""
+    """The backward pass uses the positions of the forward pass, and rounds to the input's dtype."""
     x = samples.normal(7 * width, dtype).view(7, width).requires_grad_()
     grad = samples.normal(7 * k, value_dtype, seed=1).view(7, k)
     values, positions = row_pack(x, k, value_dtype)
@@ -62,7 +62,7 @@ def test_the_backward_ops_are_the_row_ops(width, k, dtype, value_dtype):
 
 
 def test_expanded_gradients():
-    """Of a sum, of stride 0: not contiguous, so the backward op must not be given them as is."""
+    """The gradient of a sum has stride 0, so backward must make it contiguous for the op."""
     x = samples.normal(90).view(3, 30).requires_grad_()
     values, positions = row_pack(x, 4, torch.float32)
     mask = row_unpack(torch.ones(3, 4), positions, 30, torch.float32)
@@ -84,39 +84,39 @@ def test_double_backward():
     assert torch.equal(ddx, 2 * row_unpack(torch.ones(2, 4), positions, 30, torch.float32))
 
 
-def test_no_gradient_where_none_is_asked_for():
+def test_outputs_do_not_require_grad_in_no_grad_mode_or_for_detached_inputs():
     x = samples.normal(60).view(2, 30).requires_grad_()
     with torch.no_grad():
         assert not row_pack(x, 4, torch.float32)[0].requires_grad
     assert not row_pack(x.detach(), 4, torch.float32)[0].requires_grad
 
 
-# What a gradient of the row ops is asked for.
-MOVED = {"row_pack": "x", "row_gather": "x", "row_unpack": "values"}
+# The differentiable argument of each row op.
+DIFFERENTIABLE = {"row_pack": "x", "row_gather": "x", "row_unpack": "values"}
 entries = pytest.mark.parametrize("entry", [dct_kernels, torch.ops.dct], ids=["public", "raw"])
 
 
 @entries
-@pytest.mark.parametrize("op", MOVED)
-def test_forward_mode_is_refused(entry, op):
-    """Torch would take the tangent for zero, and say nothing."""
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_forward_mode_raises(entry, op):
+    """Without this error, torch would silently use a tangent of zero."""
     args, call = arguments(op), getattr(entry, op)
-    tensor = args[MOVED[op]]
+    tensor = args[DIFFERENTIABLE[op]]
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
-        raises(call, args | {MOVED[op]: dual}, op, MOVED[op], ValueError)
+        raises(call, args | {DIFFERENTIABLE[op]: dual}, op, DIFFERENTIABLE[op], ValueError)
         call(**args)
 
     def derivative():
-        torch.func.jvp(lambda t: call(**args | {MOVED[op]: t}), (tensor,), (tensor,))
+        torch.func.jvp(lambda t: call(**args | {DIFFERENTIABLE[op]: t}), (tensor,), (tensor,))
 
-    raises(derivative, {}, op, MOVED[op], ValueError)
+    raises(derivative, {}, op, DIFFERENTIABLE[op], ValueError)
 
 
-@pytest.mark.parametrize("op", MOVED)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, once per op
-def test_torch_func_differentiates(op):
-    """The sum of kept**3: to any depth, inside and outside of plain autograd."""
+def test_torch_func_gradients(op):
+    """Differentiates sum(kept**3) twice, with torch.func alone and inside plain autograd."""
     x = samples.normal(60).view(2, 30)
     values, positions = row_pack(x, 4, torch.float32)
     kept = torch.where(x.abs() >= x.abs().topk(4, 1).values[:, -1:], x, 0.0)
@@ -146,8 +146,8 @@ WRITTEN |= {"dequantize_sum_pack": {"residual", "payload"}}
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_version_counters_tell_what_was_written(op):
-    """Autograd and torch.compile rely on them; only the arguments that the schema marks move."""
+def test_only_mutated_arguments_bump_their_version_counter(op):
+    """Autograd and torch.compile rely on this."""
     args = arguments(op)
     tensors = {name: value for name, value in args.items() if isinstance(value, torch.Tensor)}
     before = {name: tensor._version for name, tensor in tensors.items()}
@@ -160,8 +160,8 @@ def test_version_counters_tell_what_was_written(op):
 @pytest.mark.parametrize(
     ("op", "arg"), [(op, arg) for op in WRITTEN for arg in sorted(WRITTEN[op])]
 )
-def test_what_requires_grad_is_not_written(entry, op, arg):
-    """A leaf or not; as torch's own in-place ops, unless grad mode is off."""
+def test_mutating_an_argument_that_requires_grad_raises(entry, op, arg):
+    """Both leaves and non-leaves raise, like in-place ops of torch, unless grad mode is off."""
     args, call = arguments(op), getattr(entry, op)
     if not args[arg].is_floating_point():
         pytest.skip("integers cannot require grad")
@@ -175,7 +175,7 @@ def test_what_requires_grad_is_not_written(entry, op, arg):
 
 @entries
 @pytest.mark.parametrize("op", WRITTEN)
-def test_vmap_of_an_op_that_writes_is_refused(entry, op):
+def test_vmap_of_a_mutating_op_raises(entry, op):
     arg = min(WRITTEN[op])
     args = arguments(op)
     batch = torch.stack([args[arg]] * 2)
@@ -186,7 +186,7 @@ def test_vmap_of_an_op_that_writes_is_refused(entry, op):
     raises(batched, {}, op, arg, ValueError)
 
 
-def test_a_tensor_saved_for_backward_must_not_be_written():
+def test_mutating_a_tensor_saved_for_backward_raises_in_backward():
     weight = torch.ones(100, requires_grad=True)
     args = arguments("mask_pack")
     loss = (weight * args["residual"]).sum()
@@ -197,6 +197,6 @@ def test_a_tensor_saved_for_backward_must_not_be_written():
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_inference(op, mode):
+def test_ops_run_in_no_grad_and_inference_mode(op, mode):
     with mode():
         getattr(torch.ops.dct, op).default(**arguments(op))

@@ -1,4 +1,4 @@
-"""Which backend serves: DCT_BACKEND, what is missing, and what `python -m dct_kernels` says."""
+"""Backend selection: DCT_BACKEND, missing libraries, the output of `python -m dct_kernels`."""
 
 import json
 import os
@@ -21,14 +21,14 @@ BACKENDS = ("eager", "cpp", "cuda", "triton")
 
 
 def python(*args, backend=None, package=PACKAGE, **variables):
-    """A fresh Python that imports `package`; DCT_BACKEND is `backend` or not set."""
+    """Run a new Python process that imports `package`, with DCT_BACKEND=`backend` or unset."""
     environment = {name: value for name, value in os.environ.items() if name != "DCT_BACKEND"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(package.parent), *sys.path]), **variables}
     if backend is not None:
         environment["DCT_BACKEND"] = backend
     return subprocess.run(
         [sys.executable, *args],
-        cwd=package.parent,  # which Python looks through first
+        cwd=package.parent,  # which Python searches first
         env=environment,
         capture_output=True,
         text=True,
@@ -56,7 +56,7 @@ with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
 
 
 def outputs(cases, package):
-    """{name: (stdout, stderr)} of {name: (DCT_BACKEND or None, code)}, of this package."""
+    """{name: (stdout, stderr)} for each (DCT_BACKEND or None, code) of `cases`."""
     result = python("-c", FORKS, json.dumps(list(cases.values())), package=package)
     assert result.returncode == 0, result.stderr
     return dict(zip(cases, json.loads(result.stdout), strict=True))
@@ -96,7 +96,7 @@ BROKEN = [pytest.param(name, marks=pytest.mark.large) for name in ("empty", "gar
 
 @pytest.fixture(scope="module", params=["without", *BROKEN])
 def uncompiled(request, tmp_path_factory):
-    """The package without its compiled library, and with ones that do not load."""
+    """The package without its compiled libraries, or with ones that do not load."""
     copy = tmp_path_factory.mktemp("uncompiled") / "dct_kernels"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copytree(Path(dct_parallel.__file__).parent, copy.parent / "dct_parallel")
@@ -110,40 +110,40 @@ def uncompiled(request, tmp_path_factory):
     return outputs(cases, copy) | {"path": copy}
 
 
-def found(output):
-    """{backend: whether it is there}, as `python -m dct_kernels` says."""
+def availability(output):
+    """{backend: whether it is available}, from the output of `python -m dct_kernels`."""
     text, error = output
     assert not error
     lines = re.findall(r"^  (\w+) +(yes|no: .+?)(?:, built with torch (.+))?$", text, re.MULTILINE)
     assert tuple(name for name, _, _ in lines) == BACKENDS
-    for name, said, built in lines:
-        compiled = said == "yes" and name in ("cpp", "cuda")
+    for name, answer, built in lines:
+        compiled = answer == "yes" and name in ("cpp", "cuda")
         assert bool(re.match(r"2\.\d+\.\d+", built)) == compiled
     assert torch.__version__ in text
     assert dct_kernels.__version__ in text
-    return {name: said == "yes" for name, said, _ in lines}
+    return {name: answer == "yes" for name, answer, _ in lines}
 
 
 def test_the_command_lists_every_backend(installed):
-    available = found(installed["command"])
+    available = availability(installed["command"])
     assert available["eager"]
     assert available["cpp"] == bool(list(PACKAGE.glob("_C*.so")))
-    # What can run here is what the conformance suite runs on.
+    # The conformance suite uses every backend that can run here.
     runnable = {name for name, there in available.items() if there}
     if not torch.cuda.is_available():
         runnable.discard("cuda")
     assert set(SERVING) == runnable
 
 
-def test_a_backend_is_its_ops_and_a_device():
+def test_a_backend_has_every_op_and_a_device():
     for backend in testing.backends().values():
         assert set(vars(backend)) == {*OPS, "device"}
         torch.empty(0, device=backend.device)
 
 
-def test_forcing_a_backend(installed):
-    """It serves, or importing fails and says why; nothing else steps in."""
-    available = found(installed["command"])
+def test_a_forced_backend_is_used_or_the_import_fails(installed):
+    """The error states the reason. There is no fallback."""
+    available = availability(installed["command"])
     for name in FORCED:
         output, error = installed[f"forcing {name}"]
         if name not in BACKENDS:
@@ -154,22 +154,22 @@ def test_forcing_a_backend(installed):
             assert f"DCT_BACKEND={name}, but that backend is not available: " in error
 
 
-def test_which_backend_serves_a_device(installed):
+def test_backend_of_a_device(installed):
     for name in SERVING:
         assert installed[f"serving {name}"][0] == f"{name}\n"
 
 
-def test_eager_forced_is_eager(installed):
-    """No compiled kernel is registered, and the reference is what the ops run."""
+def test_forcing_eager_registers_no_compiled_kernel(installed):
+    """The ops then run the reference implementation."""
     assert installed["kernels of eager"][0] == "[False, True]\n"
 
 
-def test_the_ops_are_listed_before_any_is_used(installed):
+def test_dir_lists_the_ops_before_their_first_use(installed):
     assert set(OPS) <= set(installed["ops"][0].split())
 
 
-def test_without_a_compiled_library_eager_serves(uncompiled):
-    available = found(uncompiled["command"])
+def test_eager_is_used_without_a_compiled_library(uncompiled):
+    available = availability(uncompiled["command"])
     assert available["eager"]
     assert not available["cpp"]
     assert not available["cuda"]
@@ -180,8 +180,8 @@ def test_without_a_compiled_library_eager_serves(uncompiled):
         assert expected in uncompiled[name][1]
 
 
-def test_the_layer_warns_of_eager_once_and_says_what_to_do(uncompiled):
-    """In a wheel; where eager was asked for it does not."""
+def test_dct_parallel_warns_once_that_eager_is_used(uncompiled):
+    """The text names the installation of a wheel. Forcing eager suppresses the warning."""
     output, error = uncompiled["layer"]
     assert output == "eager\n", error
     assert error.count("<string>:1: UserWarning: DCT: backend eager on cpu") == 1, error
@@ -192,29 +192,28 @@ def test_the_layer_warns_of_eager_once_and_says_what_to_do(uncompiled):
     assert re.search(rf"cpp +no: ({missing}|{damaged})", uncompiled["command"][0])
 
 
-def test_a_library_of_other_schemas_is_refused(tmp_path):
-    """Loaded, it would misread the arguments of its first op."""
+def test_a_library_built_for_other_schemas_is_not_loaded(tmp_path):
+    """Otherwise its first op would misread the arguments."""
     older = tmp_path / "_C.abi3.so"
     older.write_bytes(b"dct_kernels built with torch 2.13.0\0")
     assert "compiled for other schemas" in _load._why_not_loaded("cpp", older)
 
 
 def run_again(files, *options, **environment):
-    """These files of this suite, in a process of another environment."""
+    """Run test files of this folder in a process with other environment variables."""
     paths = [str(Path(__file__).parent / f"test_{name}.py") for name in files]
     result = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *paths, **environment)
     assert result.returncode == 0, result.stdout[-3000:]  # 5 if nothing ran
 
 
 @pytest.mark.large
-def test_eager_forced_passes_opcheck_and_autograd():
-    """Elsewhere these tests run on whatever the dispatcher picks, which may be compiled."""
+def test_forced_eager_passes_opcheck_and_autograd():
+    """By default these tests use the dispatcher's choice, which may be compiled."""
     run_again(("opcheck", "autograd"), backend="eager")
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_dispatcher_runs_the_public_function(op):
-    """A public function is its op: same results from the same arguments."""
+def test_public_functions_and_ops_give_equal_results(op):
     public, raw = arguments(op), arguments(op)
     results = getattr(dct_kernels, op)(**public), getattr(torch.ops.dct, op).default(**raw)
     for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in results), strict=True):
@@ -223,8 +222,8 @@ def test_the_dispatcher_runs_the_public_function(op):
         assert torch.equal(value, raw[name]) if isinstance(value, torch.Tensor) else True
 
 
-def test_the_digest_of_the_schemas():
-    """A changed schema needs a changed function in csrc/bindings/ops.cpp, and then this text."""
+def test_the_schema_digest_is_current():
+    """If a schema changes, change its function in csrc/bindings/ops.cpp and then this digest."""
     built_with = Path(__file__).parents[2] / "csrc" / "bindings" / "built_with.cpp"
     assert f' for schemas {_ops.schemas_digest()}"' in built_with.read_text()
 
@@ -233,7 +232,7 @@ def test_the_digest_of_the_schemas():
 @pytest.mark.large  # the native tests run on every instruction set by default
 @pytest.mark.parametrize("isa", ["default", "avx2"])
 def test_older_instruction_sets(isa):
-    """The compiled CPU kernels take the best there is: here less than that, by torch's switch."""
+    """The CPU kernels use the best instruction set unless ATEN_CPU_CAPABILITY limits it."""
     ops = ("mask_pack", "overflow", "scatter_unpack", "sample_threshold")
     ops += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
     ops += ("row_pack", "row_unpack", "row_quantize", "row_dequantize")

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): equal results, equal writes, one compilation for all sizes."""
+"""torch.compile(fullgraph=True): equal results and mutations, one compilation for all sizes."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def fresh_compiler():
 
 
 def step(residual, grad, payload, seen, out, capacity):
-    """A whole data-parallel step of one rank: all three sparse ops, all their writes."""
+    """A data-parallel step of one rank with all three sparse ops."""
     threshold = sample_threshold(grad, residual, 0.02, payload.shape[0], max_samples=100)
     mask_pack(residual, grad, threshold, payload, seen, capacity, torch.bfloat16)
     status = scatter_unpack(payload.unsqueeze(0), out, capacity, torch.bfloat16, 0.5)
@@ -51,7 +51,7 @@ def step_arguments(numel, capacity, ranges=2):
 
 
 def exchange(residual, grad, payload, owned, out, format):
-    """Every entry there and back: packed, summed and packed by its owner, summed by all."""
+    """A dense exchange: pack, sum and repack by the owner, sum on all ranks."""
     quantize_pack(residual, grad, payload, format)
     from_owner = dequantize_sum_pack(payload.unsqueeze(0), owned, payload.clone(), format, 0.5)
     status = dequantize_sum(payload.unsqueeze(0), out, format, 0.5)
@@ -66,11 +66,11 @@ def exchange_arguments(numel, format="ternary"):
 
 
 def rows(x, grad, k):
-    """Pack, unpack and the backward pass of both."""
+    """Pack, unpack, and the gather of the backward pass."""
     values, positions = row_pack(x, k, torch.bfloat16)
     y = row_unpack(values, positions, x.shape[1], torch.float32)
-    back = row_gather(grad, positions, k, torch.bfloat16)
-    return values, positions, y, back
+    gathered = row_gather(grad, positions, k, torch.bfloat16)
+    return values, positions, y, gathered
 
 
 def rows_arguments(batch, width, k):
@@ -86,7 +86,7 @@ def quantized_rows(x):
     ]
 
 
-# All row sizes have the same encoding: it decides a shape.
+# All row sizes have the same encoding, because the encoding determines a shape.
 ROWS = [(5, 64, 3), (31, 128, 7), (8, 250, 20), (100, 99, 2)]
 SIZES = {
     step: [step_arguments(*sizes) for sizes in [(5000, 100), (40000, 300, 3), (999, 3, 5)]],
@@ -102,14 +102,14 @@ def test_one_compilation_for_every_size(function):
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     first, *others = SIZES[function]
     assert_same(compiled, function, first)
-    compilations = counter.frame_count  # not always 1: dynamo may try twice before it is done
+    compilations = counter.frame_count  # not always 1, because dynamo may retry
     for args in others:
         assert_same(compiled, function, args)
     assert counter.frame_count == compilations
 
 
 def assert_same(compiled, function, args):
-    """Results and every written tensor."""
+    """Compare results and every mutated tensor."""
     eager_args = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
     expected = function(*eager_args)
     actual = compiled(*args)
@@ -124,13 +124,13 @@ def assert_same(compiled, function, args):
     [(step, step_arguments(40000, 300)), (exchange, exchange_arguments(20000, "int4"))],
 )
 def test_inductor(function, args):
-    """Writes happen in order and in place, though Inductor functionalises them first."""
+    """Mutations are in order and in place, although Inductor functionalizes them first."""
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="inductor")
     assert_same(compiled, function, args)
 
 
-def test_a_density_that_is_an_argument():
-    """Dynamo makes it symbolic: the checks must be traceable, and still check."""
+def test_density_as_a_dynamic_argument():
+    """Dynamo makes the density symbolic, so its checks must be traceable."""
     compiled = torch.compile(sample_threshold, fullgraph=True, dynamic=True, backend="aot_eager")
     grad, residual = samples.normal(1000), samples.normal(1000, seed=1)
     for density in (0.01, 0.5, 1.0):
@@ -140,7 +140,7 @@ def test_a_density_that_is_an_argument():
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_forward_and_backward(backend):
-    """Here Inductor compiles for real; x is used before and after, so nothing may be reused."""
+    """Inductor generates kernels here, and must not reuse a buffer that backward needs."""
 
     def model(x, k):
         values, positions = row_pack(torch.tanh(x), k, torch.float32)
@@ -153,7 +153,7 @@ def test_forward_and_backward(backend):
         leaf = x.clone().requires_grad_()
         function(leaf, 5).backward()
         gradients.append(leaf.grad)
-    # Inductor's tanh is not torch's, so values are close; the mask is the same one.
+    # Inductor's tanh differs from torch's, so values are only close; the mask is equal.
     torch.testing.assert_close(gradients[1], gradients[0])
     assert torch.equal(gradients[1] != 0, gradients[0] != 0)
 
@@ -171,7 +171,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 def test_quantized_rows_in_a_custom_function():
-    """Dynamo traces a backward pass more strictly, and torch.func calls it on wrapped tensors."""
+    """Dynamo traces a custom backward more strictly; torch.func passes it wrapped tensors."""
     x = samples.normal(320).view(5, 64)
     expected = StraightThrough.backward(None, 2 * StraightThrough.forward(x))
 
@@ -184,7 +184,7 @@ def test_quantized_rows_in_a_custom_function():
     assert torch.equal(leaf.grad, expected)
 
 
-def test_checks_hold_while_tracing():
+def test_invalid_arguments_raise_while_tracing():
     def wrong(x):
         return row_pack(x, 99, torch.float32)
 

@@ -1,6 +1,6 @@
-"""dequantize_sum of sound payloads: the sum in rank order, factor, one rounding.
+"""dequantize_sum of valid payloads: sum in rank order, multiply by the factor, round once.
 
-dequantize_sum_pack runs on the same payloads where that says something else.
+Some tests also run dequantize_sum_pack on the same payloads.
 """
 
 import math
@@ -11,7 +11,7 @@ from oracle import quantized_payload as oracle
 from oracle.quantized_payload import Geometry
 
 from conformance import bits, quantized_calls, samples
-from conformance.quantized_calls import numbers, of_values, payloads
+from conformance.quantized_calls import numbers, packed_values, payloads
 
 formats = pytest.mark.parametrize("format", oracle.FORMATS)
 out_dtypes = pytest.mark.parametrize("out_dtype", bits.FLOATS, ids=bits.name)
@@ -19,13 +19,13 @@ out_dtypes = pytest.mark.parametrize("out_dtype", bits.FLOATS, ids=bits.name)
 SIZES = (0, 1, 63, 64, 65, 1023, 1024, 1025, 16383, 16384, 16385)
 
 
-def both(backend, of_all, geometry, out_dtype=torch.float32, scale=0.5, room=0, offset=0):
-    """Hold both ops against the oracle; the payload that one of them packs has its own room."""
+def both(backend, received, geometry, out_dtype=torch.float32, scale=0.5, room=0, offset=0):
+    """Compare both ops with the oracle. `room` applies to the payload that is packed."""
     sums = quantized_calls.dequantize_sum
-    _, status = sums(backend, of_all, geometry, out_dtype, scale, offset=offset)
+    _, status = sums(backend, received, geometry, out_dtype, scale, offset=offset)
     residual = numbers(geometry.numel)
     _, same = quantized_calls.dequantize_sum_pack(
-        backend, of_all, geometry, residual, scale, room, offset
+        backend, received, geometry, residual, scale, room, offset
     )
     assert same == status
 
@@ -49,23 +49,23 @@ def test_ranges(backend, ranges, format):
 
 
 @pytest.mark.many_programs
-def test_more_than_a_cache_holds(backend):
-    """34 MB of output, which a kernel may write past the caches."""
+def test_output_larger_than_the_caches(backend):
+    """Kernels may write 34 MB of output with stores that bypass the caches."""
     geometry = Geometry(8_400_007, "int8")
     quantized_calls.dequantize_sum(backend, payloads(geometry, 1), geometry, scale=0.5)
 
 
 @formats
-def test_the_sum_by_hand(backend, format):
-    """In rank order, in float32: 2**30 + 1 - 2**30 is 0, whatever else would be more exact."""
+def test_sum_is_in_rank_order(backend, format):
+    """In float32, 2**30 + 1 - 2**30 is 0, although another order is more accurate."""
     geometry = Geometry(70, format)
-    large, one, minus = (of_values(geometry, v) for v in (2.0**30, 1.0, -(2.0**30)))
+    large, one, minus = (packed_values(geometry, v) for v in (2.0**30, 1.0, -(2.0**30)))
     for ranks, expected in (
         ([large, one, minus], 0.0),
         ([minus, large, one], 2.0),
         ([one, large, minus], 0.0),
     ):
-        # A scale of 2**30 / 127 is not exact, and neither is the product.
+        # The scale 2**30 / 127 is rounded, and so is its product.
         out, status = quantized_calls.dequantize_sum(backend, ranks, geometry, scale=2.0)
         assert out[0].item() == pytest.approx(expected, rel=0.01)
         assert out[1:].tolist() == [0.0] * 69
@@ -77,10 +77,10 @@ SCALES = (1 / 3, -1.0, 0.0, -0.0, 1e-45, 1e-320, 1e39, math.inf, math.nan)
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_scale_is_rounded_to_float32_once(backend, scale):
-    """Every element is computed: infinity times a sum of 0 is NaN. No fused multiply-add."""
+    """All elements are multiplied, so infinity times a sum of 0 is NaN. Nothing is fused."""
     for format in ("float32", "int4"):
         geometry = Geometry(300, format)
-        ranks = [of_values(geometry, 0.0, -1.5, 3e38), of_values(geometry, 0.0, 0.5)]
+        ranks = [packed_values(geometry, 0.0, -1.5, 3e38), packed_values(geometry, 0.0, 0.5)]
         quantized_calls.dequantize_sum(backend, ranks, geometry, scale=scale)
         geometry = Geometry(2000, format)
         both(backend, payloads(geometry, 3), geometry, scale=scale)
@@ -88,21 +88,21 @@ def test_scale_is_rounded_to_float32_once(backend, scale):
 
 @pytest.mark.parametrize("out_scale", [65536.0, 1 / 3, 0.0, -2.0, math.inf, math.nan])
 def test_out_scale(backend, out_scale):
-    """factor = float32(scale) * out_scale is rounded before it meets the sum."""
+    """factor = float32(scale) * out_scale is rounded before it multiplies the sum."""
     geometry = Geometry(3000, "int8")
-    of_all, out_scale = payloads(geometry, 3), torch.tensor(out_scale)
+    received, out_scale = payloads(geometry, 3), torch.tensor(out_scale)
     for scale, given in ((1 / 3, out_scale), (0.1, out_scale.view(1))):
-        quantized_calls.dequantize_sum(backend, of_all, geometry, scale=scale, out_scale=given)
+        quantized_calls.dequantize_sum(backend, received, geometry, scale=scale, out_scale=given)
 
 
 @out_dtypes
-def test_one_rounding_to_the_dtype_of_out(backend, out_dtype):
-    """Ties, subnormals, and overflow to infinity: packing saturates, summing does not."""
+def test_out_is_rounded_once(backend, out_dtype):
+    """Includes ties and subnormals. Sums overflow to infinity; only packing saturates."""
     geometry = Geometry(4000, "float32")
     for values in (samples.hard(4000), samples.patterns(4000)):
-        ranks = [of_values(geometry, *values.tolist())]
+        ranks = [packed_values(geometry, *values.tolist())]
         quantized_calls.dequantize_sum(backend, ranks, geometry, out_dtype)
-    ranks = [of_values(geometry, 3.4028235e38, -65520.0, 65519.0, 0.0)]
+    ranks = [packed_values(geometry, 3.4028235e38, -65520.0, 65519.0, 0.0)]
     out, _ = quantized_calls.dequantize_sum(backend, ranks, geometry, out_dtype)
     expected = {"float32": 3.4028235e38}.get(bits.name(out_dtype), math.inf)
     assert out[0].item() == pytest.approx(expected)
@@ -117,10 +117,10 @@ def test_misaligned_views(backend, offset, out_dtype):
 
 
 @formats
-def test_what_is_not_finite_arrives(backend, format):
+def test_non_finite_values_are_summed(backend, format):
     geometry = Geometry(1100, format)
-    first = of_values(geometry, 1.0, math.inf, math.nan, math.inf)
-    second = of_values(geometry, 1.0, 1.0, 1.0, -math.inf)
+    first = packed_values(geometry, 1.0, math.inf, math.nan, math.inf)
+    second = packed_values(geometry, 1.0, 1.0, 1.0, -math.inf)
     out, status = quantized_calls.dequantize_sum(backend, [first, second], geometry)
     assert status == [0, 0]
     if format in oracle.WITH_SCALES:

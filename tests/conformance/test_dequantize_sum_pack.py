@@ -1,6 +1,6 @@
-"""dequantize_sum_pack: dequantize_sum and then quantize_pack of what it wrote, bit for bit.
+"""dequantize_sum_pack equals dequantize_sum followed by quantize_pack, bit for bit.
 
-Sizes, scales and alignments are in test_dequantize_sum.
+test_dequantize_sum.py covers sizes, scales and alignments.
 """
 
 import pytest
@@ -9,43 +9,43 @@ from oracle import quantized_payload as oracle
 from oracle.quantized_payload import Geometry
 
 from conformance import quantized_calls, samples
-from conformance.quantized_calls import of_values, payloads
+from conformance.quantized_calls import packed_values, payloads
 
 formats = pytest.mark.parametrize("format", oracle.FORMATS)
 
 
 @formats
 @pytest.mark.parametrize("ranks", [0, 1, 64])
-def test_ranks_and_the_two_ops_one_after_the_other(backend, ranks, format):
+def test_equals_the_two_ops_in_sequence(backend, ranks, format):
     geometry = Geometry(1500, format)
-    of_all, residual = payloads(geometry, ranks), samples.normal(1500)
+    inputs, residual = payloads(geometry, ranks), samples.normal(1500)
     scale = 1 / max(ranks, 1)
-    fused, status = quantized_calls.dequantize_sum_pack(backend, of_all, geometry, residual, scale)
+    fused, status = quantized_calls.dequantize_sum_pack(backend, inputs, geometry, residual, scale)
     assert status == [0] * ranks
-    out, _ = quantized_calls.dequantize_sum(backend, of_all, geometry, scale=scale)
+    out, _ = quantized_calls.dequantize_sum(backend, inputs, geometry, scale=scale)
     separate = quantized_calls.quantize_pack(backend, residual, out, format)
     assert fused.rows == separate.rows
     assert torch.equal(fused.residual, separate.residual)
 
 
 @formats
-def test_the_owner_by_hand(backend, format):
-    """The mean of two ranks and what the owner had kept go out, all in whole steps of a scale."""
+def test_mean_plus_residual_by_hand(backend, format):
+    """The owner packs the mean of two ranks plus its residual, all multiples of a scale."""
     geometry = Geometry(1030, format)
     unit = 127.0 if format == "int8" else 7.0
-    kept = torch.zeros(1030)
-    kept[0], kept[1029] = unit, -unit
-    ranks = [of_values(geometry, 2 * unit), of_values(geometry, 4 * unit)]
-    packed, status = quantized_calls.dequantize_sum_pack(backend, ranks, geometry, kept, 0.5)
+    residual = torch.zeros(1030)
+    residual[0], residual[1029] = unit, -unit
+    ranks = [packed_values(geometry, 2 * unit), packed_values(geometry, 4 * unit)]
+    packed, status = quantized_calls.dequantize_sum_pack(backend, ranks, geometry, residual, 0.5)
     assert packed.values.tolist() == [4 * unit, *[0.0] * 1028, -unit]
     assert packed.residual.tolist() == [0.0] * 1030
     assert (packed.flags, status) == ([0], [0, 0])
 
 
 def test_a_payload_without_a_header_adds_nothing(backend):
-    """The others do, and the owner's payload says no damage: who reads `status` knows."""
+    """Other payloads are added. Only `status` reports the damage, not the packed flags."""
     geometry = Geometry(100, "int8")
-    first, second = of_values(geometry, 127.0), of_values(geometry, 254.0)
+    first, second = packed_values(geometry, 127.0), packed_values(geometry, 254.0)
     empty = [bytes(geometry.nbytes)]
     packed, status = quantized_calls.dequantize_sum_pack(
         backend, [first, empty, second], geometry, torch.zeros(100)

@@ -1,4 +1,4 @@
-"""The same bits whatever the number of threads, call after call, backend after backend."""
+"""Results are bitwise equal for any number of threads, and in repeated calls."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ def threads():
     torch.set_num_threads(before)
 
 
-def everything(backend):
-    """Every op once, on sizes that split into many pieces; all results, as bytes."""
+def run_all_ops(backend):
+    """Run every op once on sizes that are split into many pieces; return all results as bytes."""
     device, numel, capacity, ranges = backend.device, 20 * 16384 + 77, 5000, 3
     residual = samples.normal(numel).to(device)
     grad = samples.hard(numel, torch.bfloat16, non_finite=False).to(device)
@@ -42,12 +42,12 @@ def everything(backend):
     results = (threshold, payload, seen, residual, out, status, values, positions)
     results += (gathered, dense, *rows, *coarse)
     for format in QUANTIZED_CODES:
-        results += of_every_entry(backend, residual, grad, format)
+        results += run_dense_ops(backend, residual, grad, format)
     return [result.cpu().contiguous().view(torch.uint8) for result in results]
 
 
-def of_every_entry(backend, residual, grad, format):
-    """What two ranks and an owner write, of 10 blocks in 3 ranges and of all in one."""
+def run_dense_ops(backend, residual, grad, format):
+    """Run the ops on dense payloads of 10 blocks, with 3 ranges and with one."""
     residual, grad, ranges = residual[: 9 * 16384 + 77].clone(), grad[: 9 * 16384 + 77], 3
     numel, device = residual.numel(), residual.device
     nbytes = quantized_payload_bytes(numel, format, ranges)
@@ -64,12 +64,12 @@ def of_every_entry(backend, residual, grad, format):
 
 
 @pytest.mark.many_programs
-def test_threads_and_repetition(backend, threads):
-    """Only eager and cpp compute with torch's threads: others are repeated once."""
+def test_threads_and_repetitions_agree(backend, threads):
+    """Only eager and cpp use torch's threads. Other backends are repeated once."""
     threads(1)
-    first = everything(backend)
+    first = run_all_ops(backend)
     threaded = backend in (BACKENDS["eager"], BACKENDS.get("cpp"))
     for count in (1, 2, 5) if threaded else (1,):
         threads(count)
-        for now, before in zip(everything(backend), first, strict=True):
+        for now, before in zip(run_all_ops(backend), first, strict=True):
             assert torch.equal(now, before)

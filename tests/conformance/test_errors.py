@@ -1,4 +1,4 @@
-"""Wrong arguments: an error that names them on every way in, and nothing written."""
+"""Wrong arguments: every entry point names them in its error and writes nothing."""
 
 import math
 
@@ -43,7 +43,7 @@ def misaligned(*shape):
 
 
 def payloads(nbytes):
-    """Too few dimensions, ranges and bytes, too many bytes, and strides."""
+    """Wrong payloads: dimensions, ranges, number of bytes, strides, alignment."""
     small = [u8(nbytes), u8(2, 0, nbytes), u8(2, nbytes - 16), u8(2, 64)]
     return [*small, u8(2, nbytes + 8), u8(4, nbytes)[::2], misaligned(2, nbytes)]
 
@@ -169,8 +169,8 @@ def test_wrong_arguments(backend, op, arg, values, named, error):
         refused(backend, op, args, named, error)
 
 
-def test_the_texts_of_ranges(backend):
-    """Word for word, as the public function says them."""
+def test_error_texts_about_ranges(backend):
+    """Ops raise exactly the text of the public function."""
     for op, arg, value, rule in (
         ("mask_pack", "threshold", ones(3), "have 2 elements (one per range), got 3"),
         ("sample_threshold", "ranges", 0, "be in [1, 2147483647], got 0"),

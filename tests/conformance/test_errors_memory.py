@@ -1,4 +1,4 @@
-"""Arguments that share memory, live on another device, or are of another Python type."""
+"""Arguments that share memory, are on another device, or have a wrong Python type."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from conformance.arguments import (
 )
 from dct_kernels.layout import HEADER, MAGIC
 
-# (op, the argument to name, {argument: (dtype, first byte, elements) of one shared memory}).
+# (op, the argument in the error, {argument: (dtype, first byte, elements) in one buffer}).
 VECTOR = (F32, 0, NUMEL)
 ROW = (U8, 384, QUANTIZED_BYTES)
 OVERLAPS = [
@@ -48,7 +48,7 @@ OVERLAPS = [
 
 
 def sharing(op, windows, device="cpu"):
-    """Sound arguments, these of them in one memory."""
+    """Valid arguments, with those of `windows` in one buffer."""
     memory = torch.zeros(4096, dtype=U8, device=device)
     args = {name: placed(value, device) for name, value in arguments(op).items()}
     for name, (dtype, start, count) in windows.items():
@@ -62,7 +62,7 @@ def test_overlapping_arguments(backend, op, named, windows):
     refused(backend, op, sharing(op, windows, backend.device), named, ValueError)
 
 
-def test_neighbours_in_memory_do_not_overlap(backend):
+def test_adjacent_arguments_do_not_overlap(backend):
     end = 4 * NUMEL
     windows = {"residual": VECTOR, "grad": (F32, end, NUMEL), "seen": (I32, 2 * end, 2)}
     windows |= {"threshold": (F32, 2 * end + 8, 2), "payload": (U8, 2 * end + 16, 2 * NBYTES)}
@@ -76,7 +76,7 @@ def test_read_only_arguments_may_share_memory(backend):
     assert backend.sample_threshold(**args)[0] == 0
 
 
-def test_without_a_residual_the_payload_is_still_apart(backend):
+def test_payload_and_grad_must_not_overlap_without_a_residual(backend):
     args = sharing("quantize_pack", {"payload": ROW, "grad": VECTOR}, backend.device)
     refused(backend, "quantize_pack", args | {"residual": None}, "grad", ValueError)
 
@@ -102,7 +102,7 @@ def test_arguments_on_two_devices(op, first, others):
         assert text == f"dct::{op}: {other} must be on cpu like {first}, got meta"
 
 
-OF_ANOTHER_TYPE = [
+WRONG_TYPES = [
     ("sample_threshold", [("grad", [1.0]), ("residual", None), ("density", "0.1")]),
     ("sample_threshold", [("density", None), ("max_samples", 1.0), ("max_samples", True)]),
     ("sample_threshold", [("ranges", 1.0), ("seed", 0.5), ("inv_scale", 1.0)]),
@@ -122,8 +122,8 @@ OF_ANOTHER_TYPE = [
 ]
 
 
-@pytest.mark.parametrize(("op", "cases"), OF_ANOTHER_TYPE)
-def test_values_of_another_type(op, cases):
+@pytest.mark.parametrize(("op", "cases"), WRONG_TYPES)
+def test_wrong_python_types(op, cases):
     for arg, value in cases:
         raises(getattr(dct_kernels, op), arguments(op) | {arg: value}, op, arg, TypeError)
 
@@ -131,7 +131,7 @@ def test_values_of_another_type(op, cases):
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
 @pytest.mark.parametrize("entry", [dct_kernels, torch.ops.dct], ids=["public", "raw"])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_sparse_tensors_are_named(entry, layout):
+def test_sparse_tensors_raise(entry, layout):
     args = arguments("row_pack")
     sparse = args["x"].to_sparse(layout=getattr(torch, layout))
     with pytest.raises(TypeError) as caught:
@@ -150,22 +150,22 @@ WRONG_SIZES += [("value_dtype", "float32", TypeError)]
 WRONG_SIZES += [("format", "sign", ValueError), ("format", F32, TypeError)]
 
 
-@pytest.mark.parametrize(("name", "sound"), SIZES)
-def test_sizes_of_payloads(name, sound):
+@pytest.mark.parametrize(("name", "valid"), SIZES)
+def test_wrong_arguments_of_payload_sizes(name, valid):
     for arg, value, error in WRONG_SIZES:
-        if arg in sound:
-            raises(getattr(dct_kernels, name), sound | {arg: value}, name, arg, error)
+        if arg in valid:
+            raises(getattr(dct_kernels, name), valid | {arg: value}, name, arg, error)
 
 
-def test_payload_info():
+def test_payload_info_checks_shape_and_dtype():
     for shape, dtype in [(63, U8), ((2, 64), U8), (64, F32), (64, U8)]:
         args = {"payload": torch.zeros(shape, dtype=dtype)}
         raises(dct_kernels.payload_info, args, "payload_info", "payload", ValueError)
 
 
 @pytest.mark.parametrize(("version", "code"), [(2, 3), (3, 4), (4, 2), (4, 3), (1, 4)])
-def test_payload_info_refuses_other_versions_by_name(version, code):
-    """Versions 2 and 3 have no meaning any more; their numbers stay unused."""
+def test_payload_info_names_the_versions_that_it_reads(version, code):
+    """Versions 2 and 3 are retired; their numbers stay unused."""
     raw = HEADER.pack(MAGIC, version, code, 0, 9, 5, 0, bytes(40))
     header = torch.frombuffer(bytearray(raw), dtype=U8)
     with pytest.raises(ValueError, match=r"version 1 or 4 \(2 and 3 are no longer read\)"):
@@ -173,8 +173,8 @@ def test_payload_info_refuses_other_versions_by_name(version, code):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_sound_arguments_are_sound(backend, op):
-    """Without this every test above could pass for the wrong reason."""
+def test_valid_arguments_are_accepted(backend, op):
+    """Otherwise every test above could pass for the wrong reason."""
     args = {name: placed(value, backend.device) for name, value in arguments(op).items()}
     getattr(backend, op)(**args)
     getattr(dct_kernels, op)(**arguments(op))

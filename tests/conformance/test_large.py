@@ -1,7 +1,7 @@
-"""More than 2**31 elements: every index is 64 bits wide. Compiled CPU kernels only.
+"""More than 2**31 elements need 64-bit indices. Runs on the compiled CPU kernels only.
 
-Deselected by default (`pytest -m large`). The oracle is the position of a few planted entries: it
-needs no second tensor, and pages that are never touched take no memory.
+Deselected by default; run it with `pytest -m large`. The oracle is a few planted entries, which
+need no second tensor. Pages that are never touched take no memory.
 """
 
 import math
@@ -27,7 +27,7 @@ def compiled(poisoned_memory):
 
 
 def planted(dtype, indices=PLANTED, numel=NUMEL):
-    """Zeros, and at every planted index its rank among them, from 1."""
+    """Zeros, with the values 1, 2, 3, ... at the planted indices."""
     x = torch.zeros(numel, dtype=dtype)
     x[list(indices)] = torch.arange(1.0, len(indices) + 1).to(dtype)
     return x
@@ -39,17 +39,16 @@ def assert_planted(x, scale=1, indices=PLANTED):
 
 
 def test_sample_threshold():
-    """13 GB. The picks of an oracle in Python integers, and the exact k-th largest of a tail."""
+    """Needs 13 GB. Checks samples against Python integers, and the k-th largest of a tail."""
     grad, residual = planted(torch.bfloat16), torch.zeros(NUMEL)
     picks = thresholds.picks(NUMEL, 1000, seed=5, r=0)
     assert max(picks) > 2**31
     grad[picks[-1]] = 77.0
     assert CPP.sample_threshold(grad, residual, 0.001, 1, 1000, 5).tolist() == [77.0]
-    # One stratum of more than 2**31 elements: hash * length needs more than 62 bits.
+    # One stratum has more than 2**31 elements, so hash * length needs more than 62 bits.
     grad[thresholds.picks(NUMEL, 1, seed=11, r=0)] = 55.0
     assert CPP.sample_threshold(grad, residual, 1.0, 1, 1, 11).tolist() == [55.0]
-    # Ranges of two blocks: the last one ends with the last entries, the second largest of which
-    # is its threshold.
+    # Each range has two blocks. The threshold of the last range is its second largest entry.
     ranges = math.ceil(NUMEL / 32768)
     low, _ = payload.bounds(NUMEL, ranges, ranges - 1)
     result = CPP.sample_threshold(grad, residual, 2 / (NUMEL - low), ranges, 40000, 5)
@@ -58,7 +57,7 @@ def test_sample_threshold():
 
 @pytest.mark.parametrize("ranges", [1, 3])
 def test_mask_pack_and_scatter_unpack(ranges):
-    """13 GB: float32 residual and bfloat16 gradient, which then takes the result."""
+    """Needs 13 GB: a float32 residual and a bfloat16 gradient, reused for the result."""
     residual, grad = torch.zeros(NUMEL), planted(torch.bfloat16)
     geometry = payload.Geometry(NUMEL, 20, "bfloat16", ranges)
     packed = torch.zeros(ranges, geometry.nbytes, dtype=torch.uint8)
@@ -82,7 +81,7 @@ def test_mask_pack_and_scatter_unpack(ranges):
 
 
 def test_seen_saturates_and_a_range_overflows():
-    """13 GB. More entries pass than an int32 can count; all but one stay in the residual."""
+    """Needs 13 GB. More entries pass than int32 can count; all but one stay in the residual."""
     residual, grad = torch.ones(NUMEL), torch.zeros(NUMEL, dtype=torch.bfloat16)
     geometry = payload.Geometry(NUMEL, 1, "float32")
     packed = torch.zeros(geometry.nbytes, dtype=torch.uint8)
@@ -96,8 +95,8 @@ def test_seen_saturates_and_a_range_overflows():
     assert torch.count_nonzero(residual) == NUMEL - 1
 
 
-def test_every_entry():
-    """10 GB. More entries than 32 bits count: gradients in 1.875 bits, which then take the sum."""
+def test_dense_payload():
+    """Needs 10 GB. Packs more than 2**32 ternary entries; `grad` is reused for the sum."""
     numel = 2**32 + 16384 + 5
     where = (0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 16383, numel - 1)
     grad = planted(torch.bfloat16, where, numel)
@@ -109,9 +108,9 @@ def test_every_entry():
     assert_planted(grad, 2, where)
 
 
-def test_every_entry_of_ranges_and_an_owner():
-    """10 GB. What three ranges hold is what one does, and an owner adds it to its residual."""
-    where, ranges = (0, 2**30, 2**31 - 1, 2**31, LAST, NUMEL - 1), 3  # in 64 entries only one
+def test_dense_payload_of_several_ranges_and_dequantize_sum_pack():
+    """Needs 10 GB. Three ranges hold the rows of one range; then an owner repacks them."""
+    where, ranges = (0, 2**30, 2**31 - 1, 2**31, LAST, NUMEL - 1), 3  # at most one per group of 64
     grad = planted(torch.bfloat16, where)
     geometry = quantized_payload.Geometry(NUMEL, "ternary", ranges)
     rows = torch.zeros(ranges, geometry.nbytes, dtype=torch.uint8)
@@ -139,7 +138,7 @@ def test_every_entry_of_ranges_and_an_owner():
 
 
 def test_row_ops():
-    """4 GB. Rows that lie beyond 2**31 elements."""
+    """Needs 4 GB. The last rows lie beyond 2**31 elements."""
     rows, width = 2**20 + 1, 2**11 + 1
     assert rows * width > 2**31
     x = torch.zeros(rows, width, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""mask_pack on values, sizes, dtypes and thresholds; capacity and ranges are in test_overflow."""
+"""mask_pack: values, sizes, dtypes and thresholds. test_overflow.py has capacity and ranges."""
 
 import math
 
@@ -37,10 +37,10 @@ def test_misaligned_views(backend, offset, grad_dtype):
 
 
 @value_dtypes
-def test_the_comparison_by_hand(backend, value_dtype):
-    """An entry equal to the threshold passes, a zero never does, NaN and infinity always do.
+def test_comparison_with_the_threshold_by_hand(backend, value_dtype):
+    """An entry equal to the threshold passes. Zeros never pass, NaN and infinity always do.
 
-    With a threshold that is negative or NaN, every entry but the zeros passes.
+    With a negative or NaN threshold, all nonzero entries pass.
     """
     nan, inf, below = math.nan, math.inf, np.nextafter(np.float32(2), np.float32(0))
     residual = torch.tensor([2.0, -2.0, below, -0.0, 0.0, nan, -inf, 1e-45, 3.0])
@@ -67,7 +67,7 @@ SCALES = (0.5, 3.0, 0.0, -1.0, 1e-45, 3e38, math.inf, math.nan)
 @pytest.mark.parametrize("inv_scale", SCALES)
 @grad_dtypes
 def test_inv_scale(backend, inv_scale, grad_dtype):
-    """The product is rounded before the sum: a fused multiply-add would differ here."""
+    """The product is rounded before the sum, unlike in a fused multiply-add."""
     residual, grad = samples.normal(5011), samples.normal(5011, grad_dtype, seed=1)
     scale = torch.tensor(inv_scale)
     calls.mask_pack(backend, residual, grad, 1.0, inv_scale=scale)
@@ -78,7 +78,7 @@ def test_inv_scale(backend, inv_scale, grad_dtype):
 @pytest.mark.many_programs
 @value_dtypes
 def test_conservation_over_all_exponents(backend, value_dtype):
-    """packed value + new residual == acc for every finite acc: in float32, and exactly."""
+    """Packed value + new residual == acc for all finite acc, in float32 and in exact arithmetic."""
     acc = samples.patterns(100_000)
     packed = calls.mask_pack(backend, acc, None, 0.0, value_dtype=value_dtype)
     content = packed.contents[0]
@@ -91,8 +91,8 @@ def test_conservation_over_all_exponents(backend, value_dtype):
     assert np.isfinite(values).all()
 
 
-def test_an_overflowed_step_destroys_no_residual(backend):
-    """An fp16 loss scale that overflows: the gradient is inf or NaN nearly everywhere."""
+def test_a_non_finite_gradient_leaves_the_residual_unchanged(backend):
+    """If an fp16 loss scale overflows, the gradient may be inf and NaN everywhere."""
     residual = samples.normal(20000)
     grad = torch.full((20000,), math.inf, dtype=torch.float16)
     grad[::3] = math.nan
@@ -103,7 +103,7 @@ def test_an_overflowed_step_destroys_no_residual(backend):
 
 
 def test_packed_values_by_hand(backend):
-    """bfloat16: ties to even, saturation, the one NaN; float32: the bits of acc."""
+    """bfloat16 rounds ties to even and saturates. float32 keeps the bits of acc except NaN."""
     inf, nan = 0x7F800000, 0xFF812345
     acc = [0x3F808000, 0x3F818000, 0xBF808001, 0x7F7FFFFF, 0xFF7F8000, inf, nan, 0x00000001]
     residual = bits.from_raw(np.array(acc, np.uint32), torch.float32)

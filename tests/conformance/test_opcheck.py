@@ -1,7 +1,7 @@
 """torch.library.opcheck of the registered ops: schema, fake, autograd registration, AOT dynamic.
 
-It compares no values with the contract; the other files do. The ops run on whatever backend the
-dispatcher picks for the CPU; test_backends.py runs this file once more with eager forced.
+opcheck does not compare values with the oracle; the other files do. The ops run on the dispatcher's
+backend for the CPU. test_backends.py runs this file again with eager forced.
 """
 
 import pytest
@@ -27,7 +27,7 @@ NOTHING = dct_kernels.payload_layout(0, 10, F32).nbytes
 RANGES = u8(2, dct_kernels.quantized_payload_bytes(40000, "int4", ranges=2) + 16)
 BF16_GRAD, BF16_OUT = samples.normal(40000, BF16), empty(40000, dtype=BF16)
 CASES = [(op, {}) for op in OPS]
-# Optional tensors left out, other dtypes, other numbers of dimensions, more room.
+# Omitted optional tensors, other dtypes, other numbers of dimensions, longer payloads.
 CASES += [
     ("sample_threshold", {"grad": samples.normal(NUMEL, F16), "inv_scale": None}),
     ("mask_pack", {"payload": u8(NBYTES), "threshold": torch.ones(1), "seen": empty(1, dtype=I32)}),
@@ -39,7 +39,7 @@ CASES += [
     ("dequantize_sum", {"payloads": RANGES.repeat(3, 1, 1), "out": BF16_OUT, "format": "int4"}),
     ("dequantize_sum", {"out_scale": None}),
 ]
-# No elements, and no rows.
+# Empty tensors, and zero rows.
 CASES += [
     ("sample_threshold", {"grad": empty(0), "residual": empty(0)}),
     ("mask_pack", {"residual": empty(0), "grad": empty(0), "payload": u8(2, NOTHING)}),
@@ -68,7 +68,7 @@ def test_opcheck(op, changes):
     [(F32, BF16, 50, 4), (BF16, F32, 50, 20), (F16, F16, 600, 5)],
 )
 def test_row_ops_requiring_gradients(dtype, value_dtype, width, k):
-    """Of every encoding."""
+    """Each case has a different encoding."""
     x = samples.normal(5 * width, dtype).view(5, width)
     values, positions = dct_kernels.row_pack(x, k, value_dtype)
     x.requires_grad_()
@@ -80,7 +80,7 @@ def test_row_ops_requiring_gradients(dtype, value_dtype, width, k):
 
 @pytest.mark.parametrize("format", row_layout.FORMATS)
 def test_quantized_rows(format):
-    """Also of an input that requires a gradient: the bytes have none."""
+    """The input requires grad; the quantized bytes do not."""
     x = samples.normal(5 * 33, BF16).view(5, 33).requires_grad_()
     check("row_quantize", {"x": x, "format": format})
     rows = dct_kernels.row_quantize(x, format)
@@ -91,10 +91,10 @@ def test_quantized_rows(format):
 @pytest.mark.filterwarnings("error:Accessing the data pointer")
 @pytest.mark.parametrize("entry", [dct_kernels, torch.ops.dct], ids=["public", "raw"])
 @pytest.mark.parametrize("op", OPS)
-def test_tensors_without_memory_give_the_shapes(op, entry):
+def test_fake_and_meta_tensors_give_the_shapes(op, entry):
     fake, real = FakeTensorMode(), arguments(op)
-    for without_memory in (fake.from_tensor, lambda tensor: tensor.to("meta")):
-        args = {n: without_memory(v) if isinstance(v, torch.Tensor) else v for n, v in real.items()}
+    for convert in (fake.from_tensor, lambda tensor: tensor.to("meta")):
+        args = {n: convert(v) if isinstance(v, torch.Tensor) else v for n, v in real.items()}
         expected, shapes = getattr(entry, op)(**real), getattr(entry, op)(**args)
         if expected is None:
             assert shapes is None
@@ -102,6 +102,6 @@ def test_tensors_without_memory_give_the_shapes(op, entry):
         expected = expected if isinstance(expected, tuple) else (expected,)
         shapes = shapes if isinstance(shapes, tuple) else (shapes,)
         for tensor, shape in zip(expected, shapes, strict=True):
-            for what in ("shape", "dtype"):
-                assert getattr(shape, what) == getattr(tensor, what)
+            for attribute in ("shape", "dtype"):
+                assert getattr(shape, attribute) == getattr(tensor, attribute)
             assert shape.stride() == tensor.stride()

@@ -1,4 +1,4 @@
-"""The oracle itself: against brute force, and payload_layout against the published offsets."""
+"""Checks the oracle by brute force, and payload_layout against the published offsets."""
 
 import numpy as np
 import pytest
@@ -10,12 +10,12 @@ from dct_kernels import payload_layout
 
 
 @pytest.mark.parametrize(("dtype", "past_the_last"), [("bfloat16", 2.0**128), ("float16", 2.0**16)])
-def test_rounding_picks_the_nearest_of_all_numbers_of_the_format(dtype, past_the_last):
+def test_rounding_picks_the_nearest_representable_number(dtype, past_the_last):
     every = floats.widen(np.arange(2**16, dtype=np.uint16), dtype)
     codes = np.flatnonzero(~np.isnan(every))
     every = every[codes]
     x = np.concatenate([samples.patterns(500), samples.hard(500, non_finite=False), every[::97]])
-    # Infinity takes the place of the number that would follow the largest one.
+    # Infinity stands for the number that would follow the largest one.
     every, clipped = (np.clip(v.astype(float), -past_the_last, past_the_last) for v in (every, x))
     for number, code in zip(clipped, floats.narrow(x, dtype), strict=True):
         distance = np.abs(every - number)
@@ -33,7 +33,7 @@ def test_saturation_keeps_finite_numbers_finite_and_infinity_infinite():
 
 @pytest.mark.parametrize("ranges", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", bits.PAYLOAD_VALUES, ids=bits.name)
-def test_payload_layout_is_the_published_one(dtype, ranges):
+def test_payload_layout_matches_the_oracle(dtype, ranges):
     for numel in (*samples.SIZES, samples.LARGE, 2**31 + 16385, 2**40):
         for capacity in (1, 7, 8, 9, 4096, 2**32 - 1):
             expected = payload.Geometry(numel, capacity, bits.name(dtype), ranges)

@@ -1,4 +1,4 @@
-"""mask_pack: capacity, and payloads of several ranges."""
+"""mask_pack: the capacity, and payloads of several ranges."""
 
 import math
 
@@ -13,7 +13,7 @@ value_dtypes = pytest.mark.parametrize("value_dtype", bits.PAYLOAD_VALUES, ids=b
 
 
 def spread(numel, count):
-    """[numel] of small values with `count` ones among them, and where they are."""
+    """([numel] small values with `count` ones among them, the positions of the ones)."""
     where = np.sort(np.random.default_rng(0).choice(numel, count, replace=False))
     residual = torch.full((numel,), 0.25)
     residual[torch.from_numpy(where)] = 1.0
@@ -29,14 +29,14 @@ def test_capacity_around_the_count(backend, capacity):
     assert content.count == min(capacity, 37)
     assert packed.seen.tolist() == [37]
     assert payload.indices(content) == where[:capacity].tolist()
-    # What did not fit is late, not lost.
-    late = where[capacity:]
-    assert packed.residual[torch.from_numpy(late)].tolist() == [1.0] * len(late)
+    # Entries beyond the capacity stay in the residual.
+    remaining = where[capacity:]
+    assert packed.residual[torch.from_numpy(remaining)].tolist() == [1.0] * len(remaining)
 
 
 @value_dtypes
 @pytest.mark.parametrize("short_of", [1, 50, 51, 16384])
-def test_everything_passes_and_overflows(backend, short_of, value_dtype):
+def test_overflow_when_all_entries_pass(backend, short_of, value_dtype):
     numel = 2 * 16384 + 50
     residual = samples.patterns(numel)
     residual[residual == 0] = 1.0
@@ -46,7 +46,7 @@ def test_everything_passes_and_overflows(backend, short_of, value_dtype):
     assert packed.seen.tolist() == [numel]
 
 
-def test_the_non_finite_flag_covers_what_did_not_fit(backend):
+def test_the_non_finite_flag_covers_entries_beyond_the_capacity(backend):
     residual = torch.ones(100)
     residual[99] = math.inf
     packed = calls.mask_pack(backend, residual, None, 0.5, capacity=5)
@@ -57,7 +57,7 @@ def test_the_non_finite_flag_covers_what_did_not_fit(backend):
 @pytest.mark.parametrize("ranges", [1, 2, 3, 7])
 @pytest.mark.parametrize("numel", [0, 5, 16385, 3 * 16384, 3 * 16384 + 7, 5 * 16384 + 1])
 def test_ranges(backend, numel, ranges):
-    """A threshold each; the last ranges are short or empty."""
+    """Each range has its own threshold. The last ranges are short or empty."""
     residual, grad = samples.hard(numel), samples.hard(numel, torch.bfloat16, seed=1)
     thresholds = [0.75, -1.0, math.inf, 2.0, math.nan, 0.0, 0.5][:ranges]
     value_dtype = bits.PAYLOAD_VALUES[ranges % 2]
@@ -65,8 +65,8 @@ def test_ranges(backend, numel, ranges):
     assert sum(content.numel for content in packed.contents) == numel
 
 
-def test_ranges_overflow_one_by_one(backend):
-    """Flags, capacity, threshold and seen are a range's own."""
+def test_ranges_overflow_independently(backend):
+    """Each range has its own flags, capacity, threshold and `seen`."""
     numel = 4 * 16384 + 100
     residual = torch.zeros(numel)
     residual[10:15] = 1.0

@@ -1,4 +1,4 @@
-"""quantize_pack: sizes, dtypes, scales and ranges; what it does by hand, and what it must keep."""
+"""quantize_pack: sizes, dtypes, scales, values computed by hand, and conservation."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_sizes(backend, numel, format):
 @formats
 @grad_dtypes
 def test_without_a_residual(backend, grad_dtype, format):
-    """A gradient of -0.0 is not added to anything, and keeps its sign."""
+    """Nothing is added to the gradient, so -0.0 keeps its sign."""
     for numel in (0, 65, 16385):
         grad = numbers(numel, grad_dtype)
         grad[:3] = -0.0
@@ -52,7 +52,7 @@ SCALES = (0.5, 3.0, 0.0, -1.0, 1e-45, 3e38, math.inf, math.nan)
 @pytest.mark.parametrize("inv_scale", SCALES)
 @grad_dtypes
 def test_inv_scale(backend, inv_scale, grad_dtype):
-    """The product is rounded before the sum: a fused multiply-add would differ here."""
+    """The product is rounded before the sum, unlike in a fused multiply-add."""
     residual, grad = samples.normal(3011), numbers(3011, grad_dtype)
     scale = torch.tensor(inv_scale)
     for format in ("float32", "int8"):
@@ -60,18 +60,18 @@ def test_inv_scale(backend, inv_scale, grad_dtype):
     quantized_calls.quantize_pack(backend, residual, grad, "int4", inv_scale=scale.view(1))
 
 
-# The first bytes of the first codes, the last scale's place and bits, what is left.
+# {format: (first values, bytes of their codes, bits of the scale, residual)}
 BY_HAND = {
     "int8": ([127.0, 0.5, 1.5, -2.5, -126.5], [127, 0, 2, 254, 130], 0x3F80, [0, 0.5, -0.5, -0.5]),
     "int4": ([7.0, -7.0, 2.25, -0.5], [0x97, 0x02], 0x3F80, [0, 0, 0.25, -0.5]),
-    # The mean of 64 is 9 / 64, that of the three kept ones 3; a byte is 1 - 3 - 9.
+    # The mean magnitude of 64 entries is 9 / 64, of the three kept ones 3. A byte is 1 - 3 - 9.
     "ternary": ([4.0, -4.0, -1.0], [245, 0], 0x4040, [1, -1, 2]),
 }
 
 
 @pytest.mark.parametrize("format", BY_HAND)
 def test_rows_by_hand(backend, format):
-    """1,025 entries: two rows, in each the codes of 16 groups and then their 16 scales."""
+    """1,025 entries make two rows, each with the codes of 16 groups and then 16 scales."""
     first, codes, scale, left = BY_HAND[format]
     each = {"int8": 64, "int4": 32, "ternary": 13}[format]
     residual = torch.zeros(1025)
@@ -96,7 +96,7 @@ def test_rows_by_hand(backend, format):
 
 
 def test_values_without_scales_by_hand(backend):
-    """bfloat16: ties to even, saturation, the one NaN; float32: the bits of acc."""
+    """bfloat16 rounds ties to even and saturates. float32 keeps the bits of acc except NaN."""
     acc = [0x3F808000, 0x3F818000, 0xBF808001, 0x7F7FFFFF, 0x7F800000, 0xFF812345, 0x00000001]
     residual = bits.from_raw(np.array([*acc, 0x80000000], np.uint32), torch.float32)
     packed = quantized_calls.quantize_pack(backend, residual, None, "bfloat16")
@@ -118,10 +118,10 @@ def test_values_without_scales_by_hand(backend):
 @pytest.mark.many_programs
 @formats
 def test_conservation_over_all_exponents(backend, format):
-    """value + new residual == acc, exactly; "ternary" rounds the residual once."""
+    """Value + new residual == acc exactly, except that ternary rounds the residual once."""
     exponents = torch.arange(-149, 126, dtype=torch.float64).repeat_interleave(64)
-    of_one_size = samples.normal(len(exponents)) * torch.exp2(exponents)
-    acc = torch.cat([of_one_size.float(), samples.patterns(20_000)])
+    by_exponent = samples.normal(len(exponents)) * torch.exp2(exponents)
+    acc = torch.cat([by_exponent.float(), samples.patterns(20_000)])
     packed = quantized_calls.quantize_pack(backend, acc, None, format)
     exact = acc.numpy().astype(float) - packed.values.astype(float)
     left = packed.residual.numpy()
@@ -135,8 +135,8 @@ def test_conservation_over_all_exponents(backend, format):
 
 
 @with_scales
-def test_the_largest_numbers_arrive_finite(backend, format):
-    """No scale is so large that a code times it is infinite: 7 and 127 times it stay below."""
+def test_the_largest_numbers_stay_finite(backend, format):
+    """Scales are limited so that 7 or 127 times the scale is finite."""
     top = np.array([0x7F7FFFFF, 0x7F7FFFFE, 0x7F7F8000, 0x7F7F7FFF, 0x7F400000], np.uint32)
     acc = bits.from_raw(top.repeat(64), torch.float32)
     acc[1::2] *= -1
@@ -150,8 +150,8 @@ def test_the_largest_numbers_arrive_finite(backend, format):
 
 @with_scales
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_one_that_is_not_finite_makes_its_64_nan(backend, bad, format):
-    """The residual keeps its old values there, and 0 in place of what is not finite."""
+def test_a_non_finite_entry_makes_its_group_nan(backend, bad, format):
+    """The residual of the group is unchanged, except that non-finite residuals become 0."""
     clean = quantized_calls.quantize_pack(backend, samples.normal(1500), None, format)
     for at in (0, 63, 64, 1023, 1024, 1499):
         residual, grad = samples.normal(1500), torch.zeros(1500)

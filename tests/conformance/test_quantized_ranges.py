@@ -1,4 +1,4 @@
-"""quantize_pack into several ranges, and into more room than it needs; the header of each."""
+"""quantize_pack into several ranges, and into payloads that are longer than needed."""
 
 import math
 
@@ -18,7 +18,7 @@ formats = pytest.mark.parametrize("format", oracle.FORMATS)
 @formats
 @pytest.mark.parametrize("ranges", [1, 2, 3, 7])
 def test_ranges(backend, ranges, format):
-    """Bytes past the rows are kept: of room, of a shorter last range, and of an empty one."""
+    """Bytes after the rows are unchanged, also in a shorter last range and an empty range."""
     for numel in (0, 5, 16384, 16385, 2 * 16384 + 7):
         residual, grad = numbers(numel), numbers(numel, torch.bfloat16, seed=1)
         packed = quantized_calls.quantize_pack(backend, residual, grad, format, ranges, room=32)
@@ -26,7 +26,7 @@ def test_ranges(backend, ranges, format):
 
 
 @formats
-def test_a_range_says_of_itself_alone_that_it_is_not_finite(backend, format):
+def test_each_range_has_its_own_non_finite_flag(backend, format):
     residual = torch.ones(2 * 16384 + 100)
     residual[-1] = math.nan
     packed = quantized_calls.quantize_pack(backend, residual, None, format, ranges=3)
@@ -34,7 +34,7 @@ def test_a_range_says_of_itself_alone_that_it_is_not_finite(backend, format):
 
 
 @formats
-def test_quantized_payload_bytes_are_the_published_ones(format):
+def test_quantized_payload_bytes_match_the_oracle(format):
     for ranges in (1, 2, 3, 5):
         for numel in (0, 1, 1024, 1025, 16384, 16385, 10**6 + 3, 2**31 + 16385, 2**40):
             expected = Geometry(numel, format, ranges).nbytes
@@ -45,6 +45,6 @@ def test_quantized_payload_bytes_are_the_published_ones(format):
 def test_quantized_payload_bytes_by_hand():
     sizes = [dct_kernels.quantized_payload_bytes(1025, format) for format in oracle.FORMATS]
     assert sizes == [64 + 2 * row for row in (4096, 2048, 64 * 16 + 32, 32 * 16 + 32, 13 * 16 + 32)]
-    # Two blocks and a bit, in two ranges: the first has two blocks of 16 rows.
+    # Two blocks and one entry, in two ranges: the first range has two blocks of 16 rows.
     assert dct_kernels.quantized_payload_bytes(2 * 16384 + 1, "int4", 2) == 64 + 32 * 544
     assert dct_kernels.quantized_payload_bytes(0, "int8", 7) == 64

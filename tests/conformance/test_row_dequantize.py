@@ -1,4 +1,4 @@
-"""row_dequantize by hand, and of whatever a peer sent; test_row_quantize has the rest."""
+"""row_dequantize by hand, and of arbitrary bytes. test_row_quantize.py covers the rest."""
 
 import math
 
@@ -23,7 +23,7 @@ def garbage(rows, width, format, seed=0):
 @formats
 @dtypes
 def test_garbage(backend, dtype, format):
-    """Random bytes, all zeros and all ones: numbers, infinities and NaN, as stated."""
+    """Rows are random bytes, all zeros or all ones."""
     for width in (1, 7, 64, 1025, 4099):
         rows = garbage(40 if width < 1000 else 4, width, format)
         rows = torch.cat([rows, rows[:1] * 0, rows[:1] * 0 + 255])
@@ -32,7 +32,7 @@ def test_garbage(backend, dtype, format):
 
 @formats
 def test_every_byte(backend, format):
-    """Of codes, with a scale of 1: trits past 121, int8's -128 and int4's -8 among them."""
+    """Every byte of codes with a scale of 1, including invalid ternary, int8 -128, int4 -8."""
     each = {"int8": 1, "int4": 2, "ternary": 5, "sign": 8}[format]
     rows = torch.arange(256).to(torch.uint8).view(256, 1)
     scale = torch.tensor([0x80, 0x3F], dtype=torch.uint8)
@@ -42,7 +42,7 @@ def test_every_byte(backend, format):
 @formats
 @dtypes
 def test_every_scale(backend, dtype, format):
-    """NaN, infinite, negative and subnormal ones among them; a width of one byte of codes."""
+    """Includes NaN, infinite, negative and subnormal scales. Each row has one byte of codes."""
     scales = torch.arange(0, 2**16, 7 if backend.device == "cpu" else 1)
     rows = torch.full((len(scales), 3), 0x7E, dtype=torch.uint8)
     rows[:, 1], rows[:, 2] = (scales & 255).to(torch.uint8), (scales >> 8).to(torch.uint8)
@@ -57,7 +57,7 @@ def test_by_hand(backend):
     rows = torch.tensor([[79, 0x00, 0x40]], dtype=torch.uint8)  # 79 = 1 - 3 + 81
     assert check(backend, rows, 5, "ternary").tolist() == [[2.0, -2.0, 0.0, 0.0, 2.0]]
     assert check(backend, rows, 5, "sign").tolist() == [[-2.0, -2.0, -2.0, -2.0, 2.0]]
-    # Bytes that are no sum of five ternary codes read as five ones.
+    # Bytes that are not a sum of five ternary codes decode as five ones.
     for byte, value in ((0x79, 2.0), (0x7A, 2.0), (0x80, 2.0), (0x87, -2.0)):
         rows = torch.tensor([[byte, 0x00, 0x40]], dtype=torch.uint8)
         assert check(backend, rows, 5, "ternary").tolist() == [[value] * 5]
@@ -65,7 +65,7 @@ def test_by_hand(backend):
 
 @formats
 @dtypes
-def test_float16_overflows_and_nan_comes_through(backend, dtype, format):
+def test_float16_overflow_and_nan(backend, dtype, format):
     x = torch.tensor([[1e6, -1e6] * 16, [math.nan] + [1.0] * 31, [1e-6] * 32])
     rows = backend.row_quantize(x.to(backend.device), format).cpu()
     out = check(backend, rows, 32, format, dtype)
@@ -77,7 +77,7 @@ def test_float16_overflows_and_nan_comes_through(backend, dtype, format):
 @formats
 @pytest.mark.parametrize("width", [5, 64, 300])
 def test_round_trip(backend, width, format):
-    """Close to x, and what it gives is a fixed point: quantized again it is the same."""
+    """The result is close to x, and quantizing it again reproduces it up to rounding."""
     x = samples.normal(20 * width).view(20, width)
     rows = backend.row_quantize(x.to(backend.device), format)
     once = backend.row_dequantize(rows, width, format, torch.float32)

@@ -1,4 +1,4 @@
-"""row_pack, row_gather and row_unpack: which entries, in which encoding, rounded how."""
+"""row_pack, row_gather and row_unpack: selected entries, encodings, rounding."""
 
 import math
 
@@ -13,7 +13,7 @@ from conformance.memory import Arena
 x_dtypes = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
 value_dtypes = pytest.mark.parametrize("value_dtype", bits.FLOATS, ids=bits.name)
 
-# (d, k): around vectors and bytes, the ends of every encoding, and their ties.
+# (width, k): around vectors and bytes, and where the encoding changes.
 SHAPES = [(1, 1), (2, 1), (7, 7), (8, 1), (9, 2), (31, 3), (32, 4), (33, 5), (33, 33), (64, 7)]
 SHAPES += [(64, 8), (64, 9), (100, 50), (127, 1), (255, 31), (256, 31), (256, 32), (256, 256)]
 SHAPES += [(257, 16), (257, 17), (512, 31), (512, 32), (1000, 1), (1024, 100), (1025, 64)]
@@ -22,7 +22,7 @@ WIDE += [(65537, 5000), (70001, 70001)]
 
 
 def check(backend, x, k, value_dtype, offset=0):
-    """Hold row_pack, and the other ops at its positions, against the oracle."""
+    """Compare row_pack, and the other ops at its positions, with the oracle."""
     arena = Arena(backend.device, offset)
     values, positions = backend.row_pack(arena.read(x), k, value_dtype)
     arena.check()
@@ -78,7 +78,7 @@ def test_wide_rows(backend, width, k):
 @x_dtypes
 @pytest.mark.parametrize("rows", [0, 1, 31, 32, 33, 1000])
 def test_rows(backend, rows, dtype):
-    """Of each encoding: columns, a bitmap, wide columns."""
+    """The encodings are uint8 columns, a bitmap and uint16 columns."""
     for width, k in [(40, 3), (40, 20), (600, 5)]:
         check(backend, hard_rows(rows, width, dtype), k, dtype)
 
@@ -111,7 +111,7 @@ def test_rows_of_one_value(backend, value, width, k):
     check(backend, torch.full((3, width), value), k, torch.float32)
 
 
-def test_nan_ranks_as_infinity_and_both_zeros_as_one(backend):
+def test_nan_ranks_as_infinity_and_signed_zeros_are_equal(backend):
     nan, inf = math.nan, math.inf
     x = torch.tensor([[1.0, inf, nan, -inf, nan, 0.0], [-0.0, 0.0, -0.0, 0.0, 1e-45, -0.0]])
     for k in range(1, 7):
@@ -124,7 +124,7 @@ def test_nan_ranks_as_infinity_and_both_zeros_as_one(backend):
 @value_dtypes
 @x_dtypes
 def test_values_are_rounded_like_a_cast(backend, dtype, value_dtype):
-    """Overflow becomes infinity, unlike in mask_pack, and every NaN the positive quiet one."""
+    """Overflow becomes infinity, unlike in mask_pack. NaN becomes the positive quiet NaN."""
     x = hard_rows(40, 100, dtype)
     values, _ = check(backend, x, 100, value_dtype)
     nan = x.isnan()

@@ -13,13 +13,13 @@ from dct_kernels import row_layout
 x_dtypes = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
 formats = pytest.mark.parametrize("format", oracle.FORMATS)
 
-# Around bytes of 2, 5 and 8 codes, vectors, warps, blocks of 32 and what a program holds at once.
+# Around bytes of 2, 5 and 8 codes, vectors, warps, blocks of 32, and the tile of a program.
 WIDTHS = (1, 2, 4, 5, 6, 7, 8, 9, 16, 31, 32, 33, 64, 127, 128, 255, 256)
 WIDTHS += (1023, 1024, 1025, 2048, 2052, 4099)
 
 
 def check(backend, x, format, offset=0):
-    """Hold row_quantize, and row_dequantize of its rows, against the oracle; return the rows."""
+    """Compare row_quantize, and row_dequantize of its rows, with the oracle; return the rows."""
     arena = Arena(backend.device, offset)
     rows = backend.row_quantize(arena.read(x), format)
     arena.check()
@@ -44,7 +44,7 @@ def check_dequantize(backend, rows, width, format, dtype=torch.float32, offset=0
 
 
 def rows_of_kinds(width, dtype=torch.float32):
-    """Normal; of few magnitudes and hard ones, finite and not; zeros; one alone; an outlier."""
+    """Rows of normal and special values, zeros, a single nonzero entry, and an outlier."""
     kinds = [
         samples.normal(2 * width, dtype).view(2, width),
         samples.hard(2 * width, dtype, non_finite=False).view(2, width),
@@ -93,7 +93,7 @@ def test_misaligned_views(backend, offset, dtype, format):
 
 @formats
 def test_rows_of_every_exponent(backend, format):
-    """Each row is of one magnitude: from rows that vanish to rows whose scale rounds to the top."""
+    """Each row has one magnitude, from rows that round to zero to the largest scale."""
     x = samples.normal(16 * 256).view(256, 16).clamp(-3, 3) / 3
     exponents = torch.arange(-127, 129).clamp(max=127).view(256, 1)
     x = (x.double() * torch.exp2(exponents.double())).float()
@@ -107,7 +107,7 @@ def test_random_bits(backend, format):
 
 
 def test_int8_by_hand(backend):
-    """Halves go to even; the largest is 127 though its scale was rounded."""
+    """Ties round to even. The scale is rounded, so the largest code is 126 or 127."""
     x = torch.tensor([[127.0, 0.5, 1.5, -2.5, -0.0, -126.5, 1e-30]])
     rows = check(backend, x, "int8")
     assert rows.view(torch.int8)[0, :-2].tolist() == [127, 0, 2, -2, 0, -126, 0]
@@ -126,7 +126,7 @@ def test_int4_by_hand(backend):
 
 def test_ternary_by_hand(backend):
     """A byte is the sum of its codes times 1, 3, 9, 27, 81."""
-    x = torch.tensor([[4.0, -4.0, 1.0, 0.0, 2.0, -2.0]])  # .75 of the mean is 1.625
+    x = torch.tensor([[4.0, -4.0, 1.0, 0.0, 2.0, -2.0]])  # 0.75 times the mean magnitude is 1.625
     rows = check(backend, x, "ternary")
     assert rows.view(torch.int8)[0, :-2].tolist() == [1 - 3 + 81, -1]
     assert rows[0, -2:].tolist() == [0x40, 0x40]  # 3
@@ -142,8 +142,8 @@ def test_sign_by_hand(backend):
 
 @formats
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_with_nan_or_infinity(backend, bad, format):
-    """It says so by its scale, alone among its rows."""
+def test_a_row_with_nan_or_infinity_has_a_nan_scale(backend, bad, format):
+    """The scale of this row becomes NaN; other rows are unchanged."""
     clean = check(backend, samples.normal(3 * 100).view(3, 100), format)
     for column in (0, 40, 99):
         x = samples.normal(3 * 100).view(3, 100)

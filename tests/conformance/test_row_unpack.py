@@ -1,4 +1,4 @@
-"""row_gather and row_unpack by hand, and of whatever a peer sent; test_row_pack has the rest."""
+"""row_gather and row_unpack by hand, and at arbitrary positions. See also test_row_pack.py."""
 
 import math
 
@@ -15,13 +15,13 @@ out_dtypes = pytest.mark.parametrize("out_dtype", bits.FLOATS, ids=bits.name)
 
 
 def positions_of(columns, width, k):
-    """uint8 [B, w] of these lists of columns."""
+    """Encode lists of columns as uint8 [rows, bytes]."""
     raw = b"".join(oracle.encode(row, width, k) for row in columns)
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(len(columns), -1)
 
 
 def check(backend, width, k, positions):
-    """Hold both ops against the oracle at these positions."""
+    """Compare both ops with the oracle at these positions."""
     rows, f32 = len(positions), torch.float32
     gathered = check_gather(backend, hard_rows(rows, width), k, positions, f32)
     return gathered, check_unpack(backend, hard_rows(rows, k), width, positions, f32)
@@ -38,7 +38,7 @@ def test_by_hand(backend):
 
 @out_dtypes
 @x_dtypes
-def test_rounding_is_that_of_a_cast(backend, dtype, out_dtype):
+def test_values_are_rounded_like_a_cast(backend, dtype, out_dtype):
     values = hard_rows(50, 20, dtype)
     positions = positions_of([list(range(20))] * 50, 20, 20)
     out = check_unpack(backend, values, 20, positions, out_dtype)
@@ -69,9 +69,9 @@ BITMAP = (20, 4)
         (BITMAP, [255, 255, 255], [0, 1, 2, 3]),
     ],
 )
-def test_positions_that_cannot_be_accepted(backend, shape, positions, accepted):
-    """A column that does not ascend, and bits past the k-th or the width: such a slot gathers 0 and
-    scatters nothing, and the slots after it keep their own values."""
+def test_invalid_positions_are_ignored(backend, shape, positions, accepted):
+    """Columns must ascend, and bits past the k-th or the width are invalid. An invalid slot gathers
+    0 and scatters nothing. Later slots keep their values."""
     width, k = shape
     positions = torch.tensor([positions], dtype=torch.uint8)
     x, values = torch.arange(1.0, width + 1).view(1, width), torch.arange(1.0, k + 1).view(1, k)

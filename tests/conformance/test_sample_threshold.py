@@ -1,4 +1,4 @@
-"""sample_threshold: exact k-th largest, and the published strata."""
+"""sample_threshold: the exact k-th largest, and samples from the published strata."""
 
 import math
 
@@ -15,14 +15,14 @@ grad_dtypes = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
 
 @grad_dtypes
 @pytest.mark.parametrize("numel", samples.SIZES)
-def test_exact_where_every_element_is_looked_at(backend, numel, dtype):
+def test_exact_if_all_elements_are_sampled(backend, numel, dtype):
     grad, residual = samples.hard(numel, dtype), samples.hard(numel, seed=1)
     for density in (1e-9, 0.01, 0.5, 1.0):
         check(backend, grad, residual, density)
 
 
-def test_many_tie_at_a_bound_of_the_search(backend):
-    """The CPU's first bound is two powers of two below the top, and it drops what is below."""
+def test_ties_of_the_k_th_largest(backend):
+    """The CPU kernel searches the k-th largest bit by bit. Here 300 entries tie."""
     top = np.float32(4.0).view(np.int32)
     x = torch.full([1000], 0.125)
     x[100] = 4.0
@@ -32,7 +32,7 @@ def test_many_tie_at_a_bound_of_the_search(backend):
 
 @grad_dtypes
 @pytest.mark.parametrize("max_samples", [1, 2, 7, 64, 2500])
-def test_sampled(backend, max_samples, dtype):
+def test_sampling(backend, max_samples, dtype):
     for numel in (max_samples - 1, max_samples, max_samples + 1, 3 * max_samples + 5, 20011):
         grad, residual = samples.hard(numel, dtype), samples.hard(numel, seed=1)
         check(backend, grad, residual, 0.1, max_samples=max_samples, seed=7)
@@ -52,15 +52,15 @@ def test_seeds_and_ranges_sample_differently(backend):
 
 
 @pytest.mark.many_programs
-def test_a_million_elements_within_the_stated_error(backend):
-    """Three standard errors of the density that 65,536 samples select."""
+def test_density_of_a_million_elements_is_within_the_stated_error(backend):
+    """The limit is three standard errors of the density with 65,536 samples."""
     grad, residual = samples.normal(samples.LARGE), samples.normal(samples.LARGE, seed=1)
     tau = check(backend, grad, residual, 0.01)
     density = ((grad + residual).abs() >= tau).float().mean().item()
     assert abs(density / 0.01 - 1) < 3 * math.sqrt((1 - 0.01) / (65536 * 0.01))
 
 
-# Pairs whose product is not what decimal notation, or float32, would make of it.
+# Products that differ from those in decimal or float32 arithmetic.
 @pytest.mark.parametrize(
     ("density", "n", "k"),
     [
@@ -69,7 +69,7 @@ def test_a_million_elements_within_the_stated_error(backend):
     ],
 )
 def test_k_is_a_float64_product_rounded_up(backend, density, n, k):
-    """By hand: the magnitudes are 1 to n, so the k-th largest tells k."""
+    """The magnitudes are 1 to n, so the k-th largest determines k."""
     x = torch.arange(1.0, n + 1).flip(0)
     assert check(backend, x, None, density) == n - k + 1
     for max_samples in (n, n + 1):
@@ -79,7 +79,7 @@ def test_k_is_a_float64_product_rounded_up(backend, density, n, k):
 @pytest.mark.parametrize("ranges", [1, 2, 3, 7])
 @pytest.mark.parametrize("numel", [0, 5, 16385, 3 * 16384, 5 * 16384 + 1])
 def test_ranges(backend, numel, ranges):
-    """All elements of a short range, some of a long one; an empty range has infinity."""
+    """Long ranges are sampled. The threshold of an empty range is infinity."""
     x = samples.hard(numel)
     result = check(backend, x, x.flip(0), 0.02, ranges, max_samples=500, seed=3)
     check(backend, x, x.flip(0), 0.5, ranges)
@@ -107,7 +107,7 @@ def test_inv_scale(backend, inv_scale, dtype):
 
 
 def test_the_product_is_rounded_before_the_sum(backend):
-    """Density 1 of one element returns |acc| itself, so every rounding is seen."""
+    """With one sample and density 1 the result is |acc|, which shows every rounding."""
     numel, scale = 7 * 16384, torch.tensor(0.7)
     grad, residual = samples.normal(numel), samples.normal(numel, seed=1)
     for seed in range(4):

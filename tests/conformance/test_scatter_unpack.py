@@ -1,4 +1,4 @@
-"""scatter_unpack of sound payloads: the sum in rank order, factor, one rounding."""
+"""scatter_unpack of valid payloads: sum in rank order, multiply by the factor, round once."""
 
 import math
 
@@ -37,8 +37,8 @@ def test_sizes_and_dtypes(backend, numel, out_dtype, value_dtype):
 
 @pytest.mark.many_programs
 @pytest.mark.parametrize("offset", [0, 1])
-def test_more_than_a_cache_holds(backend, offset):
-    """34 MB of output, which a kernel may write past the caches."""
+def test_output_larger_than_the_caches(backend, offset):
+    """Kernels may write 34 MB of output with stores that bypass the caches."""
     geometry = Geometry(8_400_007, 5000, "bfloat16")
     calls.scatter_unpack(backend, payloads(geometry, 2, 0.0005), geometry, offset=offset)
 
@@ -48,19 +48,19 @@ def test_more_than_a_cache_holds(backend, offset):
 def test_ranks_and_ranges(backend, ranges, ranks):
     for numel in (0, 5, 16385, 5 * 16384 + 7):
         geometry = Geometry(numel, 400, "bfloat16", ranges)
-        sound = payloads(geometry, ranks)
-        _, status = calls.scatter_unpack(backend, sound, geometry, scale=0.125, three_dims=True)
+        valid = payloads(geometry, ranks)
+        _, status = calls.scatter_unpack(backend, valid, geometry, scale=0.125, three_dims=True)
         assert status == [0] * ranks
 
 
 def test_many_ranks(backend):
-    """More than a tile has pieces, where ranks take turns with them."""
+    """There are more ranks than pieces of a tile, which the ranks share."""
     geometry = Geometry(5000, 100, "bfloat16")
     calls.scatter_unpack(backend, payloads(geometry, 130, 0.01), geometry, scale=1 / 130)
 
 
-def test_the_sum_by_hand(backend):
-    """In rank order, in float32: 1e8 + 1 - 1e8 is 0, whatever else would be more exact."""
+def test_sum_is_in_rank_order(backend):
+    """In float32, 1e8 + 1 - 1e8 is 0, although another order is more accurate."""
     geometry = Geometry(6, 4, "float32")
     ranks = [
         entries(geometry, [0, 2, 3], [1e8, 1.5, -0.0]),
@@ -76,8 +76,8 @@ def test_the_sum_by_hand(backend):
     assert out[0] == 1.0
 
 
-def test_no_zero_of_the_sum_is_negative(backend):
-    """-1 times the 0 of an element that nobody sent, and an entry of -0.0, are both 0.0."""
+def test_zeros_of_the_sum_are_positive(backend):
+    """An element that no rank sent is 0.0, also times -1. An entry of -0.0 becomes 0.0."""
     geometry = Geometry(100, 1, "float32")
     for scale in (1.0, -1.0):
         out, _ = calls.scatter_unpack(
@@ -86,7 +86,7 @@ def test_no_zero_of_the_sum_is_negative(backend):
         assert bits.raw(out).tolist() == [0] * 100
 
 
-def test_the_order_of_eight_ranks_shows_in_the_bits(backend):
+def test_the_order_of_ranks_changes_the_bits(backend):
     geometry = Geometry(1000, 1000, "float32")
     pool = samples.normal(5000)
     ranks = [calls.random_payload(geometry, 1.0, seed, pool) for seed in range(8)]
@@ -100,14 +100,14 @@ SCALES = (1 / 3, -1.0, 0.0, -0.0, 1e-45, 1e-320, 1e39, math.inf, math.nan)
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_scale_is_rounded_to_float32_once(backend, scale):
-    """Infinity times the zero of an element nobody sent is NaN: every element is computed."""
+    """Infinity times the 0 of an element that no rank sent is NaN."""
     geometry = Geometry(3000, 500, "float32")
     calls.scatter_unpack(backend, payloads(geometry, 3, 0.1), geometry, scale=scale)
 
 
 @pytest.mark.parametrize("out_scale", [65536.0, 1 / 3, 0.0, -2.0, math.inf, math.nan])
 def test_out_scale(backend, out_scale):
-    """factor = float32(scale) * out_scale is rounded before it meets the sum."""
+    """factor = float32(scale) * out_scale is rounded before it multiplies the sum."""
     geometry = Geometry(3000, 400, "bfloat16")
     pool, out_scale = samples.normal(3000, torch.bfloat16), torch.tensor(out_scale)
     ranks = [calls.random_payload(geometry, 0.1, seed, pool) for seed in range(3)]
@@ -116,8 +116,8 @@ def test_out_scale(backend, out_scale):
 
 
 @out_dtypes
-def test_one_rounding_to_the_dtype_of_out(backend, out_dtype):
-    """Ties, subnormals, and overflow to infinity: packing saturates, summing does not."""
+def test_out_is_rounded_once(backend, out_dtype):
+    """Includes ties and subnormals. Sums overflow to infinity; only packing saturates."""
     geometry = Geometry(20000, 20000, "float32")
     for pool in (samples.hard(5000, non_finite=False), samples.patterns(5000)):
         ranks = [calls.random_payload(geometry, 1.0, 0, pool)]
@@ -137,27 +137,27 @@ def test_misaligned_out(backend, offset, out_dtype):
 
 @pytest.mark.parametrize("flags", range(4))
 def test_non_finite_and_overflow_together_give_nan(backend, flags):
-    """Element 0 of the payload's range, whether or not an entry sits there."""
+    """The first element of the range becomes NaN, with or without an entry there."""
     geometry = Geometry(40000, 50, "float32", ranges=2)
     pool = torch.tensor([1.0, 2.0])
-    sound = calls.random_payload(geometry, 0.001, 0, pool)
+    valid = calls.random_payload(geometry, 0.001, 0, pool)
     marked = calls.random_payload(geometry, 0.001, 1, pool, flags)
-    out, status = calls.scatter_unpack(backend, [sound, [sound[0], marked[1]], sound], geometry)
+    out, status = calls.scatter_unpack(backend, [valid, [valid[0], marked[1]], valid], geometry)
     assert status == [0, 0, 0]
     expected = [32768] if flags == 3 else []
     assert out.isnan().nonzero().flatten().tolist() == expected
 
 
-def test_flags_of_an_empty_range_mark_nothing(backend):
+def test_flags_of_an_empty_range_are_ignored(backend):
     geometry = Geometry(10, 2, "float32", ranges=3)
     marked = calls.random_payload(geometry, 0.0, 0, torch.ones(1), flags=3)
-    sound = calls.random_payload(geometry, 0.0, 0, torch.ones(1))
-    out, status = calls.scatter_unpack(backend, [[sound[0], *marked[1:]]], geometry)
+    valid = calls.random_payload(geometry, 0.0, 0, torch.ones(1))
+    out, status = calls.scatter_unpack(backend, [[valid[0], *marked[1:]]], geometry)
     assert status == [0]
     assert out.tolist() == [0.0] * 10
 
 
-def test_an_entry_that_is_not_finite_arrives(backend):
+def test_non_finite_entries_are_summed(backend):
     geometry = Geometry(5, 5, "bfloat16")
     ranks = [entries(geometry, [1, 2, 3], [math.inf, math.nan, math.inf])]
     ranks.append(entries(geometry, [1, 3], [1.0, -math.inf]))

@@ -1,5 +1,5 @@
-"""The Triton kernels at the tile sizes of a GPU, and smaller ones. By default the interpreter gets
-larger tiles, so that most tensors of this suite fit a single tile."""
+"""The Triton kernels with tile sizes of a GPU, and smaller ones. By default the interpreter uses
+larger tiles, so most tensors of this suite fit in one tile."""
 
 import importlib
 
@@ -24,7 +24,7 @@ TILES = {
 def triton(monkeypatch):
     for op, sizes in TILES.items():
         for name, size in sizes.items():
-            # By its path: the package's attribute of that name is the function.
+            # Imported by its path, because the package's attribute is the function.
             monkeypatch.setattr(importlib.import_module(f"dct_kernels.triton.{op}"), name, size)
     return BACKENDS["triton"]
 
@@ -57,16 +57,16 @@ def test_sample_threshold(triton, max_samples):
 
 
 @pytest.mark.parametrize(
-    ("version", "capability", "sound"),
+    ("version", "capability", "valid"),
     [("3.6.0", 9, True), ("3.6.2", 10, False), ("3.7.0", 10, True), ("3.10.1", 12, True)],
 )
-def test_an_assembler_that_fuses_is_refused(monkeypatch, version, capability, sound):
+def test_an_assembler_that_fuses_multiply_adds_is_refused(monkeypatch, version, capability, valid):
     launcher = importlib.import_module("dct_kernels.triton._launch")
     monkeypatch.setattr(launcher.triton, "__version__", version)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     require = launcher._require_sound_assembler.__wrapped__
-    if sound:
+    if valid:
         require(torch.device("cuda"))
     else:
         with pytest.raises(RuntimeError, match=f"triton must be >= 3.7 .*, got {version}"):

@@ -1,5 +1,5 @@
-"""scatter_unpack of payloads that a faulty or hostile peer sent: same status, same out, no stray
-access. The bad payloads always stand between two sound ones."""
+"""scatter_unpack of payloads from a faulty or hostile peer. Status and out match the oracle, and no
+access is out of bounds. The bad payloads are always between two valid ones."""
 
 import numpy as np
 import pytest
@@ -13,28 +13,28 @@ value_dtypes = pytest.mark.parametrize("value_dtype", ["float32", "bfloat16"])
 BLOCKS_AND_A_BIT = 3 * 16384 + 100
 
 
-def sound(geometry, seed=0):
+def valid(geometry, seed=0):
     pool = samples.normal(1000, getattr(torch, geometry.dtype))
     return calls.random_payload(geometry, 0.002, seed, pool)
 
 
 def statuses(backend, geometry, bad):
-    """Of these payloads of one rank each, after comparison of everything else."""
-    ranks = [sound(geometry, 1), *bad, sound(geometry, 2)]
+    """The statuses of the payloads in `bad`, after comparing all results with the oracle."""
+    ranks = [valid(geometry, 1), *bad, valid(geometry, 2)]
     _, status = calls.scatter_unpack(backend, ranks, geometry)
     assert status[0] == status[-1] == 0
     return status[1:-1]
 
 
 def named_statuses(backend, geometry, cases, r=0):
-    """{name: status} of sound payloads with these fields of range r's content changed."""
+    """{name: status} of valid payloads with fields of range r's content changed."""
     bad = [rewritten(geometry, r, **changes) for changes in cases.values()]
     return dict(zip(cases, statuses(backend, geometry, bad), strict=True))
 
 
 def rewritten(geometry, r=0, **changes):
-    """A sound payload with these fields of range r's content changed."""
-    rows = [bytearray(row) for row in sound(geometry)]
+    """A valid payload with these fields of range r's content changed."""
+    rows = [bytearray(row) for row in valid(geometry)]
     content = payload.read(rows[r], geometry, r)
     changes = {name: f(content) if callable(f) else f for name, f in changes.items()}
     payload.write(rows[r], geometry, content.but(**changes))
@@ -50,9 +50,9 @@ def written(geometry, content):
 
 @pytest.mark.many_launches
 def test_every_bit_of_the_header(backend):
-    """All but the two known flags change what a reader expects; a lower count voids blocks."""
+    """Every bit flip is detected, except in the two known flags. A lower count voids blocks."""
     geometry = Geometry(16384 + 50, 50, "float32")
-    (row,) = sound(geometry)
+    (row,) = valid(geometry)
     flips = []
     for bit in range(512):
         raw = bytearray(row)
@@ -68,13 +68,13 @@ def test_every_bit_of_the_header(backend):
 WRONG_HEADERS = {
     "magic reversed": {"magic": b"1TCD"},
     "entries of two bytes": {"version": 2, "dtype_code": 3},
-    "rows in few bits": {"version": 3, "dtype_code": 4},
-    "every entry": {"version": 4},
-    "every entry in few bits": {"version": 4, "dtype_code": 4},
+    "quantized rows": {"version": 3, "dtype_code": 4},
+    "dense": {"version": 4},
+    "dense quantized": {"version": 4, "dtype_code": 4},
     "the other value dtype": {"dtype_code": lambda c: 1 - c.dtype_code},
     "value dtype 2": {"dtype_code": 2},
     "flag 4": {"flags": 4},
-    "flag 4 beside known ones": {"flags": 7},
+    "flag 4 with known ones": {"flags": 7},
     "all flags": {"flags": 255},
     "numel one less": {"numel": lambda c: c.numel - 1},
     "numel one more": {"numel": lambda c: c.numel + 1},
@@ -108,7 +108,7 @@ def test_only_the_range_with_the_wrong_header_is_void(backend):
 
 
 def start(b, value):
-    """Start b replaced: by a number, or by a function of the content."""
+    """A change that replaces start b by a number, or by a function of the content."""
 
     def change(content):
         starts = list(content.starts)
@@ -118,7 +118,7 @@ def start(b, value):
     return {"starts": change}
 
 
-# The payload's blocks hold 33, 33, 33 and 0 entries or so; three of the starts can be anything.
+# The payload's blocks hold about 33, 33, 33 and 0 entries. Three of the starts can vary.
 WRONG_STARTS = {
     "first not 0": start(0, 1),
     "first all ones": start(0, 2**32 - 1),
@@ -149,22 +149,22 @@ def test_wrong_starts_void_their_blocks(backend, value_dtype):
 
 @pytest.mark.parametrize("r", [0, 1])
 def test_the_last_start_of_every_range(backend, r):
-    """Three blocks in two ranges: range 1 ends earlier than there is room for starts."""
+    """Three blocks in two ranges, so range 1 has fewer starts than the layout has room for."""
     geometry = Geometry(2 * 16384 + 5000, 120, "float32", ranges=2)
     cases = ("last below count", "last past count", "count one less", "count one more")
     found = named_statuses(backend, geometry, {name: WRONG_STARTS[name] for name in cases}, r)
     assert all(status & 2 for status in found.values())
 
 
-def test_the_one_start_of_an_empty_range(backend):
-    """It has no block, but its first and last start is its count, 0."""
+def test_the_only_start_of_an_empty_range(backend):
+    """It has no block, and its only start must equal its count, 0."""
     geometry = Geometry(10, 2, "float32", ranges=2)
     bad = [rewritten(geometry, r=1, starts=[value]) for value in (0, 1, 2**32 - 1)]
     assert statuses(backend, geometry, bad) == [0, 2, 2]
 
 
-def test_the_other_blocks_still_add(backend):
-    """A start that descends: the block before it and the block it ends are bad, the rest is not."""
+def test_the_other_blocks_are_added(backend):
+    """A descending start voids the block that ends there and the next block."""
     geometry = Geometry(4 * 16384, 100, "float32")
     indices = np.array([5, 6, 16384, 16390, 32768 + 3, 49152])
     content = payload.content(geometry, 0, indices, [0x3F800000] * 6)
@@ -203,7 +203,7 @@ def test_wrong_positions_void_their_block(backend, value_dtype):
     assert found == dict.fromkeys(WRONG_POSITIONS, 4)
 
 
-def test_the_last_block_is_short(backend):
+def test_positions_in_a_short_last_block(backend):
     geometry = Geometry(16384 + 100, 10, "float32")
     content = payload.content(geometry, 0, np.array([3, 16384 + 50]), [0x3F800000] * 2)
     bad = [written(geometry, content.but(positions=[3, p])) for p in (99, 100, 16383, 65535)]
@@ -211,7 +211,7 @@ def test_the_last_block_is_short(backend):
 
 
 def test_more_entries_than_a_block_has_elements(backend):
-    """They cannot all ascend, however the positions wrap."""
+    """Their positions cannot all ascend."""
     geometry = Geometry(2 * 16384, 2 * 16384, "float32")
     count = 16384 + 20
     content = payload.content(geometry, 0, np.arange(count), [0x3F800000] * count)
@@ -219,7 +219,7 @@ def test_more_entries_than_a_block_has_elements(backend):
     assert statuses(backend, geometry, [written(geometry, content)]) == [4]
 
 
-def test_a_bad_first_block_does_not_silence_the_flags(backend):
+def test_a_bad_first_block_does_not_hide_the_flags(backend):
     geometry = Geometry(BLOCKS_AND_A_BIT, 120, "float32")
     rows = rewritten(geometry, flags=3, **WRONG_POSITIONS["duplicate"])
     out, status = calls.scatter_unpack(backend, [rows], geometry)
@@ -229,8 +229,8 @@ def test_a_bad_first_block_does_not_silence_the_flags(backend):
 
 @pytest.mark.many_launches
 @value_dtypes
-def test_garbage_behind_a_sound_header(backend, value_dtype):
-    """Half of the time the starts are sound, and half of the time the positions mostly ascend."""
+def test_garbage_after_a_valid_header(backend, value_dtype):
+    """The starts are valid in half of the payloads. In half, the positions mostly ascend."""
     geometry = Geometry(BLOCKS_AND_A_BIT, 30, value_dtype)
     rng = np.random.default_rng(0)
 

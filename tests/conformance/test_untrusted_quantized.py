@@ -1,7 +1,7 @@
-"""dequantize_sum, alone and with packing, of payloads that a faulty or hostile peer sent.
+"""dequantize_sum and dequantize_sum_pack of payloads from a faulty or hostile peer.
 
-One with a wrong header adds nothing and has status 1; rows of any bytes mean some number. The bad
-payload stands between two sound ones.
+A payload with a wrong header is not added and has status 1. Any bytes are valid rows. The bad
+payloads are between two valid ones.
 """
 
 import math
@@ -19,7 +19,7 @@ formats = pytest.mark.parametrize("format", oracle.FORMATS)
 
 
 def statuses(backend, geometry, bad):
-    """Of these payloads of one rank each, after comparison of everything that was written."""
+    """The statuses of the payloads in `bad`, after comparing all results with the oracle."""
     ranks = [random_payload(geometry, 1), *bad, random_payload(geometry, 2)]
     out, status = quantized_calls.dequantize_sum(backend, ranks, geometry)
     if geometry.ranges == 1:
@@ -36,19 +36,19 @@ def statuses(backend, geometry, bad):
 @pytest.mark.many_launches
 @formats
 def test_every_bit_of_the_header(backend, format):
-    """All but one, the flag "non-finite", change what a reader expects."""
+    """Every bit flip is detected, except in the flag "non-finite"."""
     geometry = Geometry(70, format)
-    (sound,) = random_payload(geometry)
+    (valid,) = random_payload(geometry)
     flips = []
     for bit in range(512):
-        raw = bytearray(sound)
+        raw = bytearray(valid)
         raw[bit // 8] ^= 1 << bit % 8
         flips.append([bytes(raw)])
     assert statuses(backend, geometry, flips) == [int(bit != 57) for bit in range(512)]
 
 
-def headers_of_others(numel, format):
-    """Sound ones, but of another format, version, size or tensor."""
+def other_headers(numel, format):
+    """Headers of other formats, versions and sizes, and random ones."""
     others = [oracle.header(numel, other) for other in oracle.FORMATS if other != format]
     sizes = (0, numel - 1, numel + 1, 1024, 16384, 2 * 16384, numel + 2**32, 2**63)
     others += [oracle.header(other, format) for other in sizes if other != numel]
@@ -66,15 +66,15 @@ def headers_of_others(numel, format):
 @formats
 def test_headers_of_other_payloads(backend, format):
     geometry = Geometry(1025, format, room=4096)
-    (sound,) = random_payload(geometry)
-    bad = [[header + sound[64:]] for header in headers_of_others(1025, format)]
+    (valid,) = random_payload(geometry)
+    bad = [[header + valid[64:]] for header in other_headers(1025, format)]
     assert statuses(backend, geometry, bad) == [1] * len(bad)
 
 
 @formats
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_only_the_range_with_the_wrong_header_is_ignored(backend, bad, format):
-    """Two blocks and a bit in three ranges. The payload's status is 1, whichever it is."""
+    """A wrong header in any of the three ranges gives the payload status 1."""
     geometry = Geometry(2 * 16384 + 50, format, ranges=3)
     rows = [bytearray(row) for row in random_payload(geometry)]
     rows[bad][63] = 1
@@ -97,7 +97,7 @@ def test_the_header_of_an_empty_range(backend):
 @formats
 @pytest.mark.parametrize("out_dtype", bits.FLOATS, ids=bits.name)
 def test_noise_in_rows(backend, out_dtype, format):
-    """Scales and values of any bits too: NaN, infinite, subnormal, negative."""
+    """Scales and values are random bits, including NaN, infinite and subnormal ones."""
     geometry = Geometry(3000, format, ranges=2)
     rng = np.random.default_rng(0)
     for ranks in (1, 2):
@@ -110,11 +110,11 @@ def test_noise_in_rows(backend, out_dtype, format):
 
 
 @formats
-def test_noise_in_rows_that_are_packed_again(backend, format):
-    """Residuals stay finite, whatever comes in."""
+def test_noise_in_rows_that_are_repacked(backend, format):
+    """Residuals stay finite for any received bytes."""
     geometry = Geometry(3000, format)
-    (sound,), rng = random_payload(geometry), np.random.default_rng(1)
-    noise = [[sound[:64] + rng.bytes(len(sound) - 64)] for _ in range(2)]
+    (valid,), rng = random_payload(geometry), np.random.default_rng(1)
+    noise = [[valid[:64] + rng.bytes(len(valid) - 64)] for _ in range(2)]
     for ranks in (noise[:1], noise):
         packed, status = quantized_calls.dequantize_sum_pack(
             backend, ranks, geometry, samples.hard(3000), 0.5
@@ -126,26 +126,26 @@ def test_noise_in_rows_that_are_packed_again(backend, format):
 
 @pytest.mark.parametrize("format", oracle.WITH_SCALES)
 def test_scales_of_every_kind(backend, format):
-    """Of a group each: zeros of both signs, subnormal, the smallest, negative, the largest, NaN."""
+    """One scale per group: signed zeros, subnormal, smallest, negative, largest, infinite, NaN."""
     geometry = Geometry(1024, format)
-    (sound,) = random_payload(geometry)
+    (valid,) = random_payload(geometry)
     kinds = [0, 0x8000, 1, 0x007F, 0x0080, 0xBF80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0x7F81]
-    raw = sound[:-32] + np.array([*kinds, 0x3F80, 0x3F81, 0x0001, 0x8001], np.uint16).tobytes()
+    raw = valid[:-32] + np.array([*kinds, 0x3F80, 0x3F81, 0x0001, 0x8001], np.uint16).tobytes()
     out, _ = quantized_calls.dequantize_sum(backend, [[raw]], geometry)
     groups = out.view(16, 64)
     assert groups[:2].eq(0).all()
-    assert groups[2].any()  # a subnormal scale counts, though no sender has one
+    assert groups[2].any()  # a subnormal scale is used, although no sender writes one
     assert groups[[10, 11]].isnan().all()
 
 
 @pytest.mark.parametrize("format, codes", [("int8", (0xFF, 2, 0xFE)), ("int4", (0xFF, 0x22, 0xEE))])
 def test_products_that_overflow(backend, format, codes):
-    """A code times the largest scale is rounded, to infinity, before it is added."""
+    """A code times the largest scale overflows to infinity before it is added."""
     geometry = Geometry(1024, format)
-    (sound,) = random_payload(geometry)
+    (valid,) = random_payload(geometry)
     scales = np.full(16, 0x7F7F, np.uint16).tobytes()
-    row = len(sound) - 64 - len(scales)
-    minus_1, plus_2, minus_2 = ([sound[:64] + bytes([code]) * row + scales] for code in codes)
+    row = len(valid) - 64 - len(scales)
+    minus_1, plus_2, minus_2 = ([valid[:64] + bytes([code]) * row + scales] for code in codes)
     for ranks, expected in (
         ([minus_1, plus_2], math.inf),
         ([plus_2, minus_1], math.inf),

@@ -1,4 +1,4 @@
-"""The reader of Criteo's layout: values, missing values, malformed lines, compression, shares."""
+"""The reader of Criteo's layout: values, missing values, malformed lines, compression, ranks."""
 
 import gzip
 import math
@@ -30,7 +30,7 @@ def test_values_of_a_row(tmp_path):
     expected = [math.log1p(max(int(x), 0)) if x else 0.0 for x in INTS]
     assert rows.ints.dtype == torch.float32
     assert rows.ints[0].tolist() == pytest.approx(expected, rel=1e-6)
-    # Row 0 is missing; otherwise 1 + number % (rows - 1), in tables of min(cardinality, 100) rows.
+    # Row 0 is for missing values, 1 + number % (rows - 1) for others. Tables have at most 100 rows.
     ids = rows.ids[0].tolist()
     assert ids[0] == 1 + 1
     assert ids[1] == 0
@@ -51,7 +51,7 @@ def test_values_of_a_row(tmp_path):
         (line(ints=[*INTS[:12], "x" * 99]), f"field 13 must be an integer, got '{'x' * 20}'"),
     ],
 )
-def test_a_malformed_line_is_counted_and_left_out(tmp_path, text, reason):
+def test_a_malformed_line_is_counted_and_skipped(tmp_path, text, reason):
     path = _write(tmp_path, line(label="0"), text, line(label="1"))
     rows, numbers, report = criteo.read(path, ROWS)
     assert rows.labels.tolist() == [0, 1] and numbers.tolist() == [0, 2]
@@ -69,19 +69,19 @@ def test_a_huge_integer_stays_finite(tmp_path):
 
 @pytest.mark.parametrize("name", ["rows.tsv", "rows.tsv.gz"])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_the_generator_writes_is_read_back(tmp_path, monkeypatch, name, world_size):
-    """Through a file or directly: the same rows; every rank gets its own, in chunks of any size."""
+def test_generated_rows_are_read_back(tmp_path, monkeypatch, name, world_size):
+    """Rows in a file equal the generated ones. Each rank reads its own rows, in chunks."""
     monkeypatch.setattr(criteo, "LINES_PER_CHUNK", 64)
     path = write_rows(tmp_path / name, seed=5, rows=500)
     block = synthetic.Generator(5).rows(np.arange(500))
     whole = Rows.encode(block.labels, block.ints, block.values, ROWS)
     for rank in range(world_size):
         rows, numbers, report = criteo.read(path, ROWS, rank, world_size)
-        own = torch.arange(rank, 500, world_size)
-        assert numbers.tolist() == own.tolist() and report.malformed == 0
-        assert torch.equal(rows.labels, whole.labels[own])
-        assert torch.equal(rows.ints, whole.ints[own])
-        assert torch.equal(rows.ids, whole.ids[own])
+        indices = torch.arange(rank, 500, world_size)
+        assert numbers.tolist() == indices.tolist() and report.malformed == 0
+        assert torch.equal(rows.labels, whole.labels[indices])
+        assert torch.equal(rows.ints, whole.ints[indices])
+        assert torch.equal(rows.ids, whole.ids[indices])
 
 
 def test_windows_line_ends(tmp_path):
@@ -91,7 +91,7 @@ def test_windows_line_ends(tmp_path):
     assert torch.equal(criteo.read(unix, ROWS)[0].ids, criteo.read(windows, ROWS)[0].ids)
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_unreadable_files_raise(tmp_path):
     empty = _write(tmp_path)
     with pytest.raises(UsageError, match=r"rows\.tsv must have rows, got an empty file"):
         criteo.check_file(empty)
@@ -105,7 +105,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "packed"), [("rows.tsv", True), ("rows.tsv.gz", False)])
-def test_gzip_is_known_by_its_content_not_by_its_name(tmp_path, name, packed):
+def test_gzip_is_detected_by_content(tmp_path, name, packed):
     content = f"{line()}\n".encode()
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if packed else content)
@@ -114,7 +114,7 @@ def test_gzip_is_known_by_its_content_not_by_its_name(tmp_path, name, packed):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "corrupt"])
-def test_a_damaged_gzip_file_is_an_error_not_a_short_file(tmp_path, damage):
+def test_a_damaged_gzip_file_raises(tmp_path, damage):
     path = write_rows(tmp_path / "rows.tsv.gz", seed=0, rows=300)
     content = bytearray(path.read_bytes())
     if damage == "truncated":
@@ -122,7 +122,7 @@ def test_a_damaged_gzip_file_is_an_error_not_a_short_file(tmp_path, damage):
     else:
         content[len(content) // 2 : len(content) // 2 + 64] = bytes(64)
     path.write_bytes(content)
-    criteo.check_file(path)  # its beginning is fine
+    criteo.check_file(path)  # checks only the beginning
     with pytest.raises(UsageError, match="must be readable to its end"):
         criteo.read(path, ROWS)
 

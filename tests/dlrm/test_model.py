@@ -1,4 +1,4 @@
-"""DLRM: sizes, initialisation, and the interaction against a loop."""
+"""DLRM: sizes, initialization, and the interaction compared with a loop."""
 
 import math
 
@@ -24,7 +24,7 @@ def test_tables_have_a_row_per_value_up_to_the_hash_size():
     assert sum(table_rows(10**9)) == 33_762_577
 
 
-def test_logits_against_a_loop():
+def test_logits_match_a_loop():
     torch.manual_seed(1)
     model = DLRM([7, 5, 3], 4, [6], [9]).double()
     ints = torch.randn(5, 13, dtype=torch.float64)
@@ -43,7 +43,7 @@ def test_logits_against_a_loop():
         assert logits[row].item() == pytest.approx(expected.item(), rel=1e-12)
 
 
-def test_initialisation():
+def test_initialization():
     torch.manual_seed(0)
     model = DLRM([2500, 400], 16, [300], [200])
     for table, bound in zip(model.tables, (1 / 50, 1 / 20), strict=True):

@@ -1,4 +1,4 @@
-"""Runs on the ranks themselves: cut models against data parallel, seeds, optimizers, refusals."""
+"""Runs on ranks: split models compared with data parallel, seeds, optimizers, errors."""
 
 import os
 
@@ -37,7 +37,7 @@ def _compare_runs():
     first, again, other = _run(*rows), _run(*rows), _run(*rows, seed=1)
     assert again.weights == first.weights != other.weights
     assert (again.record.loss == first.record.loss).all()
-    # Sums differ in their order, nothing else does.
+    # Only the order of sums differs.
     float32 = ["--row-format", "float32", "--format", "float32", "--density", 1]
     for mode, given in (
         ("dense", ["hybrid"]),
@@ -68,7 +68,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_weights_are_those_of_torchs_optimizer(one_rank, name):
+def test_training_matches_an_optimizer_of_torch(one_rank, name):
     options = parse([*SMALL, "--rows", "600", "--lr", "0.003", "--embedding-lr", "0.1"])
     options.optimizer = name
     data = _load(options)
@@ -93,7 +93,7 @@ def test_weights_are_those_of_torchs_optimizer(one_rank, name):
     assert result.scores == pytest.approx(score(data.test.labels.numpy(), probability), rel=1e-5)
 
 
-def test_score_against_its_definition():
+def test_score_matches_its_definition():
     rng = np.random.default_rng(0)
     labels, p = rng.integers(0, 2, 60), rng.random(60).round(1) * 0.98 + 0.01
     pairs = [(a > b) + 0.5 * (a == b) for a in p[labels == 1] for b in p[labels == 0]]
@@ -136,7 +136,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "text"), REFUSED)
-def test_rows_and_rates_that_cannot_be_used(one_rank, tmp_path, monkeypatch, given, text):
+def test_unusable_rows_and_rates_raise(one_rank, tmp_path, monkeypatch, given, text):
     monkeypatch.chdir(tmp_path)
     for name, lines in (FILES | {"some": FILES["junk"][:5] + FILES["rows"]}).items():
         (tmp_path / name).write_text("\n".join(lines))
@@ -149,7 +149,7 @@ def _fail_on_rank_one(how):
         if how == "dies":
             os._exit(7)
         raise UsageError("--rows must be odd") if how == "usage" else RuntimeError("no such luck")
-    dist.barrier()  # rank 0 would wait here for ever
+    dist.barrier()  # rank 0 would block here
 
 
 @pytest.mark.parametrize(
@@ -164,12 +164,12 @@ def _fail_on_rank_one(how):
         ("dies", RankError, r"^rank 1 failed: process 1 terminated with exit code 7$"),
     ],
 )
-def test_a_rank_that_fails_ends_the_others(how, kind, text):
+def test_a_failed_rank_ends_the_others(how, kind, text):
     with pytest.raises(kind, match=text):
         launch(_fail_on_rank_one, 2, how)
 
 
-def test_different_weights_are_found(monkeypatch):
+def test_different_weights_raise(monkeypatch):
     monkeypatch.setattr(training, "from_all_ranks", lambda value, group: ["a", value, "b"])
     with pytest.raises(RuntimeError, match=r"all ranks, got different ones on ranks \[2\]"):
         training.require_equal_weights("a")

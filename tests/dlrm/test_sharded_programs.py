@@ -1,4 +1,4 @@
-"""two_dimensional.py and substitution.py on rows in Criteo's format: bytes, losses, refusals."""
+"""two_dimensional.py and substitution.py on rows in Criteo's format: bytes, losses, errors."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ def _runs(program, names, hash_size, path, *given):
 
 
 def _grids(path):
-    """4 ranks as 2 x 2, and as 4 replicas."""
+    """Run 4 ranks as a 2 x 2 mesh, and as 4 replicas."""
     grid = ("--ranks", "4", "--sync-every", "4", "--replicas")
     dense, compressed = _runs(two_dimensional, [False, True], 50, path, *grid, "2")
     (replicas,) = _runs(two_dimensional, [False], 50, path, *grid, "4")
@@ -45,12 +45,12 @@ def _grids(path):
     for result in (dense, compressed, replicas):
         synced = (result.record.sent["sync"] > 0).tolist()
         assert synced == [step % 4 == 3 for step in range(steps)]
-    sent, less = dense.record.sent, compressed.record.sent
+    sent, compressed_sent = dense.record.sent, compressed.record.sent
     assert (replicas.record.sent["rows"] == 0).all()
-    # Rows of 16 float32, or of 16 int8 and a scale.
-    np.testing.assert_allclose(less["rows"] / sent["rows"], 18 / 64)
-    assert less["sync"].sum() < 0.3 * sent["sync"].sum()
-    assert less["gradients"][2:].max() < 0.05 * sent["gradients"].min()
+    # Rows have 16 float32 entries, or 16 int8 entries and a scale.
+    np.testing.assert_allclose(compressed_sent["rows"] / sent["rows"], 18 / 64)
+    assert compressed_sent["sync"].sum() < 0.3 * sent["sync"].sum()
+    assert compressed_sent["gradients"][2:].max() < 0.05 * sent["gradients"].min()
 
 
 def test_shards_and_replicas(rows):
@@ -62,7 +62,7 @@ def _substitution(path):
     given = ("--capacity", "20000", "--lr", "0.1")
     groups = set(dist.distributed_c10d._world.pg_map)
     alone, dense, compressed = _runs(substitution, names, None, path, *given)
-    assert set(dist.distributed_c10d._world.pg_map) == groups  # a group has threads
+    assert set(dist.distributed_c10d._world.pg_map) == groups  # no groups remain
     assert len(alone.record.loss) == 18
     np.testing.assert_allclose(dense.record.loss, alone.record.loss, rtol=1e-4)
     assert dense.scores == pytest.approx(alone.scores, rel=1e-3)
@@ -80,7 +80,7 @@ def _substitution(path):
     assert compressed.record.sent["gradients"][2:].max() < 0.05 * 4 * mlp
 
 
-def test_equivalent_substitution_is_the_training_of_one_process(rows):
+def test_equivalent_substitution_trains_like_one_process(rows):
     launch(_substitution, 2, rows)
 
 
@@ -92,7 +92,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_table(rows, name):
-    """Dense beside compressed, on rank 0 alone."""
+    """Rank 0 compares the dense run with the compressed one. Rank 1 prints nothing."""
     program, variants, given = PROGRAMS[name]
     given = ["--data", rows, "--batch-size", 256, *given]
     (status, text, error), second = run_as_torchrun(called, 2, program.main, *given)
@@ -122,7 +122,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("program", "given", "text"), REFUSED)
-def test_refusals_name_option_rule_and_value(capsys, program, given, text):
+def test_errors_name_option_rule_and_value(capsys, program, given, text):
     try:
         assert program.main(given) == 1
     except SystemExit as end:
@@ -133,7 +133,7 @@ def test_refusals_name_option_rule_and_value(capsys, program, given, text):
 @pytest.mark.large
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_written(name):
-    """Processes of their own, which import all that they need."""
+    """A new process must import all that it needs."""
     command = [sys.executable, ROOT / f"examples/{name}.py", "--rows", "4000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and " compressed " in done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""The generator: rows are the published ones, depend on their number alone, and carry a known best
+"""The generator: rows match published results, depend only on their number, and have a known best
 score."""
 
 import numpy as np
@@ -13,14 +13,14 @@ GENERATOR = synthetic.Generator(3)
 BLOCK = GENERATOR.rows(np.arange(N))
 
 
-def test_rows_are_those_of_the_published_results():
-    """A click rate of about 0.25, and values by a power law."""
+def test_rows_match_the_published_results():
+    """The click rate is about 0.25, and values follow a power law."""
     block = synthetic.Generator(0).rows(np.arange(1000))
     assert (block.labels.sum(), block.ints.sum(), block.values.sum()) == (257, 4306512, 858050)
     assert block.probability.sum() == pytest.approx(242.8818492)
 
 
-def test_rows_depend_on_their_number_alone():
+def test_rows_depend_only_on_their_number():
     numbers = np.random.default_rng(0).permutation(2000)
     again = synthetic.Generator(3)
     for chunk in np.array_split(numbers, 7):
@@ -29,7 +29,7 @@ def test_rows_depend_on_their_number_alone():
 
 
 def test_labels_are_drawn_with_the_true_probabilities():
-    """The score of the true probabilities is what they imply themselves, labels not looked at."""
+    """The score on the labels is close to the one that the true probabilities imply."""
     p = np.sort(BLOCK.probability)
     wrong_order = np.cumsum(p) - p  # expected ones among the rows ranked lower
     expected_auc = 1 - np.sum((1 - p) * wrong_order + 0.5 * p * (1 - p)) / (p.sum() * (1 - p).sum())

@@ -1,4 +1,4 @@
-"""train_dlrm.py as a user starts it: modes, results, bytes by formula, refusals."""
+"""train_dlrm.py as a user starts it: modes, results, bytes by formula, errors."""
 
 import io
 import json
@@ -22,7 +22,7 @@ TRAIN = [sys.executable, ROOT / "examples/train_dlrm.py"]
 
 
 def _call_on_ranks(*arguments):
-    """What the first of two ranks prints, as under torchrun; the other one prints nothing."""
+    """The output of rank 0 of two, started as torchrun does. Rank 1 prints nothing."""
     (status, out, err), second = run_as_torchrun(called, RANKS, main, *arguments)
     assert (status, second) == (0, (0, "", "")), err
     return out
@@ -58,15 +58,15 @@ def test_the_summary_and_the_plot(results):
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bytes_by_formula(results):
-    """On 2 ranks a ring all-reduce sends as many bytes as the tensor has, as an all-gather does."""
+def test_bytes_match_formulas(results):
+    """On 2 ranks, a ring all-reduce and an all-gather both send as many bytes as the tensor has."""
     _, _, summary = results
     weights = [(rows, DIM) for rows in table_rows(50)] + _linears()
     biases = sum(out for _, out in _linears())
     numel = sum(n * m for n, m in weights) + biases
-    # PowerSGD compresses a matrix where its two factors are less than half as large.
+    # PowerSGD compresses a matrix if its two factors are less than half as large.
     powersgd = sum(n + m if 2 * (n + m) < n * m else n * m for n, m in weights) + biases
-    # DCT: a header, counts of blocks, and a capacity of 1.25 x density, 4 bytes an entry.
+    # DCT: a header, starts of blocks, and 4 bytes per entry of a capacity of 1.25 x density.
     capacity, blocks = -(-int(numel * DENSITY * 125) // 100), -(-numel // 16384)
     dct = sum(-(-n // 16) * 16 for n in (64 + 4 * (blocks + 1), 2 * capacity, 2 * capacity))
     expected = {"dense": 4 * numel, "bf16": 2 * numel, "powersgd": 4 * powersgd, "dct": dct}
@@ -88,7 +88,7 @@ def test_output_without_a_terminal(results):
 
 
 def test_hybrid_on_a_file_and_its_bytes(tmp_path):
-    """Each rank owns 13 of 26 tables. 2 of 8 entries of a row cross, with a bitmap of 8 bits."""
+    """Each rank owns 13 of 26 tables and sends 2 of 8 entries per row, with a bitmap of 8 bits."""
     path = write_rows(tmp_path / "rows.tsv.gz", 1, 1500, before=["a header"])
     given = ["--data", path, "--parallel", "hybrid", "--row-density", 0.25, *SMALL[2:]]
     output = _call_on_ranks(*given, "--out", tmp_path)
@@ -107,8 +107,8 @@ def test_hybrid_on_a_file_and_its_bytes(tmp_path):
 
 
 def test_columns_and_their_bytes(tmp_path):
-    """A rank sends the inputs of its samples, its half of the first layer's features, and its half
-    of the second layer's for the other rank's samples."""
+    """A rank sends the inputs of its samples and its half of the first layer's features. It sends
+    its half of the second layer's features for the samples of the other rank."""
     given = ["--parallel", "columns", "--row-density", 0.25, *SMALL]
     _call_on_ranks(*given, "--out", tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -146,7 +146,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "text"), REFUSED, ids=lambda part: " ".join(part)[:40])
-def test_refusals_name_option_rule_and_value(tmp_path, monkeypatch, capsys, given, text):
+def test_errors_name_option_rule_and_value(tmp_path, monkeypatch, capsys, given, text):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/summary.json").touch()
@@ -160,14 +160,14 @@ def test_refusals_name_option_rule_and_value(tmp_path, monkeypatch, capsys, give
 @pytest.mark.large
 @pytest.mark.parametrize("launcher", [[], [*TORCHRUN[1:], "--nproc-per-node", "2"]])
 def test_as_written(tmp_path, launcher):
-    """Processes of their own, which import all that they need."""
+    """In new processes, which import everything that they need."""
     command = [TRAIN[0], *launcher, TRAIN[1], *SMALL, "--out", tmp_path]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("dct seed 0") == 1
 
 
-def test_the_bar_has_the_smoothed_loss():
+def test_the_progress_bar_shows_the_smoothed_loss():
     console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
     with bar(console, "seed 0", 3) as on_step:
         assert "loss" not in console.file.getvalue()

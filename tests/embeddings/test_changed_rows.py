@@ -1,8 +1,8 @@
-"""Replicas stay equal whenever a sync comes: while gradients are there, or before their step.
+"""Replicas are equal after a sync at any time: with accumulated gradients, or before their step.
 
-Gradients do not depend on weights here, and all numbers are small multiples of a power of two. So
-SGD gives the same bits whatever is averaged when, and the oracle, both replicas' whole tables in
-one process, is exact; with row-wise AdaGrad it is near.
+Here gradients do not depend on weights, and all numbers are small multiples of a power of two. So
+SGD gives the same bits for any order of averaging. The oracle holds both replicas' whole tables in
+one process. It is exact for SGD, and close for row-wise AdaGrad.
 """
 
 from functools import partial
@@ -46,14 +46,14 @@ def _start():
 
 
 def _batch(number, rank):
-    """Ids, one a bag, and what the gradient of each of their rows is."""
+    """(ids, one per bag; the gradient of the row of each id)."""
     generator = torch.Generator().manual_seed(2 * number + rank)
     ids = torch.randint(ROWS, (IDS,), generator=generator)
     return ids, torch.randint(-2, 3, (IDS, 1, WIDTH), generator=generator).float() / 4
 
 
 class _Oracle:
-    """Both replicas, and whole tables at every step and sync."""
+    """Both replicas with whole tables, updated at every step and sync."""
 
     def __init__(self, name):
         self._sgd = name == "sgd"
@@ -81,7 +81,7 @@ class _Oracle:
 
 
 class _Replica:
-    """One rank's bags with their optimizer and sync, and the oracle of both ranks' at its side."""
+    """One rank's bags with their optimizer and sync, and the oracle of both ranks."""
 
     def __init__(self, rank, name, settings, sparse=True, dedup=False):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -94,7 +94,7 @@ class _Replica:
         self.begin()
 
     def begin(self):
-        """From the start again, as from a checkpoint."""
+        """Return to the initial state, as from a checkpoint."""
         self.replica_sync.flush()
         self.bags.load_state_dict({"weight": self._saved, "owned": self.bags.owned})
         for state in self._states():
@@ -129,7 +129,7 @@ class _Replica:
         self._count()
 
     def skip(self):
-        """As of gradients that are not finite."""
+        """Skip a step, as with non-finite gradients."""
         self.zero_grad()
         self._count()
 
@@ -151,23 +151,23 @@ class _Replica:
         self._steps = 0
 
     @torch.no_grad()
-    def look(self):
+    def evaluate(self):
         self.forward()
         self._ahead.pop()
 
-    def give_up(self):
+    def abort(self):
         """An exception between forward and backward."""
         self._ahead.clear()
 
     def check(self):
-        """After a flush replicas are equal, and have learnt from every step of either."""
+        """After a flush, replicas are equal and include every step of both."""
         self.flush()
         weight = self.bags.weight.detach()
         for tensor in (weight, *self._states()):
             assert_same(tensor)
         expected = self._oracle.weights[0].float()
         if self._name == "sgd" and self._settings.get("format") == "int4":
-            assert torch.allclose(weight, expected, rtol=0, atol=1e-5)  # a scale is no power of 2
+            assert torch.allclose(weight, expected, rtol=0, atol=1e-5)  # scales are not powers of 2
         elif self._name == "sgd":
             assert torch.equal(weight, expected)
         if self._name == "rowwise":
@@ -192,7 +192,7 @@ def _prefetch(replica):
     replica.forward()
     for _ in range(6):
         replica.zero_grad()
-        replica.forward()  # the next batch's
+        replica.forward()  # of the next batch
         replica.backward()
         replica.step()
 
@@ -214,24 +214,24 @@ OTHERS = [(name, FORMATS[number]) for name in ("rowwise", "delayed") for number 
 
 @pytest.mark.parametrize("loop", [_flush_while_accumulating, _prefetch, _skipped_steps])
 @on_ranks(2)
-def test_rows_that_change_after_a_sync_take_part_in_the_next(rank, loop):
+def test_rows_changed_after_a_sync_are_in_the_next_sync(rank, loop):
     for name, settings in [("sgd", settings) for settings in FORMATS] + OTHERS:
         replica = _Replica(rank, name, settings)
         loop(replica)
         replica.check()
 
 
-CALLS = ["forward", "backward", "step", "zero_grad", "skip", "sync", "flush", "look", "give_up"]
+CALLS = ["forward", "backward", "step", "zero_grad", "skip", "sync", "flush", "evaluate", "abort"]
 KINDS = [
-    (name, number, bool(which & 1), bool(which & 2))  # sparse or dense, rows once each or not
+    (name, number, bool(which & 1), bool(which & 2))  # sparse, dedup
     for which, (name, number) in enumerate(product(OPTIMIZERS, range(len(FORMATS))))
 ]
 
 
 @pytest.mark.parametrize("examples", [30, pytest.param(200, marks=pytest.mark.large)])
 @on_ranks(2)
-def test_after_any_sequence_of_calls_replicas_are_equal(rank, examples):
-    """Every rank draws the same: what decides whether an example fails is the same on all."""
+def test_replicas_are_equal_after_any_sequence_of_calls(rank, examples):
+    """All ranks draw the same examples, because an example passes or fails on all ranks."""
     replicas = {}
 
     @hypothesis.settings(
@@ -245,7 +245,7 @@ def test_after_any_sequence_of_calls_replicas_are_equal(rank, examples):
         strategies.sampled_from(KINDS),
         strategies.lists(strategies.sampled_from([*CALLS[:3], *CALLS]), min_size=8, max_size=30),
     )
-    def holds(kind, calls):
+    def check_calls(kind, calls):
         name, number, sparse, dedup = kind
         if kind not in replicas:
             replicas[kind] = _Replica(rank, name, FORMATS[number], sparse, dedup)
@@ -255,11 +255,11 @@ def test_after_any_sequence_of_calls_replicas_are_equal(rank, examples):
             getattr(replica, call)()
         replica.check()
 
-    holds()
+    check_calls()
 
 
 @on_ranks(2)
-def test_steps_with_a_closure_and_gradients_from_elsewhere(rank):
+def test_closures_and_gradients_set_by_the_user(rank):
     for settings in FORMATS:
         replica = _Replica(rank, "sgd", settings)
 
@@ -275,7 +275,7 @@ def test_steps_with_a_closure_and_gradients_from_elsewhere(rank):
             oracle.step()
             replica.sync()
 
-        # A gradient kept aside, over a sync.
+        # A gradient is set aside during a sync.
         closure()
         kept, replica.bags.weight.grad = replica.bags.weight.grad, None
         replica.sync()
@@ -283,17 +283,17 @@ def test_steps_with_a_closure_and_gradients_from_elsewhere(rank):
         replica.step()
         replica.check()
 
-        # Lookups change nothing: a sync after them sends no more than a sync at once.
+        # Lookups change nothing, so a sync after them sends the same bytes as an immediate sync.
         with WireMeter(replica.bags.mesh.get_group("replicate")) as meter:
             replica.sync()
-            at_once = meter.take()
+            immediate = meter.take()
             for _ in range(3):
                 replica.forward()
                 replica.backward()
                 replica.forward()
-                replica.look()
+                replica.evaluate()
             replica.sync()
-            assert meter.take() == at_once
+            assert meter.take() == immediate
 
         before = replica.bags.weight.detach().clone()
         sgd.param_groups[0]["momentum"] = 0.9  # as torch's OneCycleLR sets it

@@ -1,4 +1,4 @@
-"""Copies of bags and layers, which share groups but not rows; states of a different rank."""
+"""Copies of bags and layers share groups but not rows. States of a different rank raise."""
 
 import copy
 import io
@@ -38,19 +38,19 @@ def test_a_copy_of_bags_trains_without_their_sync(rank):
         optimizer.step()
 
     train(bags, optimizer)
-    mean = AveragedModel(bags)  # before a sync: with rows that are noted
-    own = RowWiseAdagrad([mean.module.weight], lr=0.1)
+    mean = AveragedModel(bags)  # before a sync, with rows that are recorded as changed
+    optimizer_of_mean = RowWiseAdagrad([mean.module.weight], lr=0.1)
     sync.step()
     assert_same(bags.weight)
     before = bags.weight.detach().clone()
     with WireMeter(mesh.get_group("replicate")) as meter:
-        train(mean.module, own)
+        train(mean.module, optimizer_of_mean)
         train(*copy.deepcopy((bags, optimizer)))
         sync.step()
-        assert meter.take() == 8  # that no row has changed
+        assert meter.take() == 8  # no row has changed
     assert torch.equal(bags.weight, before) and not torch.equal(mean.module.weight, before)
-    sync_of_copy = ReplicaSync(mean.module, optimizer=own)
-    train(mean.module, own)
+    sync_of_copy = ReplicaSync(mean.module, optimizer=optimizer_of_mean)
+    train(mean.module, optimizer_of_mean)
     sync_of_copy.step()
     assert_same(mean.module.weight[:6])
     for make in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -59,30 +59,30 @@ def test_a_copy_of_bags_trains_without_their_sync(rank):
 
 
 @on_ranks(2)
-def test_a_copy_of_rows_has_the_features_of_then(rank):
+def test_a_copy_of_rows_keeps_its_features(rank):
     rows = DynamicFeatureRows(1, 20, bound=1.0)
     layer = EquivalentSubstitution(rows, [LinearTerms()])
 
-    def look_up(of, *ids):
-        (result,) = of(torch.tensor(ids), torch.ones(1, len(ids), dtype=torch.int64))
+    def look_up(layer, *ids):
+        (result,) = layer(torch.tensor(ids), torch.ones(1, len(ids), dtype=torch.int64))
         result.sum().backward()
         return result.detach()
 
     before = look_up(layer, 1, 2, 3)
-    apart = AveragedModel(layer).module
-    assert apart.rows.group is rows.group is dist.group.WORLD
+    averaged = AveragedModel(layer).module
+    assert averaged.rows.group is rows.group is dist.group.WORLD
     torch.optim.SGD(layer.parameters(), 0.1).step()
-    assert torch.equal(look_up(apart, 1, 2, 3), before)
+    assert torch.equal(look_up(averaged, 1, 2, 3), before)
     assert not torch.equal(look_up(layer, 1, 2, 3), before)
-    look_up(apart, 6)
-    found = torch.tensor([len(rows), len(apart.rows)])
+    look_up(averaged, 6)
+    found = torch.tensor([len(rows), len(averaged.rows)])
     dist.all_reduce(found)
     assert found.tolist() == [3, 4]
 
 
 @on_ranks(1)
-def test_whole_modules_are_not_saved(rank):
-    """Whole modules are refused, before a file could be read in a process without the group."""
+def test_saving_a_whole_module_raises(rank):
+    """A file of a whole module could not be loaded in a process without the group."""
     layer = EquivalentSubstitution(FeatureRows(torch.ones(10, 3)), [LinearTerms()])
     for module, name in (
         (layer.rows, "FeatureRows"),
@@ -97,8 +97,8 @@ def test_whole_modules_are_not_saved(rank):
 
 
 @on_ranks(2)
-def test_a_state_of_a_different_rank_is_refused(rank):
-    """Both ranks have equally many rows: the state would fit, and mix up the rows."""
+def test_loading_the_state_of_a_different_rank_raises(rank):
+    """Ranks have equally many rows, so the state would fit and mix up the rows."""
     bags = ShardedEmbeddingBags([torch.randn(8, 3)], plan_shards([8], 2, [0]), shard_mesh(1, 2))
     rows = FeatureRows(torch.randn(10, 3))
     for module, name, identity in (

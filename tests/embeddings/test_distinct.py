@@ -7,7 +7,7 @@ from dct_embeddings.distinct import distinct, repeat
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (7, 1), (64, 5)])
-def test_wanted_and_inverse_give_the_ids_back(shape):
+def test_wanted_and_inverse_restore_the_ids(shape):
     ids = torch.randint(0, 6, shape, dtype=torch.int32)
     ids[:, -1] += 2**31 - 10  # as large as a table may be
     wanted, inverse, counts = distinct(ids, torch.arange(shape[1]), shape[1])
@@ -20,7 +20,7 @@ def test_wanted_and_inverse_give_the_ids_back(shape):
 
 
 def test_gradients_are_summed_in_sample_order():
-    """1e8 + 1 - 1e8 is 0 in float32, and 1 in another order."""
+    """1e8 + 1 - 1e8 is 0 in float32, but 1e8 - 1e8 + 1 is 1."""
     inverse = torch.tensor([[1], [0], [1], [1]])
     for grads, total in (([1e8, 5.0, 1.0, -1e8], 0.0), ([1e8, 5.0, -1e8, 1.0], 1.0)):
         rows = torch.zeros(3, 1, requires_grad=True)
@@ -29,7 +29,7 @@ def test_gradients_are_summed_in_sample_order():
 
 
 @pytest.mark.parametrize("rows", [0, 9])
-def test_repeat_is_indexing(rows):
+def test_repeat_equals_indexing(rows):
     rows = torch.randn(rows, 4, dtype=torch.float64, requires_grad=True)
     inverse = torch.randint(0, 9, (6 if len(rows) else 0, 3))
     assert torch.equal(repeat(rows, inverse), rows[inverse])

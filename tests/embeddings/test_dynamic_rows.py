@@ -1,4 +1,4 @@
-"""Rows that appear in training: as if they had been there; checkpoints; other world sizes."""
+"""Rows created in training equal rows created before it; checkpoints; other world sizes."""
 
 import copy
 import re
@@ -38,43 +38,43 @@ def _layer(rows):
 
 
 def _ids(step, sample):
-    """Of each field; from step 20 on there are ids that were not there before."""
+    """Ids of each field. From step 20 on there are new ids."""
     generator = torch.Generator().manual_seed(100 * step + sample)
-    most = 30 if step < 20 else 60
-    numbers = torch.randint(most, (FIELDS, 2), generator=generator)
+    num_ids = 30 if step < 20 else 60
+    numbers = torch.randint(num_ids, (FIELDS, 2), generator=generator)
     return numbers * (2**62 // 60)  # far apart
 
 
 def _bags(step, samples):
-    own = torch.stack([_ids(step, sample) for sample in samples], dim=1)
-    return own.flatten(), torch.full((FIELDS, len(samples)), 2)
+    ids = torch.stack([_ids(step, sample) for sample in samples], dim=1)
+    return ids.flatten(), torch.full((FIELDS, len(samples)), 2)
 
 
 def _loss(linear, pairs, pooled):
     return (linear + pairs + pooled.flatten(1).sin().sum(1) - 1).square().mean()
 
 
-def _alone():
-    """The oracle: a table of all ids there will be, with the same initial rows."""
-    every = torch.arange(60) * (2**62 // 60)
-    weight = nn.Parameter(_initial(every))
+def _reference_run():
+    """The oracle: one process with a table of all future ids and the same initial rows."""
+    all_ids = torch.arange(60) * (2**62 // 60)
+    weight = nn.Parameter(_initial(all_ids))
     optimizer, losses = torch.optim.SGD([weight], LR / 10), []
     for step in range(STEPS):
         ids = torch.stack([_ids(step, sample) for sample in range(BATCH)])
-        of = weight[torch.searchsorted(every, ids.flatten(1))]
-        products = of[..., 1:] @ of[..., 1:].transpose(1, 2)
+        rows = weight[torch.searchsorted(all_ids, ids.flatten(1))]
+        products = rows[..., 1:] @ rows[..., 1:].transpose(1, 2)
         pairs = products.triu(1).sum((1, 2))
-        pooled = of[..., 1:].view(BATCH, FIELDS, 2, WIDTH).sum(2)
+        pooled = rows[..., 1:].view(BATCH, FIELDS, 2, WIDTH).sum(2)
         optimizer.zero_grad()
-        loss = _loss(of[..., 0].sum(1), pairs, pooled)
+        loss = _loss(rows[..., 0].sum(1), pairs, pooled)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return torch.stack(losses), dict(zip(every.tolist(), weight.detach(), strict=True))
+    return torch.stack(losses), dict(zip(all_ids.tolist(), weight.detach(), strict=True))
 
 
 def _initial(ids):
-    """By the definition, an id and a column at a time, in Python's integers."""
+    """Initial rows by the definition, per id and column, with Python integers."""
 
     def mixed(x):
         x = _signed(x * -0x61C8864680B583EB)
@@ -93,22 +93,22 @@ def _signed(x):
     return (x + 2**63) % 2**64 - 2**63
 
 
-def _trains_alike(rank, losses, weight):
+def _train_and_compare(rank, losses, weight):
     ranks = dist.get_world_size()
     rows = _rows()
     layer, optimizer = _layer(rows), torch.optim.SGD([rows.weight], LR / 10)
-    own = range(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
+    samples = range(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     seen = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = _loss(*layer(*_bags(step, own)))
+        loss = _loss(*layer(*_bags(step, samples)))
         loss.backward()
         optimizer.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
         assert (total / ranks - losses[step]).abs() < 1e-12, step
         seen.append(len(rows))
-    assert 0 < seen[19] < seen[-1]  # more came
+    assert 0 < seen[19] < seen[-1]  # new rows were created
     assert rows.ids().unique().numel() == len(rows)
     for id_, row in zip(rows.ids().tolist(), rows.weight[1:], strict=False):
         assert (row - weight[id_]).abs().max() < 1e-12
@@ -119,12 +119,12 @@ def _trains_alike(rank, losses, weight):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_new_ids_in_training_are_as_if_they_had_been_there(ranks):
-    run_ranks(_trains_alike, ranks, *_alone())
+def test_training_with_new_ids_equals_training_with_all_ids(ranks):
+    run_ranks(_train_and_compare, ranks, *_reference_run())
 
 
 def _trained(rank):
-    """This rank's state after some steps with an optimizer that keeps a number a row."""
+    """This rank's state after some steps with an optimizer that keeps a number per row."""
     rows = _rows()
     layer, optimizer = _layer(rows), RowWiseAdagrad([rows.weight], LR)
     rows.attach("sum", optimizer, "sum")
@@ -136,7 +136,7 @@ def _trained(rank):
     assert state["weight"].shape == (len(rows), 1 + WIDTH)
     assert state["weight"].untyped_storage().nbytes() == state["weight"].nbytes
 
-    # It goes on as it was, on a rank that had other rows before.
+    # The state replaces other rows of a rank.
     again = _rows()
     _layer(again)(*_bags(30, [rank]))
     other = RowWiseAdagrad([again.weight], LR)
@@ -152,7 +152,7 @@ def _trained(rank):
     assert torch.equal(again.weight[used], rows.weight[used]) and torch.equal(
         sums[used], optimizer.state[rows.weight]["sum"][used]
     )
-    # Features to come begin anew, whatever was there before.
+    # New features start with zero sums after a load.
     fewer = {name: part if name == "owner" else part[:2] for name, part in state.items()}
     again.load_state_dict(fewer)
     assert len(again) == 2 and not sums[3:].any()
@@ -167,8 +167,8 @@ def _trained(rank):
     return state
 
 
-def _rehashed(rank, states, merged):
-    """Every row of both ranks on one of four, with what is attached, bit for bit."""
+def _check_merged(rank, states, merged):
+    """Each row of both ranks is on one of four ranks, with its attached state, bit for bit."""
     rows = _rows()
     optimizer = RowWiseAdagrad([rows.weight], LR)
     sums = optimizer.state[rows.weight]["sum"]
@@ -176,8 +176,8 @@ def _rehashed(rank, states, merged):
     rows.load_state_dict(merged)
     parts = [None] * 4
     used = slice(1, 1 + len(rows))
-    own = rows.ids().clone(), rows.weight.detach()[used].clone(), sums[used].clone()
-    dist.all_gather_object(parts, own)
+    part = rows.ids().clone(), rows.weight.detach()[used].clone(), sums[used].clone()
+    dist.all_gather_object(parts, part)
     assert all(len(ids) > 0 for ids, *_ in parts)
     found, expected = {}, {}
     for ids, weight, sums in parts:
@@ -191,20 +191,20 @@ def _rehashed(rank, states, merged):
     for id_, (row, number) in expected.items():
         assert torch.equal(found[id_][0], row) and torch.equal(found[id_][1], number)
     before = len(rows)
-    _layer(rows)(*_bags(0, [rank % 2]))  # ids that are known: the owners are where they are sought
+    _layer(rows)(*_bags(0, [rank % 2]))  # known ids are found at their owners
     assert len(rows) == before
 
 
-def test_checkpoints_and_two_ranks_made_four():
+def test_checkpoints_of_two_ranks_merge_and_load_on_four():
     states = run_ranks(_trained, 2)
     merged = merge_feature_rows(states[::-1])
-    run_ranks(_rehashed, 4, states, merged)
+    run_ranks(_check_merged, 4, states, merged)
 
 
 @on_ranks(1)
-def test_what_is_attached_is_what_the_optimizer_has(rank):
-    """In either order of loads, and of states of before there was an optimizer to be named."""
-    seen = {7: 0.0, 2**62: 0.0, 5: 0.0}  # {id: its accumulator, by the rule}
+def test_attached_state_is_the_state_of_the_optimizer(rank):
+    """States load in any order, including states from before `attach` named the optimizer."""
+    seen = {7: 0.0, 2**62: 0.0, 5: 0.0}  # {id: expected accumulator}
 
     def made():
         rows = DynamicFeatureRows(1, 10)
@@ -265,7 +265,7 @@ OWNER = "dct::DynamicFeatureRows: "
 
 
 @on_ranks(1)
-def test_settings_that_are_refused(rank):
+def test_wrong_settings_raise(rank):
     for text, wrong, error in (
         ("width must be in [1", {"width": 0}, ValueError),
         ("capacity must be in [1", {"capacity": 0}, ValueError),
@@ -292,9 +292,9 @@ def test_settings_that_are_refused(rank):
 
 
 @on_ranks(1)
-def test_states_that_are_not_merged(rank):
-    of_all = {"ids": torch.arange(3), "weight": torch.ones(3, 1), "per_row.sum": torch.ones(3)}
-    ranks = [{"owner": torch.tensor([rank, 2])} | of_all for rank in range(2)]
+def test_merging_wrong_states_raises(rank):
+    common = {"ids": torch.arange(3), "weight": torch.ones(3, 1), "per_row.sum": torch.ones(3)}
+    ranks = [{"owner": torch.tensor([rank, 2])} | common for rank in range(2)]
     rows = DynamicFeatureRows(1, 3)
     every, saved = "must hold one state of every rank, got", rows.state_dict()
     state = "must be a DynamicFeatureRows.state_dict()"
@@ -314,7 +314,7 @@ def test_states_that_are_not_merged(rank):
         text = f"dct::merge_feature_rows: states{text}"
         _refused(text, lambda given=states: merge_feature_rows(given), error)
     for name, value, got in (
-        ("weight", torch.zeros(2, 1), "(3, 1), got torch.float32 (2, 1)"),  # of 3 ids
+        ("weight", torch.zeros(2, 1), "(3, 1), got torch.float32 (2, 1)"),  # for 3 ids
         ("weight", torch.zeros(3, 2), "(3, 1), got torch.float32 (3, 2)"),
         ("weight", torch.zeros(3, 1, dtype=F64), "(3, 1), got torch.float64 (3, 1)"),
         ("per_row.sum", torch.zeros(4), "(3,), got torch.float32 (4,)"),
@@ -329,14 +329,14 @@ class _Other(torch.Tensor):
 
 
 @on_ranks(2)
-def test_rows_of_another_rank_are_refused_unless_the_state_is_merged(rank):
+def test_rows_of_another_rank_raise_unless_the_state_is_merged(rank):
     rows, ids = DynamicFeatureRows(1, 50), torch.arange(40)
-    own = ids[rows.owners(ids)[0] == rank]
-    state = {"owner": torch.tensor([rank, 2]), "ids": own, "weight": torch.ones(len(own), 1)}
+    owned = ids[rows.owners(ids)[0] == rank]
+    state = {"owner": torch.tensor([rank, 2]), "ids": owned, "weight": torch.ones(len(owned), 1)}
     rows.load_state_dict(state)
-    assert rows.ids().tolist() == own.tolist()
+    assert rows.ids().tolist() == owned.tolist()
     foreign = ids[rows.owners(ids)[0] != rank][:1]
-    more = {"ids": torch.cat([own, foreign]), "weight": torch.zeros(len(own) + 1, 1)}
+    more = {"ids": torch.cat([owned, foreign]), "weight": torch.zeros(len(owned) + 1, 1)}
     text = f"state['ids'] must be of rank {rank}'s rows, as the owner of the state, got "
     _refused(
         f"{text}{foreign.item()} of rank {1 - rank}",
@@ -344,11 +344,11 @@ def test_rows_of_another_rank_are_refused_unless_the_state_is_merged(rank):
     )
     assert all(torch.equal(part, state[name]) for name, part in rows.state_dict().items())
     rows.load_state_dict(state | more | {"owner": torch.tensor([-1, 2])})
-    assert rows.ids().tolist() == own.tolist() and not rows.state_dict()["weight"].any()
+    assert rows.ids().tolist() == owned.tolist() and not rows.state_dict()["weight"].any()
 
 
 @on_ranks(1)
-def test_ids_and_states_that_are_refused_leave_what_was_there(rank):
+def test_wrong_ids_and_states_raise_and_change_nothing(rank):
     rows = DynamicFeatureRows(1, 3)
     text = f"{OWNER}ids must be int32 or int64, got float32"
     _refused(text, lambda: rows.initial(torch.ones(2)), TypeError)
@@ -371,7 +371,7 @@ def test_ids_and_states_that_are_refused_leave_what_was_there(rank):
     ):
         _refused(text, lambda ids=ids: layer(torch.tensor(ids), lengths))
     assert rows.ids().tolist() == [5, 2**63 - 1] and torch.equal(rows.weight[:3], before)
-    layer(torch.tensor([5, 6, 5]), lengths)  # there is room for one
+    layer(torch.tensor([5, 6, 5]), lengths)  # within the capacity
 
     optimizer, state = RowWiseAdagrad([rows.weight]), rows.state_dict()
     rows.attach("sum", optimizer, "sum")

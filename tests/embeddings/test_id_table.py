@@ -1,4 +1,4 @@
-"""The hash table of ids: against a dict, where ids collide, and how it grows."""
+"""The hash table of ids, compared with a dict; collisions; growth."""
 
 import random
 
@@ -11,13 +11,13 @@ CPU = torch.device("cpu")
 
 
 def _colliding(count):
-    """Ids whose hashes end alike: of one bucket and one slot, in tables of up to 16 buckets."""
+    """Ids that hash to one bucket and one slot in tables of up to 16 buckets."""
     ids = torch.arange(200_000 * count // 8)
     return ids[mix(ids) & 16 * SLOTS - 1 == 5][:count]
 
 
 @pytest.mark.parametrize("sizes", [[1], [0, 7, 8, 9], [1000, 1, 1000, 3], [5] * 50, [4096, 4096]])
-def test_places_are_those_of_a_dict(sizes):
+def test_places_match_a_dict(sizes):
     chance = random.Random(len(sizes))
     table, expected = IdTable(sum(sizes) + 1, CPU), {}
     pool = [*chance.sample(range(2**63 - 1), sum(sizes) + 100), 0, 2**63 - 1]
@@ -27,14 +27,14 @@ def test_places_are_those_of_a_dict(sizes):
         table.add(torch.tensor(new, dtype=torch.int64))
         expected |= {id_: 1 + len(expected) + index for index, id_ in enumerate(new)}
         known = chance.choices(list(expected), k=50) if expected else []
-        sought = known + pool[:50]
-        found = table.find(torch.tensor(sought, dtype=torch.int64)).tolist()
-        assert found == [expected.get(id_, 0) for id_ in sought]
+        queries = known + pool[:50]
+        found = table.find(torch.tensor(queries, dtype=torch.int64)).tolist()
+        assert found == [expected.get(id_, 0) for id_ in queries]
     assert len(table) == len(expected) and table.ids.tolist() == list(expected)
 
 
 def test_ids_of_one_bucket():
-    """They fill it, then go to the list; those that are not there are not found."""
+    """They fill the bucket and then go to the list. Other ids of the bucket are not found."""
     ids = _colliding(40)
     assert len(ids) == 40
     table = IdTable(32, CPU)
@@ -44,8 +44,8 @@ def test_ids_of_one_bucket():
         assert table.find(ids).tolist() == [*range(1, held + 1), *[0] * (40 - held)]
 
 
-def test_it_grows_with_what_is_added():
-    """Batch by batch as many buckets are cut in two: none are all hashed again at once."""
+def test_growth_is_incremental():
+    """Each batch splits a limited number of buckets, so ids are never all rehashed together."""
     table, ids = IdTable(20_000, CPU), torch.randperm(10**6)[:20_000]
     for batch in ids.split(500):
         before, buckets = table._places.clone(), table._buckets

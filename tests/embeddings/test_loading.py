@@ -1,4 +1,4 @@
-"""A refused state changes nothing, in any module or optimizer for embeddings."""
+"""A wrong state raises and changes nothing, in all modules and optimizers for embeddings."""
 
 import copy
 import re
@@ -57,7 +57,7 @@ def _put(state, path, value):
     return {**state, path[0]: _put(state[path[0]], path[1:], value)} if path else value
 
 
-def _seen(seed):
+def _trained_layer(seed):
     """A layer of dynamic rows whose optimizer is attached, after a step."""
     torch.manual_seed(seed)
     rows = DynamicFeatureRows(3, 20)
@@ -96,10 +96,10 @@ def _optimizer(seed):
     return optimizer
 
 
-@pytest.mark.parametrize("make", [_seen, _layer, _bags, _optimizer, _rows])
+@pytest.mark.parametrize("make", [_trained_layer, _layer, _bags, _optimizer, _rows])
 @on_ranks(1)
 def test_a_refused_state_changes_nothing(rank, make):
-    warnings.simplefilter("ignore")  # torch's, as sparse CSR and nested tensors are made
+    warnings.simplefilter("ignore")  # of torch, for sparse CSR and nested tensors
     loader, other = make(0), make(7)
     state = copy.deepcopy(other.state_dict())
     before = copy.deepcopy(loader.state_dict())
@@ -128,7 +128,7 @@ def test_a_refused_state_changes_nothing(rank, make):
 
 
 @on_ranks(1)
-def test_a_layer_in_a_larger_module_is_loaded_as_a_whole(rank):
+def test_a_refused_state_of_a_submodule_changes_nothing(rank):
     model, other = nn.Sequential(_layer(0)), nn.Sequential(_layer(7))
     before = copy.deepcopy(model.state_dict())
     wrong = {**other.state_dict(), "0.operators.1.weight": torch.ones(4, 3, device="meta")}
@@ -141,8 +141,8 @@ def test_a_layer_in_a_larger_module_is_loaded_as_a_whole(rank):
 
 
 @on_ranks(1)
-def test_states_to_merge_hold_data(rank):
-    state = _seen(0).rows.state_dict()
+def test_merging_states_without_data_raises(rank):
+    state = _trained_layer(0).rows.state_dict()
     for name in state:
         with pytest.raises(
             TypeError, match=rf"states\[0\]\['{name}'\] must be a plain dense tensor"

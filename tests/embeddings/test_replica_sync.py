@@ -1,4 +1,4 @@
-"""What crosses at a sync, what waits, and what it costs: compressed, rounded, as it is."""
+"""Syncs of replicas in each format: sent changes, pending changes, and bytes."""
 
 import copy
 import math
@@ -45,7 +45,7 @@ def _bags(rows=ROWS, dtype=torch.float32, shape=(2, 1), **settings):
 
 
 def _ids(step, rank, rows=ROWS, batch=BATCH):
-    """One id a bag, the lower ones more often, so that replicas share some."""
+    """One id per bag. Low ids are more frequent, so replicas share some."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     drawn = torch.rand(len(rows), batch, generator=generator) ** 2
     return (drawn * torch.tensor(rows).unsqueeze(1)).long()
@@ -64,19 +64,19 @@ def _state(bags, optimizer):
     return found.get("pending", found.get("sum"))
 
 
-def _everyones(tensor):
-    """This tensor of all replicas."""
+def _copies(tensor):
+    """The tensors of all replicas."""
     return gathered(tensor.detach())
 
 
-def _known(bags, optimizer):
-    """The weight, and the state to average: what a replica has at a time, for an oracle."""
+def _snapshot(bags, optimizer):
+    """Copies of the weight and of the state to average, for an oracle."""
     state = _state(bags, optimizer)
     return bags.weight.detach().clone(), None if state is None else state.clone()
 
 
 def _looked_up(first, last, rows=ROWS, replicas=2, batch=BATCH):
-    """Rows of the weight that each replica looks up in steps first to last - 1."""
+    """The rows of the weight that each replica looks up in steps first to last - 1."""
     offset = torch.tensor([[0], [rows[0]]])
     return [
         torch.cat(
@@ -86,13 +86,13 @@ def _looked_up(first, last, rows=ROWS, replicas=2, batch=BATCH):
     ]
 
 
-def _require_message(settings, accumulated, left):
-    """What left `accumulated` [n], a replica's changes of all rows, is as the format says."""
+def _check_message(settings, accumulated, left):
+    """Check that `accumulated - left`, the changes that a replica sends, fits the format."""
     format, delivered = settings["format"], accumulated - left
-    if format == "bfloat16":  # of all entries as many as the density says, the largest; rounded
+    if format == "bfloat16":  # the largest entries, a fraction of DENSITY, rounded
         went = delivered != 0
         count = min(math.ceil(DENSITY * len(left)), int((accumulated != 0).sum()))
-        assert 0.8 * count < went.sum() <= 1.25 * count + 1  # few are picked for the threshold
+        assert 0.8 * count < went.sum() <= 1.25 * count + 1  # the threshold is from few samples
         assert accumulated[went].abs().min() >= accumulated[~went].abs().max()
         assert torch.equal(left[~went], accumulated[~went])
         assert torch.equal(delivered, delivered.bfloat16().float())
@@ -106,7 +106,7 @@ def _require_message(settings, accumulated, left):
             assert went.any() or part.abs().max() < 1e-6
             assert torch.allclose(sizes, sizes[:1].expand_as(sizes), atol=1e-7)
             assert torch.equal(sent[went].sign(), part[went].sign())
-        else:  # off by less than a step
+        else:  # the error is less than a step
             assert rest.abs().max() <= part.abs().max() / {"int8": 127, "int4": 7}[format]
 
 
@@ -122,23 +122,23 @@ def _payload_bytes(settings, numel):
     [(2, False, "all_gather"), (2, False, "reduce_scatter"), (3, True, "reduce_scatter")],
 )
 @on_ranks("replicas")
-def test_compressed_changes_are_delivered_and_the_rest_waits(rank, replicas, transport, many):
-    rows, batch = ([9000, 25], 1200) if many else (ROWS, BATCH)  # or else less than a block
+def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, transport, many):
+    rows, batch = ([9000, 25], 1200) if many else (ROWS, BATCH)  # otherwise less than a block
     for (name, make), settings in zip(cycle(OPTIMIZERS.items()), COMPRESSED, strict=False):
         settings = settings | {"transport": transport}
         bags = _bags(rows, shape=(replicas, 1))
         optimizer = make([bags.weight])
         sync = ReplicaSync(bags, optimizer=optimizer, every=2, **settings)
-        pending, group = sync._average, bags.mesh.get_group("replicate")
-        waiting = torch.zeros(sum(rows), WIDTH)  # of all rows, for the oracle
+        average, group = sync._average, bags.mesh.get_group("replicate")
+        pending = torch.zeros(sum(rows), WIDTH)  # of all rows, for the oracle
         known_rows = torch.empty(0, dtype=torch.int64)
         for period in range(3):
-            synced, _ = _known(bags, optimizer)
+            synced, _ = _snapshot(bags, optimizer)
             for step in (2 * period, 2 * period + 1):
                 _train(bags, optimizer, step, rank, rows, batch)
                 if step % 2 == 0:
                     sync.step()
-            trained, state = _known(bags, optimizer)
+            trained, state = _snapshot(bags, optimizer)
             total = optimizer.state[bags.weight].get("sum", torch.zeros(0)).clone()
             touched = _looked_up(2 * period, 2 * period + 2, rows, replicas, batch)
             known_rows = torch.cat([known_rows, *touched]).unique()
@@ -146,22 +146,22 @@ def test_compressed_changes_are_delivered_and_the_rest_waits(rank, replicas, tra
                 sync.step()
                 sent = meter.take()
 
-            assert torch.equal(pending.rows, known_rows.int())
-            accumulated = waiting + (trained - synced)
-            waiting = torch.zeros_like(waiting)
-            waiting[known_rows] = pending.residual
+            assert torch.equal(average.rows, known_rows.int())
+            accumulated = pending + (trained - synced)
+            pending = torch.zeros_like(pending)
+            pending[known_rows] = average.residual
             moved = bags.weight.detach().double() - synced
-            # Nothing is lost, nothing comes twice, and other rows stay as they are.
-            owed, left = (sum(_everyones(tensor.double())) for tensor in (accumulated, waiting))
-            near = 1e-6 * max(synced.abs().max(), owed.abs().max())
-            assert (replicas * moved + left - owed).abs().max() < near
-            assert moved.abs().sum() > 0.05 * owed.abs().sum() / replicas
+            # All changes are sent or pending, none twice, and other rows are unchanged.
+            changes, left = (sum(_copies(tensor.double())) for tensor in (accumulated, pending))
+            near = 1e-6 * max(synced.abs().max(), changes.abs().max())
+            assert (replicas * moved + left - changes).abs().max() < near
+            assert moved.abs().sum() > 0.05 * changes.abs().sum() / replicas
             others = torch.ones(sum(rows), dtype=torch.bool)
             others[known_rows] = False
             assert not moved[others].any()
             if transport == "all_gather":
-                before, after = (t[known_rows].flatten() for t in (accumulated, waiting))
-                _require_message(settings, before, after)
+                before, after = (t[known_rows].flatten() for t in (accumulated, pending))
+                _check_message(settings, before, after)
                 bytes_sent = 8 + 4 * max(map(len, touched))
                 bytes_sent += _payload_bytes(settings, len(known_rows) * WIDTH)
                 bytes_sent *= replicas - 1
@@ -173,7 +173,7 @@ def test_compressed_changes_are_delivered_and_the_rest_waits(rank, replicas, tra
                 if isinstance(of_state, torch.Tensor):
                     assert_same(of_state)
             if name != "sgd":
-                mean = sum(_everyones(state.double())) / replicas
+                mean = sum(_copies(state.double())) / replicas
                 assert mean.any()
                 if name == "delayed":
                     assert not _state(bags, optimizer).any()
@@ -181,16 +181,16 @@ def test_compressed_changes_are_delivered_and_the_rest_waits(rank, replicas, tra
                 got = optimizer.state[bags.weight]["sum"].double()
                 assert torch.allclose(got, mean, rtol=1e-6, atol=0)
 
-        # What waits is delivered, and nothing else happens.
-        assert waiting.any()
-        synced, state = _known(bags, optimizer)
+        # flush() sends the pending changes, and does nothing else.
+        assert pending.any()
+        synced, state = _snapshot(bags, optimizer)
         sync.flush()
-        mean = sum(_everyones(waiting.double())) / replicas
+        mean = sum(_copies(pending.double())) / replicas
         assert (bags.weight - (synced + mean)).abs().max() < near
         assert state is None or torch.equal(_state(bags, optimizer), state)
         assert_same(bags.weight.detach())
-        assert pending.rows.untyped_storage().nbytes() == 0  # freed, not out of sight
-        assert pending.residual.untyped_storage().nbytes() == 0
+        assert average.rows.untyped_storage().nbytes() == 0  # freed, not only sliced
+        assert average.residual.untyped_storage().nbytes() == 0
         before = bags.weight.detach().clone()
         with WireMeter(group) as meter:
             sync.sync()
@@ -200,7 +200,7 @@ def test_compressed_changes_are_delivered_and_the_rest_waits(rank, replicas, tra
 
 
 class _Sizes(TorchDispatchMode):
-    """The largest tensor that is made; writing into `known` makes none."""
+    """Records the largest new tensor. Writing into `known` creates none."""
 
     def __init__(self, *known):
         super().__init__()
@@ -216,7 +216,7 @@ class _Sizes(TorchDispatchMode):
 
 
 @on_ranks(2)
-def test_a_sync_reads_and_writes_only_rows_that_were_looked_up(rank):
+def test_a_sync_accesses_only_rows_that_were_looked_up(rank):
     rows = [50000, 3]
     for settings in FORMATS:
         bags = _bags(rows)
@@ -229,28 +229,28 @@ def test_a_sync_reads_and_writes_only_rows_that_were_looked_up(rank):
         others = torch.ones(sum(rows), dtype=torch.bool)
         others[union] = False
         state = optimizer.state[bags.weight]
-        with torch.no_grad():  # were they read, it would show
+        with torch.no_grad():  # NaN would show if they were read
             for tensor in (bags.weight, *state.values()):
                 tensor[others] = math.nan
         known = sync._average.touched._known
         with _Sizes(bags.weight, known, *state.values()) as made:
             sync.step()
-        assert 0 < made.largest <= 4096  # what a threshold is sampled from
+        assert 0 < made.largest <= 4096  # the samples for a threshold
         assert bags.weight[others].isnan().all() and bags.weight[union].isfinite().all()
         assert (bags.weight[union] != start[union]).any()
         assert state["sum"][union].isfinite().all() and (state["sum"][union] > 0).any()
-        assert torch.equal(*_everyones(bags.weight[union]))
+        assert torch.equal(*_copies(bags.weight[union]))
 
 
 @on_ranks(2)
-def test_rows_as_they_are_and_rounded_changes(rank):
+def test_float32_rows_and_bfloat16_changes(rank):
     for format in ("float32", torch.bfloat16):
         bags = _bags()
         optimizer = OPTIMIZERS["rowwise"]([bags.weight])
         sync = ReplicaSync(bags, optimizer=optimizer, format=format)
         base = bags.weight.detach().clone()
         _train(bags, optimizer, 0, rank)
-        trained, state = _known(bags, optimizer)
+        trained, state = _snapshot(bags, optimizer)
         touched = _looked_up(0, 1)
         union = torch.cat(touched).unique()
         with WireMeter(bags.mesh.get_group("replicate")) as meter:
@@ -259,22 +259,22 @@ def test_rows_as_they_are_and_rounded_changes(rank):
         bytes_a_row = WIDTH * (4 if format == "float32" else 2) + 4  # rings of 2
         assert sent == 8 + 4 * max(map(len, touched)) + len(union) * bytes_a_row
         if format == "float32":
-            expected = sum(part / 2 for part in _everyones(trained))
+            expected = sum(part / 2 for part in _copies(trained))
         else:
-            expected = base + sum(part.bfloat16() / 2 for part in _everyones(trained - base))
+            expected = base + sum(part.bfloat16() / 2 for part in _copies(trained - base))
         assert torch.equal(bags.weight, expected)
-        assert torch.equal(_state(bags, optimizer), sum(part / 2 for part in _everyones(state)))
+        assert torch.equal(_state(bags, optimizer), sum(part / 2 for part in _copies(state)))
         untouched = torch.ones(sum(ROWS), dtype=torch.bool)
         untouched[union] = False
         assert torch.equal(bags.weight[untouched], base[untouched])
-        synced, _ = _known(bags, optimizer)
+        synced, _ = _snapshot(bags, optimizer)
         _train(bags, optimizer, 1, rank)
-        trained, _ = _known(bags, optimizer)
-        sync.flush()  # nothing was waiting, and nothing is rounded
-        mean = sum(_everyones(trained.double())) / 2
+        trained, _ = _snapshot(bags, optimizer)
+        sync.flush()  # nothing is pending, and nothing is rounded
+        mean = sum(_copies(trained.double())) / 2
         assert torch.allclose(bags.weight.double(), mean, rtol=0, atol=2e-7)
         assert not torch.equal(bags.weight, synced)
-        assert torch.equal(*_everyones(bags.weight))
+        assert torch.equal(*_copies(bags.weight))
 
 
 def _saved_run(rank):
@@ -286,50 +286,50 @@ def _saved_run(rank):
         sync.step()
     sync.flush()
     saved = bags.state_dict(), optimizer.state_dict()
-    copies = [torch.equal(*_everyones(tensor)) for tensor in (bags.weight, _state(bags, optimizer))]
+    copies = [torch.equal(*_copies(tensor)) for tensor in (bags.weight, _state(bags, optimizer))]
     assert all(copies)
     return saved
 
 
-def _go_on_alone(rank, saved):
-    ends = [_goes_on_alone(rank, saved, settings) for settings in FORMATS]
+def _resume_with_one_replica(rank, saved):
+    ends = [_resume(rank, saved, settings) for settings in FORMATS]
     assert all(torch.equal(end, ends[0]) for end in ends)
 
 
-def _goes_on_alone(rank, saved, settings):
-    saved = copy.deepcopy(saved)  # it came in memory that is shared with later runs
+def _resume(rank, saved, settings):
+    saved = copy.deepcopy(saved)  # its memory is shared with later runs
     bags = _bags(shape=(1, 1))
     optimizer = OPTIMIZERS["rowwise"]([bags.weight])
     bags.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    alone = nn.Parameter(bags.weight.detach().clone())
-    of_alone = OPTIMIZERS["rowwise"]([alone])
-    of_alone.load_state_dict(copy.deepcopy(saved[1]))
+    reference = nn.Parameter(bags.weight.detach().clone())
+    reference_optimizer = OPTIMIZERS["rowwise"]([reference])
+    reference_optimizer.load_state_dict(copy.deepcopy(saved[1]))
     sync = ReplicaSync(bags, optimizer=optimizer, every=2, **settings)
     for step in range(5, 8):
         _train(bags, optimizer, step, rank)
         sync.step()
         ids = _ids(step, rank)
-        out = nn.functional.embedding(ids.t() + torch.tensor([0, ROWS[0]]), alone, sparse=True)
-        of_alone.zero_grad()
+        out = nn.functional.embedding(ids.t() + torch.tensor([0, ROWS[0]]), reference, sparse=True)
+        reference_optimizer.zero_grad()
         (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sin().mean().backward()
-        of_alone.step()
-    assert torch.allclose(bags.weight, alone, rtol=0, atol=1e-6)
-    assert not torch.equal(alone.detach(), saved[0]["weight"])
+        reference_optimizer.step()
+    assert torch.allclose(bags.weight, reference, rtol=0, atol=1e-6)
+    assert not torch.equal(reference.detach(), saved[0]["weight"])
     return bags.weight.detach()
 
 
-def test_what_a_replica_saved_goes_on_with_one_replica():
-    """After flush() weights and accumulators are all there is; one replica has no one to meet."""
+def test_a_checkpoint_of_two_replicas_resumes_on_one():
+    """After flush() the state consists of weights and accumulators only."""
     saved = run_ranks(_saved_run, 2)[0]
-    run_ranks(_go_on_alone, 1, saved)
+    run_ranks(_resume_with_one_replica, 1, saved)
 
 
 @pytest.mark.parametrize("settings", [COMPRESSED[0], {"format": "int4"}])
 @pytest.mark.parametrize(("transport", "sender"), [("all_gather", 1), ("reduce_scatter", 0)])
 @on_ranks(2)
-def test_a_damaged_payload_is_not_added(rank, transport, sender, settings):
-    """On its way, the payload of `sender` to everybody."""
+def test_a_damaged_payload_raises(rank, transport, sender, settings):
+    """The payload from `sender` is damaged on its way to all ranks."""
     module = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}[transport]
     gather = module.all_gather
 
@@ -350,7 +350,7 @@ def test_a_damaged_payload_is_not_added(rank, transport, sender, settings):
     ):
         sync.step()
     module.all_gather = gather
-    for call in (sync.sync, sync.flush):  # in later calls as well
+    for call in (sync.sync, sync.flush):  # later calls also raise
         with pytest.raises(RuntimeError, match=f"from rank {sender}"):
             call()
 
@@ -363,11 +363,11 @@ def _dies(rank):
     sync.step()
     if rank == 1:
         os._exit(7)
-    _train(bags, optimizer, 1, rank)  # alone in its sharding group, it can
+    _train(bags, optimizer, 1, rank)  # needs no other rank, because its sharding group has one rank
     sync.step()
 
 
-def test_a_replica_that_dies_ends_the_others_with_an_error():
-    # Not -9: the survivor ended by itself.
+def test_the_other_replica_raises_when_a_replica_dies():
+    # The exit code is not -9, so the other rank was not killed.
     with pytest.raises(RuntimeError, match=r"(?s)exit codes \[1, 7\].*in sync\b"):
         run_ranks(_dies, 2)

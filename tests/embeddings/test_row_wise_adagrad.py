@@ -1,4 +1,4 @@
-"""Row-wise AdaGrad, and what averaging replicas does to it."""
+"""Row-wise AdaGrad, and its steps when replicas are averaged."""
 
 import copy
 import math
@@ -11,7 +11,7 @@ from torch import nn
 from dct_embeddings import MomentumScaledRowWiseAdagrad, RowWiseAdagrad
 
 ROWS, WIDTH = 9, 5
-BATCHES = [[0, 3, 3, 8, 3], [8], [1, 0, 1], [2, 2, 3, 8, 8]]  # rows 4 to 7 are never met
+BATCHES = [[0, 3, 3, 8, 3], [8], [1, 0, 1], [2, 2, 3, 8, 8]]  # rows 4 to 7 never occur
 LR, EPS = 0.1, 1e-8
 
 
@@ -20,7 +20,7 @@ def _weights(dtype=torch.float64):
 
 
 def _per_id(step):
-    """The gradient of what each id of a batch was looked up for."""
+    """The gradients of the rows of a batch, one per id."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randn(len(BATCHES[step]), WIDTH, generator=generator, dtype=torch.float64)
 
@@ -39,7 +39,7 @@ def _oracle(divisor=lambda v: math.sqrt(v) + EPS):
 
 
 def _step(weight, optimizer, step, sparse=True, bags=False):
-    """Train on one batch; with `bags`, of one id each."""
+    """Train on one batch. With `bags`, each bag has one id."""
     optimizer.zero_grad()
     ids = torch.tensor(BATCHES[step])
     if bags:
@@ -60,39 +60,39 @@ def _trained(optimizer_class, dtype=torch.float64, sparse=True, bags=False, **se
 
 @pytest.mark.parametrize("bags", [False, True])
 @pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-def test_against_the_oracle(dtype, near, sparse, bags):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_steps_match_the_oracle(dtype, tolerance, sparse, bags):
     weight, optimizer = _trained(RowWiseAdagrad, dtype, sparse, bags)
     w, v = _oracle()
     accumulator = optimizer.state[weight]["sum"]
     assert weight.dtype == accumulator.dtype == dtype
-    assert np.abs(weight.detach().double().numpy() - w).max() < near
-    assert np.abs(accumulator.double().numpy() - v).max() < 10 * near
-    assert torch.equal(weight.detach()[4:8], _weights(dtype)[4:8])  # bit for bit as they were
+    assert np.abs(weight.detach().double().numpy() - w).max() < tolerance
+    assert np.abs(accumulator.double().numpy() - v).max() < 10 * tolerance
+    assert torch.equal(weight.detach()[4:8], _weights(dtype)[4:8])  # bitwise unchanged
 
 
-@pytest.mark.parametrize("delayed", [False, True])  # until the first sync, by what waits
-def test_the_scale_is_of_accumulators_as_they_are_used(delayed):
-    settings = {"scale": 3, "eps": 0.01, "delayed": delayed}  # an eps that shows
+@pytest.mark.parametrize("delayed", [False, True])  # before the first sync, pending sums are used
+def test_the_scale_divides_the_accumulators_in_a_step(delayed):
+    settings = {"scale": 3, "eps": 0.01, "delayed": delayed}  # large enough to change the result
     weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, **settings)
     w, v = _oracle(lambda v: math.sqrt(v / 3 + 0.01))
     assert np.abs(weight.detach().numpy() - w).max() < 1e-14
     assert np.abs(optimizer.to_average(weight).numpy() - v).max() < 1e-14
 
 
-def test_a_scale_that_changes_is_as_if_it_had_always_been():
-    """Bitwise: of the former scale nothing is in the accumulators."""
+def test_steps_do_not_depend_on_a_former_scale():
+    """The accumulators do not depend on the scale, so results are bitwise equal."""
     weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, scale=3)
     always, other = _trained(MomentumScaledRowWiseAdagrad, scale=5)
     assert torch.equal(optimizer.state[weight]["sum"], other.state[always]["sum"])
     optimizer.param_groups[0]["scale"] = 5
     always.data.copy_(weight.detach())
-    for weights, of_them in ((weight, optimizer), (always, other)):
-        _step(weights, of_them, 3)
+    for weights, their_optimizer in ((weight, optimizer), (always, other)):
+        _step(weights, their_optimizer, 3)
     assert torch.equal(weight, always)
 
 
-def test_the_default_steps_are_those_of_row_wise_adagrad():
+def test_default_steps_equal_those_of_row_wise_adagrad():
     plain, _ = _trained(RowWiseAdagrad)
     scaled, _ = _trained(MomentumScaledRowWiseAdagrad, scale=1)
     assert torch.allclose(plain, scaled, rtol=0, atol=2 * EPS)
@@ -105,7 +105,7 @@ def test_the_default_steps_are_those_of_row_wise_adagrad():
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-def test_a_saved_state_goes_on_bitwise(delayed):
+def test_a_saved_state_resumes_bitwise(delayed):
     settings = {"scale": 2, "delayed": delayed}
     weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, **settings)
     optimizer.averaged(weight, torch.arange(len(weight)))
@@ -113,8 +113,8 @@ def test_a_saved_state_goes_on_bitwise(delayed):
     resumed = nn.Parameter(weight.detach().clone())
     other = MomentumScaledRowWiseAdagrad([resumed], 1.0, scale=1)
     other.load_state_dict(saved)
-    for weights, of_them in ((weight, optimizer), (resumed, other)):
-        _step(weights, of_them, 3)
+    for weights, their_optimizer in ((weight, optimizer), (resumed, other)):
+        _step(weights, their_optimizer, 3)
     assert torch.equal(weight, resumed)
     assert torch.equal(optimizer.to_average(weight), other.to_average(resumed))
 
@@ -125,7 +125,7 @@ def _replicas(count, optimizer_of):
 
 
 def _sync(weights, optimizers):
-    """What a sync does, among replicas of one process."""
+    """Average replicas of one process, as ReplicaSync does."""
     states = [
         optimizer.to_average(weight) for weight, optimizer in zip(weights, optimizers, strict=True)
     ]
@@ -137,8 +137,8 @@ def _sync(weights, optimizers):
         optimizer.averaged(weight, torch.arange(len(weight)))
 
 
-def test_delayed_replicas_average_to_a_step_by_the_averaged_gradient():
-    """Whatever they do between two syncs: lr * mean(sum of gradients) / root of the synced v."""
+def test_delayed_replicas_average_to_a_step_with_the_averaged_gradient():
+    """The step between two syncs is lr * mean(sum of gradients) / root of the synced v."""
     weights, optimizers = _replicas(
         3, lambda w: MomentumScaledRowWiseAdagrad([w], LR, scale=3, delayed=True)
     )
@@ -158,18 +158,18 @@ def test_delayed_replicas_average_to_a_step_by_the_averaged_gradient():
                 squares += weight.grad.square().mean(1)
                 optimizer.step()
         _sync(weights, optimizers)
-        expected = synced + squares / 3  # averaged
+        expected = synced + squares / 3  # the mean over replicas
         assert torch.allclose(optimizers[0].state[weights[0]]["sum"], expected, rtol=1e-13)
-        if period > 0:  # in the first there is no synced accumulator yet
+        if period > 0:  # the first period has no synced accumulator yet
             step = LR * (total / 3) / (synced / 3).sqrt().unsqueeze(1)
             assert torch.allclose(weights[0], base - step, rtol=0, atol=1e-14)
 
 
 def _relative_step(replicas, scale, chance, noise, delayed=False, steps=600, rows=64, width=16):
-    """How far averaged replicas go, over how far one group with all samples goes: mean of rows.
+    """The distance of averaged replicas relative to one group with all samples, averaged over rows.
 
-    In a step every replica meets each row with `chance`, with a gradient of 1 in every entry plus
-    `noise`.
+    In each step a replica has a gradient for a row with probability `chance`. Its entries are 1
+    plus normal noise times `noise`.
     """
     generator = torch.Generator().manual_seed(11)
     start = torch.zeros(rows, width, dtype=torch.float64)
@@ -199,7 +199,7 @@ def _relative_step(replicas, scale, chance, noise, delayed=False, steps=600, row
     ids=["rare", "noisy", "clean"],
 )
 def test_steps_of_4_averaged_replicas(chance, noise, unscaled, scaled, delayed):
-    """Rare and noisy rows go 1 / sqrt(4) as far unless scaled by 4; clean ones then twice."""
+    """Scaling by 4 doubles steps: rare and noisy rows then move as far as in one group."""
     assert _relative_step(4, 1, chance, noise, delayed) == pytest.approx(unscaled, rel=0.15)
     assert _relative_step(4, 4, chance, noise, delayed) == pytest.approx(scaled, rel=0.15)
 

@@ -1,4 +1,4 @@
-"""Distributed equivalent substitution: the training of one process, with bytes by a formula."""
+"""Distributed equivalent substitution trains like one process, and its bytes match formulas."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ from dct_embeddings import (
 from ranks import on_ranks, run_ranks
 from wire_meter import WireMeter
 
-ROWS, FIELDS, WIDTH, BATCH, HIDDEN = 61, 3, 4, 4, 5  # BATCH: samples of a step, of all ranks
+ROWS, FIELDS, WIDTH, BATCH, HIDDEN = 61, 3, 4, 4, 5  # BATCH: samples per step on all ranks
 STEPS, LR = 20, 0.2
 
 
@@ -32,17 +32,17 @@ def _weight(dtype):
 
 
 @functools.cache
-def _sample(step, number, most=3):
-    """Ids of each field, up to `most`, repeated ones among them, and a label."""
+def _sample(step, number, longest=3):
+    """(ids of each field, up to `longest` and with repetitions; a label)."""
     generator = torch.Generator().manual_seed(10 * step + number)
-    lengths = torch.randint(most + 1, (FIELDS,), generator=generator).tolist()
-    own = [torch.randint(ROWS, (length,), generator=generator) for length in lengths]
-    return own, float(torch.randint(2, (), generator=generator))
+    lengths = torch.randint(longest + 1, (FIELDS,), generator=generator).tolist()
+    ids = [torch.randint(ROWS, (length,), generator=generator) for length in lengths]
+    return ids, float(torch.randint(2, (), generator=generator))
 
 
 def _bags(samples):
-    """The ids of these samples as the layer takes them: field by field."""
-    by_field = [own[field] for field in range(FIELDS) for own, _ in samples]
+    """The ids and lengths of samples as arguments of the layer, field by field."""
+    by_field = [ids[field] for field in range(FIELDS) for ids, _ in samples]
     lengths = torch.tensor([len(ids) for ids in by_field]).view(FIELDS, len(samples))
     return torch.cat(by_field), lengths
 
@@ -52,7 +52,7 @@ def _labels(samples, dtype):
 
 
 class Plain(nn.Module):
-    """The oracle: one process, a sample at a time, each operator by its definition."""
+    """The oracle: one process computes each operator by its definition, sample by sample."""
 
     def __init__(self, kind, dtype):
         super().__init__()
@@ -62,20 +62,20 @@ class Plain(nn.Module):
             self.first = nn.Parameter(_first_layer(dtype))
 
     def forward(self, samples):
-        return torch.cat([self.dense(*self._of_one(own)) for own, _ in samples])
+        return torch.cat([self.dense(*self._inputs(ids)) for ids, _ in samples])
 
-    def _of_one(self, own):
-        features = self.weight[torch.cat(own)]
+    def _inputs(self, ids_by_field):
+        features = self.weight[torch.cat(ids_by_field)]
         linear = features[:, 0].sum().view(1)
-        products = features[:, 1:] @ features[:, 1:].T  # of all pairs, by the definition
+        products = features[:, 1:] @ features[:, 1:].T  # of all pairs
         pairs = products.triu(1).sum().view(1)
-        pooled = torch.stack([self.weight[ids, 1:].sum(0) for ids in own])[None]
+        pooled = torch.stack([self.weight[ids, 1:].sum(0) for ids in ids_by_field])[None]
         hidden = None if self.first is None else (self.first @ pooled.flatten())[None]
-        return _given(self.kind, linear, pairs, pooled, hidden)
+        return _dense_inputs(self.kind, linear, pairs, pooled, hidden)
 
 
-def _given(kind, linear, pairs, pooled, hidden):
-    """What the dense part of a model is given."""
+def _dense_inputs(kind, linear, pairs, pooled, hidden):
+    """The inputs of the dense part of a model."""
     return {
         "LR": [linear],
         "FM": [linear, pairs],
@@ -94,12 +94,12 @@ OPERATORS = {
     ],
     "first layer": lambda: [LinearTerms(), FirstLayer(FIELDS, WIDTH, HIDDEN, first=1)],
 }
-# Numbers of partial results a sample.
+# Partial results per sample.
 SENT = {"LR": 1, "FM": 1 + WIDTH + 1, "DeepFM": 2 + WIDTH + FIELDS * WIDTH, "first layer": 6}
 
 
 class Dense(nn.Module):
-    """Bias, and an MLP over what is no single number a sample."""
+    """A bias, and an MLP over the inputs with several numbers per sample."""
 
     def __init__(self, inputs):
         super().__init__()
@@ -116,7 +116,7 @@ def _dense(kind, dtype):
     torch.manual_seed(5)
     dense = Dense({"DeepFM": FIELDS * WIDTH, "first layer": HIDDEN}.get(kind, 1)).to(dtype)
     if kind in ("LR", "FM"):
-        del dense.mlp  # or DDP would wait for its gradients
+        del dense.mlp  # DDP would wait for its gradients
     return dense
 
 
@@ -129,8 +129,8 @@ def _loss(logits, labels):
     return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
-def _alone(kind, dtype):
-    """Losses of all steps, and all rows in the end."""
+def _train_alone(kind, dtype):
+    """The losses of all steps and the final rows, trained in one process."""
     model = Plain(kind, dtype)
     optimizer, losses = torch.optim.SGD(model.parameters(), LR), []
     for step in range(STEPS):
@@ -151,8 +151,8 @@ def _layer(kind, dtype, **settings):
     return layer
 
 
-def _together(kind, dtype, rank, aggregate):
-    """The same of all ranks."""
+def _train_on_ranks(kind, dtype, rank, aggregate):
+    """The losses of all steps and the final rows, trained on all ranks."""
     ranks = dist.get_world_size()
     layer, dense = _layer(kind, dtype, aggregate=aggregate), _dense(kind, dtype)
     share = slice(None)
@@ -177,26 +177,26 @@ def _together(kind, dtype, rank, aggregate):
 
 
 def _whole(rows):
-    """The rows of all ranks, by id; each of them on one rank."""
+    """The rows of all ranks by id. Each row must be on one rank."""
     whole = torch.full((ROWS, 1 + WIDTH), math.nan, dtype=rows.weight.dtype)
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (rows.ids(), rows.weight.detach()))
-    for ids, own in parts:
+    for ids, part in parts:
         assert whole[ids].isnan().all()
-        whole[ids] = own
+        whole[ids] = part
     return whole
 
 
 def _expected(kind, dtype):
-    losses, weight = _alone(kind, dtype)
-    assert (weight - _weight(dtype)).abs().max() > 0.1, kind  # it is trained
+    losses, weight = _train_alone(kind, dtype)
+    assert (weight - _weight(dtype)).abs().max() > 0.1, kind  # training has an effect
     return losses, weight
 
 
-def _trains_alike(rank, expected, aggregates):
+def _train_and_compare(rank, expected, aggregates):
     for (kind, dtype), (losses, weight) in expected.items():
         for aggregate in aggregates:
-            got, rows = _together(kind, dtype, rank, aggregate)
+            got, rows = _train_on_ranks(kind, dtype, rank, aggregate)
             if dtype is torch.float64:
                 assert (got - losses).abs().max() < 1e-12, (kind, aggregate)
                 assert (rows - weight).abs().max() < 1e-12, (kind, aggregate)
@@ -204,21 +204,21 @@ def _trains_alike(rank, expected, aggregates):
                 assert ((got - losses) / losses).abs().max() < 1e-5, (kind, aggregate)
 
 
-def test_training_is_that_of_one_process():
+def test_training_matches_one_process():
     runs = [(kind, torch.float64) for kind in OPERATORS] + [("DeepFM", torch.float32)]
     expected = {run: _expected(*run) for run in runs}
     scatter, reduce = ["reduce_scatter"], ["all_reduce"]
-    run_ranks(_trains_alike, 1, expected, scatter)
-    run_ranks(_trains_alike, 2, expected, scatter)
+    run_ranks(_train_and_compare, 1, expected, scatter)
+    run_ranks(_train_and_compare, 2, expected, scatter)
     partial = {run: expected[run] for run in runs if run[0] in ("DeepFM", "first layer")}
-    run_ranks(_trains_alike, 2, partial, reduce)
-    run_ranks(_trains_alike, 4, {("DeepFM", torch.float64): expected[runs[2]]}, scatter)
+    run_ranks(_train_and_compare, 2, partial, reduce)
+    run_ranks(_train_and_compare, 4, {("DeepFM", torch.float64): expected[runs[2]]}, scatter)
 
 
 @pytest.mark.parametrize("kind", ["FM", "DeepFM", "first layer"])
 @on_ranks(2)
-def test_bytes_by_formula_which_are_the_same_for_twice_the_ids(rank, kind):
-    """Bytes of ids, partial results forward and backward, dense gradients: as computed."""
+def test_bytes_match_formulas_and_partial_results_do_not_grow_with_ids(rank, kind):
+    """Checks bytes of ids, of partial results forward and backward, and of dense gradients."""
     ranks = dist.get_world_size()
     groups = [dist.new_group() for _ in range(2)]
     layer = _layer(kind, torch.float64, ids_group=groups[0])
@@ -230,8 +230,8 @@ def test_bytes_by_formula_which_are_the_same_for_twice_the_ids(rank, kind):
         WireMeter(groups[1]) as dense_meter,
     ):
         seen = []
-        for most in (3, 6):
-            samples = [_sample(0, number, most) for number in range(2 * rank, 2 * rank + 2)]
+        for longest in (3, 6):
+            samples = [_sample(0, number, longest) for number in range(2 * rank, 2 * rank + 2)]
             ids, lengths = _bags(samples)
             loss = _loss(dense(*layer(ids, lengths)), _labels(samples, torch.float64))
             forward = partials_meter.take()
@@ -247,7 +247,7 @@ def test_bytes_by_formula_which_are_the_same_for_twice_the_ids(rank, kind):
             seen.append((len(ids), forward))
         assert seen[1][0] > 1.5 * seen[0][0] and seen[1][1] == seen[0][1]
 
-    # The same batch on every rank: neither ids nor gradients cross.
+    # With the same batch on all ranks, neither ids nor gradients of rows are sent.
     layer = _layer(kind, torch.float64, aggregate="all_reduce", ids_group=groups[0])
     with WireMeter(groups[0]) as ids_meter, WireMeter(layer.rows.group) as partials_meter:
         out = layer(*_bags([_sample(0, number) for number in range(2 * ranks)]))
@@ -259,7 +259,7 @@ def test_bytes_by_formula_which_are_the_same_for_twice_the_ids(rank, kind):
 
 
 class Scaled(SubstituteOperator):
-    """Pooled rows times a parameter: its gradient of their sum is the sum of all pooled rows."""
+    """Pooled rows times a parameter. The gradient of their sum is the sum of all pooled rows."""
 
     def __init__(self):
         super().__init__(WIDTH, first=1)
@@ -275,14 +275,14 @@ class Scaled(SubstituteOperator):
 @pytest.mark.parametrize("aggregate", ["reduce_scatter", "all_reduce"])
 @on_ranks(2)
 def test_frozen_parameters(rank, aggregate):
-    """Frozen parameters get no gradients; once thawed, or replaced, those of all ranks."""
+    """Frozen parameters get no gradients. Thawed and replaced ones get gradients of all ranks."""
     operator = Scaled()
     layer = EquivalentSubstitution(FeatureRows(_weight(torch.float64)), [operator], aggregate)
     scatter = aggregate == "reduce_scatter"
     samples = [_sample(0, number) for number in range(2 * rank, 2 * rank + 2) if scatter]
     everyone = [_sample(0, number) for number in range(4)]
     ids, lengths = _bags(samples or everyone)
-    every_id = torch.cat([own[field] for own, _ in everyone for field in range(FIELDS)])
+    every_id = torch.cat([ids_of[field] for ids_of, _ in everyone for field in range(FIELDS)])
     pooled = _weight(torch.float64)[every_id, 1:].sum()
 
     def backward():
@@ -293,14 +293,14 @@ def test_frozen_parameters(rank, aggregate):
 
     rows_grad = torch.zeros(ROWS, 1 + WIDTH, dtype=torch.float64)
     rows_grad[:, 1:] = 2.0 * torch.bincount(every_id, minlength=ROWS).unsqueeze(1)
-    expected = rows_grad[layer.rows.ids()] / (2 if scatter else 1)  # of the mean over ranks
+    expected = rows_grad[layer.rows.ids()] / (2 if scatter else 1)  # the mean over ranks
     torch.testing.assert_close(backward(), expected)
     assert operator.scale.grad is None
     for _ in range(2):
         operator.scale.requires_grad_(True)
         torch.testing.assert_close(backward(), expected)
         torch.testing.assert_close(operator.scale.grad, pooled / (2 if scatter else 1))
-        # A loaded parameter in the place of the old one.
+        # Loading replaces the parameter.
         layer.load_state_dict(layer.state_dict(), assign=True)
     operator.scale.requires_grad_(rank == 0)
     text = r"parameters with gradients must be the same on every rank, got 2\d+ on rank 0, 1\d+ on"
@@ -314,8 +314,8 @@ def test_frozen_parameters(rank, aggregate):
 
 
 @on_ranks(2)
-def test_owners(rank):
-    """Every row on one rank, shares even to one row; of rows in steps of the world size, too."""
+def test_rows_are_distributed_evenly(rank):
+    """Each row is on one rank. Ranks have equal numbers of rows, also of strided ids."""
     for rows in (2, 3, 64, 1000, 2**20 + 7):
         owned = FeatureRows(torch.arange(rows).double().view(-1, 1))
         ids = owned.ids()

@@ -1,4 +1,4 @@
-"""EquivalentSubstitution where arguments are wrong, ranks disagree or die: errors, no hangs."""
+"""EquivalentSubstitution raises, and does not hang, for wrong arguments and ranks that die."""
 
 import os
 import re
@@ -35,28 +35,28 @@ def _refused(text, call, error=ValueError):
 
 
 class Odd(SubstituteOperator):
-    def __init__(self, of):
+    def __init__(self, function):
         super().__init__(3)
-        self.of = of
+        self.function = function
 
     def partial(self, rows, bags):
-        return self.of(bags.sums(rows))
+        return self.function(bags.sums(rows))
 
     def combine(self, total):
         return total
 
 
 @on_ranks(1)
-def test_partial_results_have_a_row_for_each_sample(rank):
-    """Of operators that users write."""
+def test_partial_results_must_have_a_row_per_sample(rank):
+    """Operators written by users are checked."""
     ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])
-    for of, got in (
+    for function, got in (
         (lambda pooled: pooled.sum((1, 2)), "(2,)"),
         (lambda pooled: pooled, "(2, 2, 3)"),
         (lambda pooled: pooled[:1].flatten(1), "(1, 6)"),
         (lambda pooled: None, "()"),
     ):
-        layer = _of(FeatureRows(torch.randn(10, 3)), [Odd(of)])
+        layer = _of(FeatureRows(torch.randn(10, 3)), [Odd(function)])
         text = f"{OWNER}Odd.partial must return a tensor [2, m], got {got}"
         _refused(text, lambda layer=layer: layer(ids, lengths))
 
@@ -72,7 +72,7 @@ def test_errors_name_the_argument(rank):
     rule = "operators[0] must be a SubstituteOperator, whose partial results add up (docs/guide/des"
     for operator in (nn.EmbeddingBag(4, 2, mode="max"), nn.MultiheadAttention(4, 2)):
         text = f"{OWNER}{rule}.md), got {type(operator).__name__}"
-        _refused(text, lambda own=operator: EquivalentSubstitution(rows, [own]), TypeError)
+        _refused(text, lambda op=operator: EquivalentSubstitution(rows, [op]), TypeError)
     text = "rows must be FeatureRows or DynamicFeatureRows, got Tensor"
     _refused(text, lambda: _of(torch.randn(3, 2)), TypeError)
     _refused("operators must have at least one, got none", lambda: _of(rows, []))
@@ -117,7 +117,7 @@ def test_errors_name_the_argument(rank):
 
 @on_ranks(2)
 def test_empty_bags(rank):
-    """Bags without ids, samples on no rank: zeros, and a step that is one for all ranks."""
+    """Bags without ids, and batches without samples, give zeros and no gradient."""
     for settings in ({}, {"aggregate": "all_reduce"}):
         layer = _layer(**settings)
         before = layer.rows.weight.detach().clone()
@@ -132,7 +132,7 @@ def test_empty_bags(rank):
 
 
 @on_ranks(2)
-def test_ranks_have_the_same_operators_and_rows(rank):
+def test_operators_and_rows_must_be_the_same_on_all_ranks(rank):
     """Otherwise ids would reach ranks without their rows, and sizes of messages would differ."""
     text = "dct::FeatureRows: rows must be the same on every rank, got 10 on rank 0, 11 on rank 1"
     _refused(text, lambda: FeatureRows(torch.zeros(10 + rank, 3)))
@@ -159,7 +159,7 @@ def test_ranks_have_the_same_operators_and_rows(rank):
             "[SumPooledEmbedding(width=3, first=0)] on rank 1",
         ),
         (first_layer(3, 4 + rank), f"{layer(4)} on rank 0, {layer(5)} on rank 1"),
-        # One rank's alone are wrong: that names it as well.
+        # Wrong operators of only one rank are reported as well.
         (pair if rank else [], f"[] on rank 0, [{linear}, {pooled}] on rank 1"),
     ):
         _refused(f"{OWNER}operators{same}{got}", lambda operators=operators: _of(rows, operators))
@@ -180,22 +180,22 @@ def test_ranks_have_the_same_operators_and_rows(rank):
     text = "every rank must do the same, got FeatureRows on rank 0, DynamicFeatureRows on rank 1"
     made = (lambda: FeatureRows(torch.zeros(10, 3)), lambda: DynamicFeatureRows(3, 5))
     _refused(text, made[rank])
-    _of(DynamicFeatureRows(7, 5 + rank), pair)  # capacities are each rank's own
+    _of(DynamicFeatureRows(7, 5 + rank), pair)  # capacities may differ
 
 
 @pytest.mark.parametrize("aggregate", ["reduce_scatter", "all_reduce"])
 @on_ranks(2)
-def test_a_capacity_that_one_rank_exceeds_ends_no_rank_alone(rank, aggregate):
-    """For the capacity of rank 0: on all ranks, before anything is made; smaller batches go on."""
+def test_all_ranks_raise_if_one_rank_exceeds_its_capacity(rank, aggregate):
+    """All ranks raise before any row is created. Smaller batches still work."""
     rows = DynamicFeatureRows(3, 4 if rank == 0 else 50)
     layer = EquivalentSubstitution(rows, [LinearTerms()], aggregate)
     everyone = torch.arange(40)
     owned = [everyone[rows.owners(everyone)[0] == owner] for owner in range(2)]
 
     def look_up(*counts):
-        """As many features of rank 0, and of rank 1."""
-        own = [ids[:count] for ids, count in zip(owned, counts, strict=True)]
-        ids = torch.cat(own) if rank == 0 or aggregate == "all_reduce" else owned[1][:1]
+        """Look up counts[0] features of rank 0, and counts[1] of rank 1."""
+        parts = [ids[:count] for ids, count in zip(owned, counts, strict=True)]
+        ids = torch.cat(parts) if rank == 0 or aggregate == "all_reduce" else owned[1][:1]
         (result,) = layer(ids, torch.tensor([[len(ids)]]))
         result.sum().backward()
 
@@ -207,7 +207,7 @@ def test_a_capacity_that_one_rank_exceeds_ends_no_rank_alone(rank, aggregate):
         _refused(OWNER + rule, lambda: look_up(6, 5))
         assert torch.equal(rows.ids(), before[0])
         assert torch.equal(rows.weight.detach()[: 1 + len(rows)], before[1])
-    look_up(4, 5)  # rank 0 is full now
+    look_up(4, 5)  # rank 0 is now full
     assert len(rows) == (4, 5)[rank]
     look_up(4, 9)
     _refused(OWNER + rule.replace("6", "5"), lambda: look_up(5, 9))
@@ -217,8 +217,8 @@ def test_a_capacity_that_one_rank_exceeds_ends_no_rank_alone(rank, aggregate):
 
 
 @on_ranks(2)
-def test_ranks_that_disagree_all_fail(rank):
-    """Every kind of disagreement, one after another: all ranks fail, and all can go on."""
+def test_all_ranks_raise_if_inputs_differ(rank):
+    """All ranks raise for each kind of difference, and can continue afterwards."""
     ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])
     layer, together = _layer(), _layer(aggregate="all_reduce")
     same = " must be the same on every rank, got "
@@ -244,18 +244,18 @@ def test_ranks_that_disagree_all_fail(rank):
 
 
 @on_ranks(2)
-def test_lengths_that_wrap_around_are_refused(rank):
-    """Lengths whose sum is that of the ids in int64, on one rank, and from others."""
+def test_lengths_that_wrap_around_raise(rank):
+    """Lengths whose int64 sum wraps around to the number of ids, on one rank and from others."""
     ids, lengths = torch.tensor([3, 9, 1]), torch.tensor([[1, 1, 1]])
-    told = "every rank must accept its input, got an error on rank 1: see the output there"
+    others = "every rank must accept its input, got an error on rank 1: see the output there"
     for aggregate in ("reduce_scatter", "all_reduce"):
         layer = _layer(aggregate=aggregate)
         for wrong, total in (
-            ([[2**63 - 1, 2**63 - 1, 5]], 2**64),  # 2^64 + 3, as float64 has it
+            ([[2**63 - 1, 2**63 - 1, 5]], 2**64),  # 2^64 + 3 in float64
             ([[2**62] * 4 + [3]], 2**64),
-            ([[2**62, 2**62, 3]], 2**63),  # below 0 in int64
+            ([[2**62, 2**62, 3]], 2**63),  # negative in int64
         ):
-            text = f"ids must have {total} elements like lengths, got 3" if rank else told
+            text = f"ids must have {total} elements like lengths, got 3" if rank else others
             given = torch.tensor(wrong) if rank else lengths
             _refused(OWNER + text, lambda layer=layer, given=given: layer(ids, given))
         linear, pooled = layer(ids, lengths)
@@ -264,19 +264,19 @@ def test_lengths_that_wrap_around_are_refused(rank):
     layer, by_rank = _layer(), substitution.by_rank
     for add in ([2**31 - 1, 0, 0], [-5, 5, 0], [0, 1, 0]):
 
-        def lying(*given, add=add):
-            lengths, names, alike = by_rank(*given)
-            return [own + torch.tensor(add, dtype=torch.int32) for own in lengths], names, alike
+        def wrong_lengths(*given, add=add):
+            lengths, names, equal = by_rank(*given)
+            return [n + torch.tensor(add, dtype=torch.int32) for n in lengths], names, equal
 
-        substitution.by_rank = lying
+        substitution.by_rank = wrong_lengths
         _refused(f"{OWNER}lengths of bags must sum to [", lambda: layer(ids, lengths))
         substitution.by_rank = by_rank
     layer(ids, lengths)
 
 
 @on_ranks(2)
-def test_ranks_train_or_evaluate_together(rank):
-    """A rank that evaluates would leave new features of a training step without rows."""
+def test_training_mode_must_be_the_same_on_all_ranks(rank):
+    """Otherwise new features that an evaluating rank owns would get no rows."""
     layer = _of(DynamicFeatureRows(3, 50), [LinearTerms()])
     ids, lengths = torch.arange(40), torch.full((1, 40), 1)
     layer.train(rank == 0)
@@ -289,8 +289,8 @@ def test_ranks_train_or_evaluate_together(rank):
 
 
 @on_ranks(2)
-def test_first_layers_fit_rows_and_fields(rank):
-    """Rows of another dtype, other fields than it was made for: before any row is made."""
+def test_first_layers_must_fit_rows_and_fields(rank):
+    """Rows of another dtype, or other fields, raise before any row is created."""
     rows = DynamicFeatureRows(3, 50, dtype=torch.float64)
     layer = _of(rows, [LinearTerms(), FirstLayer(2, 3, 4)])
     ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])
@@ -299,8 +299,8 @@ def test_first_layers_fit_rows_and_fields(rank):
     _refused(text, lambda: layer(ids, lengths), TypeError)
     layer.operators.double()
     _refused(f"{owner}lengths must have 2 fields, got 1", lambda: layer(ids, lengths.view(1, 4)))
-    told = "every rank must accept its input, got an error on rank 1: see the output there"
-    text = f"{owner}lengths must have 2 fields, got 1" if rank else OWNER + told
+    others = "every rank must accept its input, got an error on rank 1: see the output there"
+    text = f"{owner}lengths must have 2 fields, got 1" if rank else OWNER + others
     _refused(text, lambda: layer(ids, lengths.view(1, 4) if rank else lengths))
     assert len(rows) == 0
     layer(ids, lengths)
@@ -321,7 +321,7 @@ def _dies(rank, when):
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_rank_that_dies_ends_the_others_with_an_error(when):
-    # Not -9: the survivor ended by itself.
+def test_the_other_rank_raises_when_a_rank_dies(when):
+    # The exit code is not -9, so the other rank was not killed.
     with pytest.raises(RuntimeError, match=r"(?s)exit codes \[1, 7\].*(all_to_all|work.wait)"):
         run_ranks(_dies, 2, when)

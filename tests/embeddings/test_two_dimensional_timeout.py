@@ -1,4 +1,4 @@
-"""The timeout of a mesh's groups, as docs/guide/cluster.md sets it."""
+"""Groups of a mesh: the timeout that docs/guide/cluster.md sets, and the backend."""
 
 import re
 from datetime import timedelta
@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guide" / "cluster.md"
 
 
 @on_ranks(4)
-def test_groups_have_the_timeout_that_they_are_given(rank):
+def test_groups_have_the_timeout_of_the_guide(rank):
     section = PAGE.read_text().split("## Timeouts\n")[1]
     (block,) = re.findall(r"```\n(.*?)```\n", section.split("\n#")[0], re.DOTALL)
     names = {"torch": torch, "dist": dist}
@@ -31,11 +31,11 @@ def test_groups_have_the_timeout_that_they_are_given(rank):
 
 
 @on_ranks(2, backend="cuda:gloo")
-def test_tables_on_a_device_for_which_the_world_has_no_backend(rank):
-    all_ranks, *own = (dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [0], [1]))
+def test_tables_on_a_device_without_a_backend_in_the_default_group(rank):
+    all_ranks, *groups = (dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [0], [1]))
     grid = torch.arange(2).view(2, 1)
     names = ("replicate", "shard")
-    mesh = DeviceMesh.from_group([all_ranks, own[rank]], "cpu", mesh=grid, mesh_dim_names=names)
+    mesh = DeviceMesh.from_group([all_ranks, groups[rank]], "cpu", mesh=grid, mesh_dim_names=names)
     bags = ShardedEmbeddingBags([torch.arange(8.0).view(4, 2)], plan_shards([4], 1), mesh)
     assert bags(torch.tensor([rank]), torch.tensor([[1]])).tolist() == [
         [[2.0 * rank, 2 * rank + 1]]

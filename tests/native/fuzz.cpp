@@ -1,12 +1,11 @@
-// Feeds ops with bytes that a peer might send, sound ones and what becomes of these by changes:
+// Feeds ops with bytes that a peer might send: valid inputs and mutations of them.
 //
-//   fuzz OP SEED FIRST COUNT   inputs FIRST .. FIRST + COUNT - 1, which follow from SEED and FIRST
-//   fuzz OP HEX                one, as a run that stopped has printed it
+//   fuzz OP SEED FIRST COUNT   inputs FIRST .. FIRST + COUNT - 1, determined by SEED and FIRST
+//   fuzz OP HEX                one input, as printed by a run that stopped
 //
-// The kernels tell which branches were taken if they are compiled so (DCT_COVERAGE): inputs that
-// took new ones are changed further. An input may neither touch memory outside of what a call is
-// given, which is guarded and which sanitizers watch, nor give another result than the decoders
-// beside the calls.
+// Kernels compiled with DCT_COVERAGE report the branches that they take, and inputs that take new
+// branches are mutated further. No call may access memory outside of its arguments, which guards
+// and sanitizers check. Results must equal those of the decoders in the headers.
 
 #include <unistd.h>
 
@@ -23,7 +22,7 @@ namespace {
 
 #define DCT_PLAIN __attribute__((no_sanitize("address", "undefined")))
 
-// How often each branch was taken, by a hash of where it led from and to.
+// How often each branch was taken, by a hash of its source and target.
 constexpr int64_t kBranches = 1 << 14;
 uint8_t taken[kBranches];
 uint16_t touched[kBranches];
@@ -37,7 +36,7 @@ DCT_PLAIN void forget_branches() {
   last = 0;
 }
 
-// Whether the last input took a branch as often as none before.
+// Whether the last input took a branch with a count of a new magnitude.
 DCT_PLAIN bool is_new() {
   bool found = false;
   for (int64_t i = 0; i < num_touched; ++i) {
@@ -69,11 +68,11 @@ Input from_hex(const std::string& hex) {
   return input;
 }
 
-const Input* running = nullptr;  // or none
+const Input* running = nullptr;  // nullptr between inputs
 int64_t running_number = 0;
 
-// Said however the process ends: by a check, a sanitizer, a signal or a hang.
-void say_input() {
+// Called when a check, a sanitizer, a signal or a timeout ends the process.
+void print_input() {
   if (running == nullptr) return;
   std::fprintf(stderr, "input %ld: %s\n", long(running_number), as_hex(*running).c_str());
   running = nullptr;
@@ -81,7 +80,7 @@ void say_input() {
 
 void on_signal(int number) {
   std::fprintf(stderr, "signal %d\n", number);
-  say_input();
+  print_input();
   _exit(2);
 }
 
@@ -98,7 +97,7 @@ class Campaign {
   void run(int64_t count) {
     for (int64_t i = 0; i < count; ++i, ++number_) {
       if (i % 4096 == 0) alarm(60);
-      Input input = i < kSeeds || random_.chance(0.01) ? target_.sound(random_) : changed();
+      Input input = i < kSeeds || random_.chance(0.01) ? target_.sound(random_) : mutated();
       sound_ += execute(input) ? 1 : 0;
       if (!is_new() && i >= kSeeds) continue;
       found_.push_back({input, num_taken});
@@ -122,9 +121,9 @@ class Campaign {
  private:
   static constexpr int64_t kSeeds = 64;
 
-  Input changed() {
-    Input input = chosen();
-    const Input other = chosen();
+  Input mutated() {
+    Input input = choose();
+    const Input other = choose();
     const int64_t few = std::min(random_.integer(0, 4), random_.integer(0, 4));
     for (int64_t changes = 1 << few; changes > 0; --changes) {
       mutate(random_, input, other, [&](Random& random) { return target_.field(random, input); });
@@ -132,8 +131,8 @@ class Campaign {
     return input;
   }
 
-  // Of a few that are recent or of any age, mostly the one that takes the least time.
-  const Input& chosen() {
+  // Draws a few inputs, recent or of any age, and returns the one with the lowest cost.
+  const Input& choose() {
     const auto all = static_cast<int64_t>(found_.size());
     const auto one = [&]() -> const Found& {
       const int64_t recent = std::min<int64_t>(all, 32);
@@ -173,13 +172,13 @@ extern "C" void __sanitizer_set_death_callback(void (*callback)());
 extern "C" const char* __asan_default_options() {
   return "malloc_context_size=2:quarantine_size_mb=1:thread_local_quarantine_size_kb=64";
 }
-// UBSan's way to end has no callback, but a signal.
+// UBSan has no death callback, so it aborts with a signal.
 extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
 #endif
 
 extern "C" DCT_PLAIN void __sanitizer_cov_trace_pc() {
   const auto here = reinterpret_cast<uintptr_t>(__builtin_return_address(0)) -
-                    reinterpret_cast<uintptr_t>(&num_touched);  // wherever the program is loaded
+                    reinterpret_cast<uintptr_t>(&num_touched);  // at any load address
   const uint64_t mixed = (here ^ last) * 0x9E3779B97F4A7C15;
   const auto branch = static_cast<uint16_t>(mixed >> 50);
   last = here >> 1;
@@ -193,12 +192,12 @@ int main(int count, char** arguments) {
     std::fprintf(stderr, "fuzz OP SEED FIRST COUNT, or fuzz OP HEX\n");
     return 2;
   }
-  std::atexit(say_input);
+  std::atexit(print_input);
   for (int number : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGALRM}) {
     std::signal(number, on_signal);
   }
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_set_death_callback(say_input);
+  __sanitizer_set_death_callback(print_input);
 #endif
   const auto target = target_of(arguments[1]);
   if (count == 3) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the fuzzer feeds: an input, how it is changed, and the memory that an op is given.
+// Inputs of the fuzzer, their mutation, and the memory of an op's arguments.
 
 #include <algorithm>
 #include <cstdint>
@@ -19,14 +19,14 @@
 
 namespace dct::test {
 
-// Sizes, formats and so on of a call, and its untrusted bytes: cut, or filled with zeros, to the
-// length that the call needs.
+// A setting that selects sizes, formats and so on, and the untrusted bytes. These are truncated or
+// padded with zeros to the length that the call needs.
 struct Input {
   uint32_t setting = 0;
   std::vector<uint8_t> bytes;
 };
 
-// Takes a setting apart: each choice uses up a digit of it.
+// Decodes a setting: each choice consumes one digit of it.
 class Setting {
  public:
   explicit Setting(uint32_t setting) : rest_(setting) {}
@@ -42,18 +42,18 @@ class Setting {
   uint32_t rest_;
 };
 
-// A number within an input's bytes that has a meaning.
+// The place of a number in an input's bytes.
 struct Field {
   int64_t offset;
   int bytes;
 };
 
-// Memory between guards that nobody may touch: ASan is told so, and their bytes are looked at.
+// Memory between guards. ASan reports accesses to them, and intact() checks their bytes.
 class Memory {
  public:
   ~Memory() { ASAN_UNPOISON_MEMORY_REGION(arena_, sizeof(arena_)); }
 
-  // So many elements, 64-byte aligned but for `offset` bytes.
+  // Allocates n elements, `offset` bytes past a 64-byte boundary.
   template <typename T>
   T* take(int64_t n, int64_t offset = 0) {
     const int64_t begin = (used_ + kGuard + 63) / 64 * 64 + offset;
@@ -65,7 +65,7 @@ class Memory {
     return reinterpret_cast<T*>(arena_ + begin);
   }
 
-  // Ends the use of all that was taken; whether all guards are as they were.
+  // Releases all memory, and returns whether all guards are unchanged.
   bool intact() {
     ASAN_UNPOISON_MEMORY_REGION(arena_, used_ + kGuard);
     bool same = true;
@@ -92,14 +92,14 @@ class Memory {
   std::vector<std::pair<int64_t, int64_t>> guards_;
 };
 
-// Numbers that a reader might take wrongly.
+// Numbers at or next to limits that a reader may check incorrectly.
 inline uint64_t boundary(Random& random) {
   const uint64_t near = random.pick<uint64_t>(
       {0, 1, 2, 64, 255, 1024, 16384, 65535, 1u << 31, 1ull << 32, 1ull << 63, ~0ull});
   return near + random.integer(-1, 1);
 }
 
-// Changes an input a little; `field` gives one of the numbers in its bytes.
+// Mutates an input slightly. `field` returns the place of a number in its bytes.
 template <typename FieldOf>
 void mutate(Random& random, Input& input, const Input& other, const FieldOf& field) {
   std::vector<uint8_t>& bytes = input.bytes;
@@ -116,12 +116,12 @@ void mutate(Random& random, Input& input, const Input& other, const FieldOf& fie
     case 1:
       bytes[at()] = static_cast<uint8_t>(random.integer(0, 255));
       break;
-    case 2: {  // cut off
+    case 2: {  // truncate
       const int64_t begin = at();
       std::fill(bytes.begin() + begin, bytes.end(), uint8_t{0});
       break;
     }
-    case 3: {  // a piece of another, in its place or elsewhere
+    case 3: {  // copy a piece of the other input
       if (other.bytes.empty()) break;
       const auto length = static_cast<int64_t>(other.bytes.size());
       const int64_t from = random.integer(0, length - 1);
@@ -130,10 +130,10 @@ void mutate(Random& random, Input& input, const Input& other, const FieldOf& fie
       std::copy_n(other.bytes.begin() + from, n, bytes.begin() + to);
       break;
     }
-    case 4:  // read as what it is not
+    case 4:  // use the bytes with another setting
       input.setting = random.chance(0.5) ? other.setting : static_cast<uint32_t>(boundary(random));
       break;
-    case 5: {  // over again
+    case 5: {  // repeat a piece
       const int64_t from = at(), to = at();
       const int64_t n = random.integer(1, std::min<int64_t>(16, size - std::max(from, to)));
       std::copy_n(std::vector<uint8_t>(bytes.begin() + from, bytes.begin() + from + n).begin(), n,
@@ -165,13 +165,13 @@ void mutate(Random& random, Input& input, const Input& other, const FieldOf& fie
   }
 }
 
-// Numbers near 1 and special ones, the same in every run: what a call has beside its input.
+// Values of the trusted arguments: numbers near 1 and special ones, equal in every run.
 inline const std::vector<float>& floats() {
   static const std::vector<float> pool = Random(1).reals<float>(1 << 14);
   return pool;
 }
 
-// Calls function(parallel), which runs tasks one after the other; under TSan, on threads.
+// Calls function(parallel), which runs tasks one after the other, or on threads with TSan.
 template <typename Function>
 void with_tasks(int64_t tasks, Function&& function) {
 #if defined(__SANITIZE_THREAD__)
@@ -186,9 +186,9 @@ void with_tasks(int64_t tasks, Function&& function) {
 // An op that reads untrusted bytes.
 struct Target {
   virtual ~Target() = default;
-  // What a peer might send that is not broken or malicious.
+  // An input that a correct peer might send.
   virtual Input sound(Random& random) const = 0;
-  // Calls the op and checks what came of it; whether it took the input for sound.
+  // Calls the op and checks its results. Returns whether the op accepted the input as valid.
   virtual bool run(Input& input, Memory& memory) const = 0;
   virtual Field field(Random& random, const Input& input) const = 0;
 };

@@ -1,6 +1,6 @@
 #pragma once
 
-// The readers of payloads, beside decoders that follow docs/reference/payload.md.
+// Compares the readers of payloads with decoders that follow docs/reference/payload.md.
 
 #include "../../csrc/cpu/kernels.h"
 #include "fuzz_input.h"
@@ -9,13 +9,13 @@
 
 namespace dct::test {
 
-// One of the header's fields.
+// A random field of the header.
 inline Field header_field(Random& random) {
   return random.pick<Field>(
       {{0, 4}, {4, 2}, {6, 1}, {7, 1}, {8, 8}, {16, 4}, {20, 4}, {24, 8}, {56, 8}});
 }
 
-// The untrusted bytes as the call needs them.
+// Resizes the untrusted bytes for the call, and copies them into guarded memory.
 inline uint8_t* received(Input& input, int64_t nbytes, Memory& memory, int64_t offset = 0) {
   input.bytes.resize(nbytes);
   auto* bytes = memory.take<uint8_t>(nbytes, offset);
@@ -139,7 +139,7 @@ class ScatterUnpack : public Target {
   }
 };
 
-// What the readers of payloads of every entry have in common.
+// Base class for the readers of dense payloads.
 class Quantized : public Target {
  protected:
   struct Call {
@@ -198,7 +198,7 @@ class Quantized : public Target {
   }
 
  private:
-  bool cut_;  // into ranges
+  bool cut_;  // whether payloads may have several ranges
 };
 
 class DequantizeSum : public Quantized {

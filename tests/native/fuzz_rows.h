@@ -1,6 +1,6 @@
 #pragma once
 
-// The readers of packed rows and of rows in few bits, column by column.
+// Compares the readers of packed and quantized rows with decoders, column by column.
 
 #include "../../csrc/cpu/kernels.h"
 #include "fuzz_input.h"
@@ -13,7 +13,7 @@ inline DType pick_dtype(Setting& setting) {
   return setting.pick({DType::kFloat32, DType::kBFloat16, DType::kFloat16});
 }
 
-// As floats() in any type.
+// floats() converted to T.
 template <typename T>
 const std::vector<T>& values_of() {
   static const std::vector<T> pool = [] {
@@ -24,7 +24,7 @@ const std::vector<T>& values_of() {
   return pool;
 }
 
-// row_unpack, of which values and positions are untrusted, and row_gather, of which positions are.
+// row_unpack with untrusted values and positions, and row_gather with untrusted positions.
 class PackedRows : public Target {
  public:
   explicit PackedRows(bool gather) : gather_(gather) {}
@@ -184,7 +184,7 @@ class RowDequantize : public Target {
       }
     }
     CHECK(std::equal(rows, rows + nbytes, input.bytes.begin()), "the rows were written to");
-    return true;  // any bytes mean something
+    return true;  // any bytes are valid
   }
 };
 

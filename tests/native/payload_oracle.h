@@ -1,6 +1,6 @@
 #pragma once
 
-// Payloads of every entry by their definition, in integers and doubles.
+// Dense payloads by their definition, in integers and doubles.
 
 #include <algorithm>
 #include <cmath>
@@ -13,13 +13,13 @@
 
 namespace dct::test {
 
-constexpr int64_t kEntries = 1024, kTogether = 64, kGroups = 16;  // of a row
+constexpr int64_t kEntries = 1024, kPerGroup = 64, kGroups = 16;  // of a row
 
 struct Kind {
   PayloadFormat format;
   uint8_t code;
   int64_t code_bytes;  // of 64 entries
-  RowFormat rows;      // where they have a scale
+  RowFormat rows;      // if they have a scale
 
   bool scaled() const { return code >= 4; }
   int64_t row_bytes() const { return kGroups * (code_bytes + (scaled() ? 2 : 0)); }
@@ -49,42 +49,42 @@ inline void put_header(uint8_t* out, const Kind& kind, int64_t numel, int flags)
   std::memcpy(out + 20, &numel, 4);
 }
 
-// What entry `i` of a row of any bytes means.
+// The value of entry `i` of a row of any bytes.
 inline float entry(const uint8_t* row, int64_t i, const Kind& kind) {
   uint32_t u = 0;
   if (!kind.scaled()) {
-    const int64_t size = kind.code_bytes / kTogether;
+    const int64_t size = kind.code_bytes / kPerGroup;
     std::memcpy(&u, row + i * size, size);
     return static_cast<float>(size == 4 ? decode<float>(u) : decode<BFloat16>(u));
   }
-  const int64_t group = i / kTogether;
+  const int64_t group = i / kPerGroup;
   std::memcpy(&u, row + kGroups * kind.code_bytes + 2 * group, 2);
-  const int code = code_at(row + group * kind.code_bytes, i % kTogether, kind.rows);
+  const int code = code_at(row + group * kind.code_bytes, i % kPerGroup, kind.rows);
   return multiply(static_cast<float>(code), static_cast<float>(decode<BFloat16>(u)));
 }
 
-// A row's bytes, and which of its entries are sent.
+// Writes the bytes of a row, and which of its entries are sent.
 inline void put_row(uint8_t* row, const float* acc, const Kind& kind, bool* sent) {
   std::vector<int> codes;
   for (int64_t i = 0; i < kEntries; ++i) {
     if (!kind.scaled()) {
-      const int64_t size = kind.code_bytes / kTogether;
+      const int64_t size = kind.code_bytes / kPerGroup;
       const uint32_t u = size == 4 ? encode<float>(acc[i]) : encode<BFloat16>(acc[i], true);
       std::memcpy(row + i * size, &u, size);
       sent[i] = std::isfinite(acc[i]);
-    } else if (i % kTogether == 0) {
-      const std::vector<double> x(acc + i, acc + i + kTogether);
-      const uint32_t scale = expected_codes(x.data(), kTogether, kind.rows, codes);
+    } else if (i % kPerGroup == 0) {
+      const std::vector<double> x(acc + i, acc + i + kPerGroup);
+      const uint32_t scale = expected_codes(x.data(), kPerGroup, kind.rows, codes);
       const std::vector<uint8_t> bytes = packed(codes, scale, kind.rows);
-      const int64_t group = i / kTogether;
+      const int64_t group = i / kPerGroup;
       std::memcpy(row + group * kind.code_bytes, bytes.data(), kind.code_bytes);
       std::memcpy(row + kGroups * kind.code_bytes + 2 * group, bytes.data() + kind.code_bytes, 2);
-      std::fill_n(sent + i, kTogether, scale != 0x7fc0);
+      std::fill_n(sent + i, kPerGroup, scale != 0x7fc0);
     }
   }
 }
 
-// A range's payload, and what is left in its residual unless there is none.
+// Writes the payload of a range, and updates the residual if there is one.
 inline void put(uint8_t* out, const std::vector<float>& acc, float* residual, const Kind& kind) {
   const auto numel = static_cast<int64_t>(acc.size());
   bool sent[kEntries], all = true;
@@ -108,8 +108,8 @@ inline void put(uint8_t* out, const std::vector<float>& acc, float* residual, co
   put_header(out, kind, numel, all ? 0 : 2);
 }
 
-// The sum of payloads [ranks, ranges, nbytes] of any bytes, without those whose header is wrong,
-// and each rank's status.
+// Returns the sum of payloads [ranks, ranges, nbytes] of any bytes, except those with a wrong
+// header, and writes the status of each rank.
 inline std::vector<float> sum_of(const uint8_t* payloads, int64_t ranks, int64_t ranges,
                                  int64_t nbytes, int64_t numel, const Kind& kind,
                                  std::vector<int32_t>& status) {

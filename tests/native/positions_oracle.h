@@ -9,7 +9,7 @@
 
 namespace dct::test {
 
-// The column of each slot, -1 where none is accepted.
+// The column of each slot, or -1 if it is not accepted.
 inline std::vector<int64_t> columns_of(const uint8_t* positions, int64_t width, int64_t k) {
   std::vector<int64_t> columns(k, -1);
   const int64_t bytes = position_bytes(width, k), bitmap = (width + 7) / 8;
@@ -29,8 +29,8 @@ inline std::vector<int64_t> columns_of(const uint8_t* positions, int64_t width, 
   return columns;
 }
 
-// Checks row_gather's values [rows, k] and row_unpack's rows [rows, width] of any positions.
-// Returns whether every slot is accepted.
+// Check the values [rows, k] of row_gather and the rows [rows, width] of row_unpack for any
+// positions. Return whether every slot is accepted.
 template <typename X, typename Value>
 bool check_gathered(const X* x, const uint8_t* positions, int64_t rows, int64_t width, int64_t k,
                     const Value* values) {

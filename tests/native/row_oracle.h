@@ -1,6 +1,6 @@
 #pragma once
 
-// Rows in few bits by the formats' definition, in integers and doubles.
+// Quantized rows by the definition of the formats, in integers and doubles.
 
 #include <algorithm>
 #include <cmath>
@@ -22,13 +22,13 @@ inline double largest(const double* x, int64_t width) {
 
 inline float as_float(double x) { return from_bits(encode<float>(x)); }
 
-// A bfloat16 that stays finite and is normal or 0.
+// Rounds to a finite bfloat16. Subnormal results become 0.
 inline uint32_t scale_bits(float x) {
   const uint32_t u = encode<BFloat16>(x, true);
   return u < 0x80 ? 0 : u;
 }
 
-// The mean of the magnitudes above `bound`, in units of `unit`, by long division's float32 result.
+// The mean of the magnitudes above `bound`, in units of `unit`, rounded like a float32 division.
 inline float mean_above(const double* x, int64_t width, double unit, double bound) {
   int64_t total = 0, kept = 0;
   for (int64_t i = 0; i < width; ++i) {
@@ -41,7 +41,7 @@ inline float mean_above(const double* x, int64_t width, double unit, double boun
                   std::max<int64_t>(kept, 1));
 }
 
-// The row's codes; returns the bits of its scale.
+// Computes the codes of a row, and returns the bits of its scale.
 inline uint32_t expected_codes(const double* x, int64_t width, RowFormat format,
                                std::vector<int>& codes) {
   codes.assign(width, 0);
@@ -91,7 +91,7 @@ inline std::vector<uint8_t> packed(const std::vector<int>& codes, uint32_t scale
   return row;
 }
 
-// What column `c` of any bytes means.
+// The code of column `c` in a row of any bytes.
 inline int code_at(const uint8_t* row, int64_t c, RowFormat format) {
   const int each = codes_per_byte(format), k = static_cast<int>(c % each), byte = row[c / each];
   if (format == RowFormat::kInt8) return static_cast<int8_t>(byte);

@@ -1,6 +1,6 @@
 #pragma once
 
-// Payloads of the entries above a threshold, written and read as docs/reference/payload.md says.
+// Sparse payloads, written and read as docs/reference/payload.md specifies.
 
 #include <cmath>
 #include <cstring>
@@ -23,7 +23,7 @@ void put_sparse_header(uint8_t* out, int64_t numel, int64_t capacity, int64_t co
   std::memcpy(out + 20, &count, 4);
 }
 
-// Writes a sound payload of some of a range's entries.
+// Writes a valid payload with random entries of a range.
 template <typename Value>
 void put_sparse(Random& random, uint8_t* out, const PayloadLayout& layout, int64_t numel,
                 int64_t capacity) {
@@ -45,8 +45,8 @@ void put_sparse(Random& random, uint8_t* out, const PayloadLayout& layout, int64
                            random.chance(0.1) ? 3 : random.integer(0, 2));
 }
 
-// Calls add(element, value) for every entry of a range's payload that is to be added; returns its
-// status.
+// Calls add(element, value) for every entry in the valid blocks of a range's payload, and returns
+// its status.
 template <typename Value, typename Add>
 int32_t read(const uint8_t* in, const PayloadLayout& layout, int64_t numel, int64_t capacity,
              const Add& add) {

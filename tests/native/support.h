@@ -1,7 +1,7 @@
 #pragma once
 
-// What the native tests share: a check that stops the program, threads, random inputs, exact
-// oracles.
+// Shared by the native tests: a check that stops the program, threads, random inputs, exact
+// rounding.
 
 #include <algorithm>
 #include <atomic>
@@ -37,8 +37,7 @@ constexpr DType kDType = std::is_same_v<T, Float16>    ? DType::kFloat16
                          : std::is_same_v<T, BFloat16> ? DType::kBFloat16
                                                        : DType::kFloat32;
 
-// Runs tasks on `threads` threads of its own, handed out one by one: the order differs from run to
-// run.
+// Runs tasks on new threads, which take them one by one. So the order differs between runs.
 struct Threads {
   int64_t threads;
 
@@ -53,7 +52,7 @@ struct Threads {
   }
 };
 
-// Calls function(parallel) with threads to run on.
+// Calls function(parallel), which runs tasks on `threads` threads.
 template <typename Function>
 void with_threads(int64_t threads, Function&& function) {
   const Threads run{threads};
@@ -75,7 +74,7 @@ inline float from_bits(uint32_t u) {
 inline uint32_t bits(BFloat16 x) { return x.bits; }
 inline uint32_t bits(Float16 x) { return x.bits; }
 
-// A format of `kMantissa` stored mantissa bits below the exponent, as IEEE 754 lays it out.
+// A format with the layout of IEEE 754 and `kMantissa` stored mantissa bits.
 template <typename T>
 struct Format;
 template <>
@@ -106,7 +105,7 @@ double decode(uint32_t u) {
   return sign * std::ldexp(significand, std::max(exponent, 1) - F::kBias - F::kMantissa);
 }
 
-// The bit pattern nearest to x, ties to even, by the definition of the format. NaN: the quiet one.
+// The bit pattern nearest to x, ties to even, by the definition of the format. NaN becomes quiet.
 template <typename T>
 uint32_t encode(double x, bool saturate = false) {
   using F = Format<T>;
@@ -116,7 +115,7 @@ uint32_t encode(double x, bool saturate = false) {
   if (std::isinf(x)) return sign | infinity;
   if (x == 0) return sign;
   const int exponent = std::max(std::ilogb(x), 1 - F::kBias);
-  // In units of the last place, and their number is the bit pattern but for the exponent's offset.
+  // The units in the last place are the bit pattern, except for the exponent's offset.
   const double units = std::nearbyint(std::ldexp(std::fabs(x), F::kMantissa - exponent));
   const double pattern = units + std::ldexp(exponent - 1 + F::kBias, F::kMantissa);
   if (pattern >= infinity) return sign | (saturate ? infinity - 1 : infinity);
@@ -136,7 +135,7 @@ void check_bits(const char* what, const T* actual, const T* expected, int64_t n)
   }
 }
 
-// x as a T. The oracles round here and nowhere else.
+// Converts x to T with one rounding.
 template <typename T>
 T make(double x) {
   const uint32_t u = encode<T>(x);
@@ -155,7 +154,7 @@ class Random {
  public:
   explicit Random(uint64_t seed) : engine_(seed) {}
 
-  // In [low, high].
+  // A random number in [low, high].
   int64_t integer(int64_t low, int64_t high) {
     return std::uniform_int_distribution<int64_t>(low, high)(engine_);
   }
@@ -166,7 +165,7 @@ class Random {
     return from.begin()[integer(0, static_cast<int64_t>(from.size()) - 1)];
   }
 
-  // Mostly near 1, with everything that is special to floats mixed in.
+  // Mostly numbers near 1, mixed with special values and random bits.
   float real() {
     if (chance(0.9)) return std::normal_distribution<float>(0, 1)(engine_);
     if (chance(0.5)) return from_bits(static_cast<uint32_t>(engine_()));
@@ -186,7 +185,7 @@ class Random {
   std::mt19937_64 engine_;
 };
 
-// Bytes at an address that is a multiple of 16, as payloads are.
+// Bytes at a 16-byte boundary, as payloads require.
 class AlignedBytes {
  public:
   AlignedBytes(int64_t size, uint8_t fill) : size_(size), words_((size + 15) / 16, Word(fill)) {}

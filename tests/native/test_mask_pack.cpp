@@ -1,4 +1,4 @@
-// mask_pack against a walk over the elements one by one, and conservation by its definition.
+// Compares mask_pack with a loop over the elements, and checks conservation.
 
 #include "../../csrc/cpu/kernels.h"
 #include "sparse_oracle.h"
@@ -101,7 +101,7 @@ int main() {
       run_both<Float16>(random, numel);
     }
   }
-  // Enough entries that they are moved in parallel.
+  // Enough entries that the kernel moves them in parallel.
   run<float, float>(random, 400'000, 1, 350'000, {0.0f});
   run<float, BFloat16>(random, 400'000, 1, 350'000, {0.0f});
 }

@@ -1,5 +1,5 @@
-// quantize_pack against the payload's definition, in integers and doubles. The fuzzer checks
-// dequantize_sum and dequantize_sum_pack.
+// Compares quantize_pack with the definition of dense payloads. The fuzzer checks dequantize_sum
+// and dequantize_sum_pack.
 
 #include "../../csrc/cpu/kernels.h"
 #include "payload_oracle.h"
@@ -10,14 +10,14 @@ using namespace dct::test;
 
 namespace {
 
-// Entries of which most groups of 64 are finite.
+// Entries that are finite in most groups of 64.
 template <typename T>
 std::vector<T> mostly_finite(Random& random, int64_t numel) {
   std::vector<T> x = random.reals<T>(numel);
-  bool tame = true;
+  bool finite = true;
   for (int64_t i = 0; i < numel; ++i) {
-    if (i % kTogether == 0) tame = random.chance(0.9);
-    if (tame && !std::isfinite(value(x[i]))) x[i] = make<T>(random.integer(-3, 3) / 2.0);
+    if (i % kPerGroup == 0) finite = random.chance(0.9);
+    if (finite && !std::isfinite(value(x[i]))) x[i] = make<T>(random.integer(-3, 3) / 2.0);
   }
   return x;
 }

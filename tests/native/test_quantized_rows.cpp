@@ -1,5 +1,4 @@
-// row_quantize against the formats' definition, in integers and doubles. The fuzzer checks
-// row_dequantize.
+// Compares row_quantize with the definition of the formats. The fuzzer checks row_dequantize.
 
 #include "../../csrc/cpu/kernels.h"
 #include "row_oracle.h"
@@ -14,7 +13,7 @@ template <typename X>
 void run(Random& random, int64_t rows, int64_t width, RowFormat format) {
   const int64_t bytes = row_bytes(width, format);
   std::vector<X> x = random.reals<X>(rows * width);
-  for (int64_t row = 0; row < rows; ++row) {  // few rows would be finite else
+  for (int64_t row = 0; row < rows; ++row) {  // otherwise few rows would be finite
     if (random.chance(0.2)) continue;
     for (int64_t c = 0; c < width; ++c) {
       X& v = x[row * width + c];
@@ -22,7 +21,7 @@ void run(Random& random, int64_t rows, int64_t width, RowFormat format) {
     }
   }
   std::vector<uint8_t> quantized(rows * bytes + 1);
-  uint8_t* odd = quantized.data() + 1;  // rows of bytes have no alignment
+  uint8_t* odd = quantized.data() + 1;  // rows need no alignment
   with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) {
     cpu::row_quantize({x.data(), kDType<X>, rows, width, format, odd}, p);
   });

@@ -1,4 +1,4 @@
-// The conversions against the definition of the formats.
+// Compares the conversions with the definition of the formats.
 
 #include "../../csrc/common/floats.h"
 #include "support.h"
@@ -9,7 +9,7 @@ using namespace dct::test;
 namespace {
 
 template <typename T>
-void every_pattern_decodes() {
+void check_decoding() {
   for (uint32_t u = 0; u < 65536; ++u) {
     T x;
     x.bits = static_cast<uint16_t>(u);
@@ -20,7 +20,7 @@ void every_pattern_decodes() {
   }
 }
 
-void rounds(uint32_t u) {
+void check_rounding(uint32_t u) {
   const float x = from_bits(u);
   CHECK(bits(round_to<float>(x)) == encode<float>(x), "float32 %08x", u);
   CHECK(bits(round_to<BFloat16>(x)) == encode<BFloat16>(x), "bfloat16 of %08x", u);
@@ -36,14 +36,14 @@ void rounds(uint32_t u) {
 }  // namespace
 
 int main() {
-  every_pattern_decodes<BFloat16>();
-  every_pattern_decodes<Float16>();
-  // Every upper half with the lower halves around a tie of either format, and a sweep in between.
+  check_decoding<BFloat16>();
+  check_decoding<Float16>();
+  // Every upper half with lower halves around the ties of both formats. Then a sweep.
   for (uint32_t high = 0; high < 65536; ++high) {
     for (uint32_t low : {0x0000u, 0x0001u, 0x0fffu, 0x1000u, 0x1001u, 0x2000u, 0x3000u, 0x7fffu,
                          0x8000u, 0x8001u, 0xefffu, 0xf000u, 0xf001u, 0xffffu}) {
-      rounds(high << 16 | low);
+      check_rounding(high << 16 | low);
     }
   }
-  for (uint64_t u = 0; u <= UINT32_MAX; u += 4001) rounds(static_cast<uint32_t>(u));
+  for (uint64_t u = 0; u <= UINT32_MAX; u += 4001) check_rounding(static_cast<uint32_t>(u));
 }

@@ -1,4 +1,4 @@
-// row_pack against a stable sort. The fuzzer checks row_gather and row_unpack.
+// Compares row_pack with a stable sort. The fuzzer checks row_gather and row_unpack.
 
 #include "../../csrc/cpu/kernels.h"
 #include "positions_oracle.h"
@@ -15,7 +15,7 @@ void run(Random& random, int64_t rows, int64_t width, int64_t k) {
   std::vector<X> x = random.reals<X>(rows * width);
   if (random.chance(0.3)) {  // many ties
     for (X& v : x) v = make<X>(static_cast<double>(random.integer(-2, 2)));
-  } else if (random.chance(0.5)) {  // rows alike, now and then one that is not
+  } else if (random.chance(0.5)) {  // the magnitude changes at some rows
     int exponent = 0;
     for (int64_t i = 0; i < rows * width; ++i) {
       if (i % width == 0 && random.chance(0.3)) exponent = static_cast<int>(random.integer(-9, 9));
@@ -25,7 +25,7 @@ void run(Random& random, int64_t rows, int64_t width, int64_t k) {
   }
   std::vector<Value> values(rows * k);
   std::vector<uint8_t> positions(rows * bytes + 1);
-  uint8_t* odd = positions.data() + 1;  // rows of bytes have no alignment
+  uint8_t* odd = positions.data() + 1;  // rows need no alignment
   with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) {
     cpu::row_pack({x.data(), kDType<X>, rows, width, k, values.data(), kDType<Value>, odd}, p);
   });

@@ -1,4 +1,4 @@
-// sample_threshold against a sort, and its picks against their definition.
+// Compares sample_threshold with a sort, and its picks with their definition.
 
 #include <functional>
 
@@ -12,8 +12,8 @@ using namespace dct::test;
 
 namespace {
 
-void picks_are_the_published_ones() {
-  // Worked out from the published definition, in Python.
+void check_picks() {
+  // Computed in Python from the published definition.
   CHECK(hash32(0, 0, 0) == 0 && hash32(1, 2, 3) == 0xA99CD169u, "%08x", hash32(1, 2, 3));
   for (int64_t n :
        {int64_t{11}, int64_t{65537}, (int64_t{1} << 31) + 5, (int64_t{1} << 45) + 123}) {
@@ -32,7 +32,7 @@ void picks_are_the_published_ones() {
 }
 
 template <typename Grad>
-void sample(Random& random, int64_t numel) {
+void check_threshold(Random& random, int64_t numel) {
   const auto grad = random.reals<Grad>(numel);
   const auto residual = random.reals<float>(numel);
   const float inv_scale = random.pick({1.0f, 0.3f, 1.0f / 65536});
@@ -72,8 +72,8 @@ void sample(Random& random, int64_t numel) {
   }
 }
 
-// As many non-zeros as are wanted, the least of them far below the largest.
-void sparse() {
+// As many nonzeros as k, or fewer. The smallest is far below the largest.
+void check_few_nonzeros() {
   const float grad[] = {0, 1e-20f, 0, -1, 0, 0}, residual[6] = {};
   float threshold = -1;
   SampleThresholdArgs args{};
@@ -93,14 +93,14 @@ void sparse() {
 }  // namespace
 
 int main() {
-  picks_are_the_published_ones();
+  check_picks();
   Random random(3);
   for (int64_t numel : {0, 1, 2, 15, 16, 17, 100, 1000, 16384, 16385, 33000, 70000}) {
     for (int repeat = 0; repeat < 8; ++repeat) {
-      sample<float>(random, numel);
-      sample<BFloat16>(random, numel);
-      sample<Float16>(random, numel);
+      check_threshold<float>(random, numel);
+      check_threshold<BFloat16>(random, numel);
+      check_threshold<Float16>(random, numel);
     }
   }
-  sparse();
+  check_few_nonzeros();
 }

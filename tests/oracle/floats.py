@@ -1,4 +1,4 @@
-"""Float formats: rounding float32 to 16 bits, and the one NaN that goes on the wire."""
+"""Float formats: rounding float32 to 16 bits, and the NaN that payloads contain."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ NAN = {"float32": 0x7FC00000, "bfloat16": 0x7FC0, "float16": 0x7E00}
 
 
 def widen(bits, dtype):
-    """Raw bits -> the float32 numbers they mean."""
+    """Convert raw bits to float32 numbers."""
     bits = np.ascontiguousarray(bits, BITS[dtype])
     if dtype == "float32":
         return bits.view(np.float32)
@@ -17,7 +17,7 @@ def widen(bits, dtype):
 
 
 def narrow(x, dtype, saturate=False):
-    """float32 numbers -> raw bits, rounded to nearest even; every NaN becomes `NAN[dtype]`."""
+    """Round float32 numbers to nearest even, as raw bits; every NaN becomes `NAN[dtype]`."""
     x = np.ascontiguousarray(x, np.float32)
     if dtype == "float32":
         bits = x.view(np.uint32).copy()
@@ -31,7 +31,7 @@ def narrow(x, dtype, saturate=False):
 
 
 def _nearest_bfloat16(x, saturate):
-    """By the float64 distance to the two neighbours; the one past the last is 2**128, or inf."""
+    """Compare float64 distances to both neighbors; 2**128, or inf, follows the largest number."""
     bits = x.view(np.uint32)
     magnitude = np.where(np.isfinite(x), bits & 0x7FFFFFFF, 0)
     below = (magnitude >> 16).astype(np.uint16)

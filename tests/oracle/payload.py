@@ -1,4 +1,4 @@
-"""The payload's bytes, by the published offsets: header | starts | positions | values."""
+"""The bytes of a payload at the published offsets: header | starts | positions | values."""
 
 import struct
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ def bounds(numel, ranges, r):
 
 @dataclass(frozen=True)
 class Geometry:
-    """What sender and receiver agree on: enough to find every byte."""
+    """The parameters that sender and receiver share. They determine every offset."""
 
     numel: int
     capacity: int
@@ -59,7 +59,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Content:
-    """What one range's payload says; `starts`, `positions`, `values` (raw bits) are lists."""
+    """The fields of one range's payload; `starts`, `positions`, `values` (raw bits) are lists."""
 
     numel: int
     capacity: int
@@ -78,7 +78,7 @@ class Content:
 
 
 def read(row, geometry, r):
-    """The content of range r's bytes; no more entries than there is room for."""
+    """Read the content of range r, with at most `geometry.capacity` entries."""
     magic, version, code, flags, numel, capacity, count, reserved = HEADER.unpack_from(row)
     entries = min(count, geometry.capacity)
     return Content(
@@ -97,7 +97,7 @@ def read(row, geometry, r):
 
 
 def write(row, geometry, content):
-    """Put `content` into the bytearray `row`, and leave its other bytes as they are."""
+    """Write `content` into the bytearray `row`; other bytes are unchanged."""
     c = content
     kind = c.magic, c.version, c.dtype_code, c.flags
     HEADER.pack_into(row, 0, *kind, c.numel, c.capacity, c.count, c.reserved)
@@ -107,7 +107,7 @@ def write(row, geometry, content):
 
 
 def content(geometry, r, indices, values, flags=0):
-    """The content that says: these ascending indices into range r hold these raw values."""
+    """The content with these raw values at these ascending indices of range r."""
     low, high = geometry.bounds(r)
     edges = [b * BLOCK for b in range(geometry.blocks(r))]
     starts = [int(np.searchsorted(indices, edge)) for edge in edges] + [len(indices)]
@@ -124,7 +124,7 @@ def content(geometry, r, indices, values, flags=0):
 
 
 def indices(content):
-    """Index into the range of every entry of a sound payload."""
+    """The index within the range of every entry of a valid payload."""
     found = []
     for b in range(len(content.starts) - 1):
         for entry in range(content.starts[b], content.starts[b + 1]):

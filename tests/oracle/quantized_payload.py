@@ -1,4 +1,4 @@
-"""Payloads of every entry: header | rows of 1,024 entries, codes and then scales."""
+"""Dense payloads: header | rows of 1,024 entries, each with codes and then scales."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ VERSION, HEADER_BYTES, ROW, GROUP = 4, 64, 1024, 64
 
 @dataclass(frozen=True)
 class Geometry:
-    """What sender and receiver agree on; `room` are bytes past the rows of the longest range."""
+    """The parameters that sender and receiver share; `room` bytes follow the longest range."""
 
     numel: int
     format: str
@@ -38,9 +38,9 @@ def header(numel, format, flags=0):
 
 
 def quantize_pack(residual, grad, rows, geometry, inv_scale=None):
-    """The new residual; `rows`, one bytearray per range, are written in place.
+    """Return the new residual; write `rows`, one bytearray per range, in place.
 
-    `residual` (or None, and then the new one is None) and `grad` are float32 arrays.
+    `residual` and `grad` are float32 arrays. With `residual=None` the new residual is None.
     """
     acc = floats.accumulate(residual, grad, inv_scale)
     new = None if residual is None else np.where(np.isfinite(residual), residual, np.float32(0))
@@ -57,7 +57,7 @@ def quantize_pack(residual, grad, rows, geometry, inv_scale=None):
 
 
 def encode(acc, format):
-    """The bytes of the rows of `acc`, the float32 values they mean, which of them are sent."""
+    """(bytes of the rows of `acc`, their float32 values, mask of the entries that are sent)."""
     padded = np.zeros(-(-len(acc) // ROW) * ROW, np.float32)
     padded[: len(acc)] = acc
     if format not in WITH_SCALES:
@@ -70,13 +70,13 @@ def encode(acc, format):
             parts += [row[:, :-2].tobytes(), row[:, -2:].tobytes()]
         body, values = b"".join(parts), _values(groups, format)
         sent = np.isfinite(padded.reshape(-1, GROUP)).all(1).repeat(GROUP)
-        # No scale makes an entry infinite: 7 and 127 times the largest are below 2**128.
+        # 7 and 127 times the largest scale are below 2**128, so no entry is infinite.
         assert np.isfinite(values[sent]).all()
     return body, values[: len(acc)], sent[: len(acc)]
 
 
 def decode(body, numel, format):
-    """The float32 values of any bytes."""
+    """The float32 values of rows of any bytes."""
     size = -(-numel // ROW) * ROW_BYTES[format]
     raw = np.frombuffer(body, np.uint8)[:size].reshape(-1, ROW_BYTES[format])
     if format not in WITH_SCALES:
@@ -87,14 +87,14 @@ def decode(body, numel, format):
 
 
 def dequantize_sum(payloads, geometry, out_dtype, scale=1.0, out_scale=None):
-    """Raw bits of `out` and the status of every rank; `payloads[p][r]` are bytes."""
+    """Return the raw bits of `out` and the status of every rank; `payloads[p][r]` are bytes."""
     total = np.zeros(geometry.numel, np.float32)
     status = np.zeros(len(payloads), np.int32)
     with np.errstate(all="ignore"):
         for p, rows in enumerate(payloads):
             for r, row in enumerate(rows):
                 low, high = geometry.bounds(r)
-                if _sound(row[:HEADER_BYTES], high - low, geometry.format):
+                if _is_valid_header(row[:HEADER_BYTES], high - low, geometry.format):
                     values = decode(row[HEADER_BYTES:], high - low, geometry.format)
                     total[low:high] = total[low:high] + values
                 else:
@@ -103,12 +103,12 @@ def dequantize_sum(payloads, geometry, out_dtype, scale=1.0, out_scale=None):
 
 
 def dequantize_sum_pack(payloads, residual, row, geometry, scale=1.0):
-    """The new residual, and the status of every rank; `row` is written in place."""
+    """Return the new residual and the status of every rank; write `row` in place."""
     bits, status = dequantize_sum([[p] for p in payloads], geometry, "float32", scale)
     return quantize_pack(residual, floats.widen(bits, "float32"), [row], geometry), status
 
 
-def _sound(raw, numel, format):
+def _is_valid_header(raw, numel, format):
     return any(raw == header(numel, format, flags) for flags in (0, payload.NON_FINITE))
 
 

@@ -18,13 +18,13 @@ def row_bytes(width, format):
 
 
 def row_quantize(x, format):
-    """uint8 [B, w]; x is a float32 array [B, d]."""
+    """uint8 [rows, bytes]; x is a float32 array [rows, width]."""
     raw = b"".join(_quantize(row.tobytes(), format) for row in x)
     return np.frombuffer(raw, np.uint8).reshape(len(x), row_bytes(x.shape[1], format))
 
 
 def row_dequantize(rows, width, format, dtype):
-    """Raw bits [B, width]; rows are uint8 [B, w] of anything."""
+    """Raw bits [rows, width]; `rows` are uint8 [rows, bytes] with any bytes."""
     out = np.empty((len(rows), width), np.float64)
     for row, values in zip(rows.tolist(), out, strict=True):
         (scale,) = floats.widen([row[-2] + 256 * row[-1]], "bfloat16")
@@ -47,7 +47,7 @@ def _quantize(row, format):
 
 
 def _scale(x):
-    """Raw bfloat16 that stays finite, and 0 where it would be subnormal."""
+    """Round to a finite raw bfloat16; subnormal results become 0."""
     (raw,) = floats.narrow(np.array([x], F32), "bfloat16", saturate=True).tolist()
     return raw if raw >= SMALLEST_NORMAL else 0
 
@@ -58,7 +58,7 @@ def _integers(row, format):
     if scale == 0:
         return [0] * len(row), 0
     inverse = F32(1) / floats.widen([scale], "bfloat16")[0]
-    codes = [round(float(x)) for x in row * inverse]  # Python's round takes halves to even
+    codes = [round(float(x)) for x in row * inverse]  # Python rounds ties to even
     assert max(map(abs, codes)) <= levels
     return codes, scale
 
@@ -67,7 +67,7 @@ def _in_units(row):
     """Magnitudes and the unit of their sums, as multiples of 2**-149, the smallest float32."""
     bits = (row.view(np.uint32) & 0x7FFFFFFF).tolist()
     magnitudes = [(b & 0x7FFFFF | 0x800000) << (b >> 23) - 1 if b >> 23 else b for b in bits]
-    # 2**-21 of the largest's power of two, and no less than 2**-126.
+    # 2**-21 times the power of two of the largest, and at least 2**-126.
     return magnitudes, 1 << max(max(magnitudes).bit_length() - 1 - 21, 149 - 126)
 
 
@@ -103,7 +103,7 @@ def _pack(codes, format):
 
 @functools.cache
 def codes_of(byte, format):
-    """The codes, as numbers, that a byte of any value holds."""
+    """The codes that a byte of any value holds."""
     signed = byte - 256 if byte > 127 else byte
     if format == "int8":
         return [signed]
@@ -111,6 +111,6 @@ def codes_of(byte, format):
         return [n - 16 if n > 7 else n for n in (byte % 16, byte // 16)]
     if format == "sign":
         return [-1 if byte >> i & 1 else 1 for i in range(8)]
-    # 122 to 127 and -128 to -122 are no sums of five codes: they read as 121.
+    # 122 to 127 and -128 to -122 are not sums of five codes. They decode as 121.
     number = signed if -121 <= signed <= 121 else 121
     return [(number + 121) // 3**i % 3 - 1 for i in range(5)]

@@ -1,4 +1,4 @@
-"""row_pack, row_gather, row_unpack: lists and loops, one row at a time."""
+"""row_pack, row_gather and row_unpack with lists and loops, one row at a time."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from . import floats
 
 
 def encoding(width, k):
-    """(name, bytes a row) of the smallest encoding, the first on a tie."""
+    """(name, bytes per row) of the smallest encoding; the first one wins ties."""
     choices = [("bitmap", -(-width // 8))]
     if width <= 256:
         choices.append(("uint8", k))
@@ -28,7 +28,7 @@ def encode(columns, width, k):
 
 
 def decode(raw, width, k):
-    """Column of each of the k slots, None where there is no acceptable one."""
+    """The column of each of the k slots, or None if it is invalid."""
     name, _ = encoding(width, k)
     if name == "bitmap":
         columns = [c for c in range(width) if raw[c // 8] >> c % 8 & 1][:k]
@@ -46,13 +46,13 @@ def decode(raw, width, k):
 
 
 def largest(row, k):
-    """Ascending columns of the k largest magnitudes; NaN ranks as inf, ties: the lower column."""
+    """Ascending columns of the k largest magnitudes; NaN ranks as inf. Ties go to lower columns."""
     magnitudes = np.where(np.isnan(row), np.inf, np.abs(row))
     return sorted(np.argsort(-magnitudes, kind="stable")[:k].tolist())
 
 
 def row_pack(x, k, dtype):
-    """Raw values [B, k] and position bytes [B, w]."""
+    """Raw values [rows, k] and position bytes [rows, bytes]."""
     columns = [largest(row, k) for row in x]
     values = [row[chosen] for row, chosen in zip(x, columns, strict=True)]
     raw = [list(encode(chosen, x.shape[1], k)) for chosen in columns]
@@ -64,7 +64,7 @@ def row_pack(x, k, dtype):
 
 
 def row_gather(x, positions, k, dtype):
-    """Raw values [B, k]."""
+    """Raw values [rows, k]."""
     values = np.zeros((len(x), k), np.float32)
     for b, row in enumerate(x):
         for j, column in enumerate(decode(positions[b].tobytes(), x.shape[1], k)):
@@ -74,7 +74,7 @@ def row_gather(x, positions, k, dtype):
 
 
 def row_unpack(values, positions, width, dtype):
-    """Raw rows [B, width]."""
+    """Raw rows [rows, width]."""
     out = np.zeros((len(values), width), np.float32)
     for b, row in enumerate(values):
         for j, column in enumerate(decode(positions[b].tobytes(), width, len(row))):

@@ -8,7 +8,7 @@ from . import floats, payload
 
 
 def scatter_unpack(payloads, geometry, out_dtype, scale=1.0, out_scale=None):
-    """Raw bits of `out` and the status of every rank; `payloads[p][r]` are bytes."""
+    """Return the raw bits of `out` and the status of every rank; `payloads[p][r]` are bytes."""
     total = np.zeros(geometry.numel, np.float32)
     status = np.zeros(len(payloads), np.int32)
     with np.errstate(all="ignore"):
@@ -21,7 +21,7 @@ def scatter_unpack(payloads, geometry, out_dtype, scale=1.0, out_scale=None):
 
 
 def _add(total, content, geometry):
-    """Add the sound blocks of one rank's payload of one range to `total`; its status."""
+    """Add the valid blocks of one range of a payload to `total`; return its status."""
     numel, count = len(total), content.count
     if (
         content.magic != payload.MAGIC

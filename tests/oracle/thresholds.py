@@ -1,4 +1,4 @@
-"""sample_threshold."""
+"""sample_threshold, with the published strata."""
 
 import math
 
@@ -28,7 +28,7 @@ def picks(n, m, seed, r):
 
 
 def rank(density, n):
-    """k of "the k-th largest", from a float64 product."""
+    """The k of the k-th largest, from a float64 product."""
     return min(max(math.ceil(density * n), 1), n)
 
 

@@ -1,4 +1,4 @@
-"""Programs in examples/recipes, beside the frameworks that they are for (make recipes)."""
+"""Runs the programs in examples/recipes together with their frameworks (make recipes)."""
 
 import math
 import os
@@ -14,7 +14,7 @@ FOLDER = ROOT / "examples/recipes"
 MLP = 128 * 512 + 512 + 512 + 1
 LAYER = 12 * 64**2 + 13 * 64  # of a GPT-2 of width 64
 GPT2 = (97 + 16) * 64 + 2 * LAYER + 2 * 64
-# {recipe: parameters, steps, and what is deleted to interrupt it}
+# {recipe: (parameters, steps, checkpoints to delete before it resumes)}
 RECIPES = {
     "with_accelerate.py": (MLP, 150, "epoch[23]"),
     "with_lightning.py": (MLP, 150, "epoch=[12]*"),
@@ -30,7 +30,7 @@ def test_every_recipe_is_run():
 
 
 @pytest.mark.parametrize(("recipe", "options"), RUNS, ids=lambda part: "".join(part) or "hook")
-def test_recipe(recipe, options, tmp_path):
+def test_a_recipe_trains_and_resumes(recipe, options, tmp_path):
     framework = recipe[len("with_") : -len(".py")].replace("trainer", "transformers")
     pytest.importorskip(framework, reason=f"{framework} is in the environment of make recipes")
     numel, steps, last = RECIPES[recipe]
@@ -42,8 +42,8 @@ def test_recipe(recipe, options, tmp_path):
     # docs/reference/payload.md: a header, and rows of 1,024 entries in int4 or ternary
     nbytes, dense = 64 + math.ceil(numel / 1024) * (544 if period == 1 else 240), 8 * numel
     if "--fsdp2" in options:
-        # In int8, half of the first layer in three messages and half of the second in two. Biases
-        # follow in float32, in multiples of 16 bytes.
+        # int8 sends half of the first layer in three messages, and half of the second in two.
+        # Biases follow in float32, padded to multiples of 16 bytes.
         halves = 128 * 256 + 256, 512 + 1
         first_layer, second = (64 + math.ceil(half / 1024) * 1056 for half in halves)
         nbytes, dense = 3 * (first_layer + 4 * 256) + 2 * (second + 16), 12 * numel
@@ -53,36 +53,36 @@ def test_recipe(recipe, options, tmp_path):
     for path in tmp_path.glob(f"saved/{last}"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     resumed, _ = _run(FOLDER / recipe, options, tmp_path)
-    assert re.search(r"loss (\S+) ->", resumed)[1] != first or "trainer" in recipe  # has the log
+    assert re.search(r"loss (\S+) ->", resumed)[1] != first or "trainer" in recipe  # saves its log
     assert _weights(resumed) == weights
 
     if counted is None:
-        pytest.skip("all but the bytes on the wire holds: they need `unshare --net` and `ip`")
-    # Both ranks' messages. Besides: the first weights, two dense steps or the flush, and what
-    # torchrun and the framework say. In float32 both ranks would send `dense` bytes per step.
+        pytest.skip("the bytes sent are not checked: they need `unshare --net` and `ip`")
+    # The messages of both ranks. The rest is initial weights, two dense steps or the flush, and
+    # messages of torchrun and the framework. In float32, both ranks send `dense` bytes per step.
     messages = 2 * nbytes * (steps // period)
     assert messages < counted < messages + 24 * numel + 2**20 < dense * steps / 3
 
 
 def _weights(printed):
-    """The sum of the weights, to the last digit, the same on both ranks."""
+    """The printed sum of the weights, which must be the same on both ranks."""
     found = re.findall(r"rank \d: weights (-?\d+\.\d+)", printed)
     assert len(found) == 2 and found[0] == found[1]
     return found[0]
 
 
 def _run(program, options, folder):
-    """What it prints, and the bytes that crossed a loopback that is its own; None if not to be had.
+    """(output, bytes sent on a private loopback device or None if it cannot be created).
 
-    Counted by the kernel: no method and no framework can send beside it.
+    The kernel counts the bytes, so nothing that a framework sends is missing.
     """
-    own = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    namespace = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     up = ["sh", "-ec", 'ip link set lo up; "$@"; cat /proc/net/dev', "sh"]
     try:
-        possible = not subprocess.run([*own, *up, "true"], capture_output=True).returncode
+        possible = not subprocess.run([*namespace, *up, "true"], capture_output=True).returncode
     except FileNotFoundError:
         possible = False
-    torchrun = [*(own + up if possible else []), *TORCHRUN, "--nproc-per-node=2"]
+    torchrun = [*(namespace + up if possible else []), *TORCHRUN, "--nproc-per-node=2"]
     command = [*torchrun, program, "saved", *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

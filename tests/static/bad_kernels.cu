@@ -1,6 +1,6 @@
-// bad_kernels.cu -- kernels that each break one promise: what the check has to see.
+// bad_kernels.cu -- kernels that each break one promise, which the check must detect.
 
-// More values alive at once than 32 registers hold.
+// More live values than fit in 32 registers.
 __global__ void __launch_bounds__(1024, 2) spills(float* x) {
   float values[64];
 #pragma unroll
@@ -10,7 +10,7 @@ __global__ void __launch_bounds__(1024, 2) spills(float* x) {
   for (int i = 0; i < 64; ++i) x[i * 1024 + threadIdx.x] = values[63 - i] * values[i];
 }
 
-// An array in a thread's stack, because its index is known only at run time.
+// The array is on a thread's stack, because its index is known only at run time.
 __global__ void __launch_bounds__(256) indexes(float* x, int index) {
   float values[8];
   for (int i = 0; i < 8; ++i) values[i] = x[i];
@@ -26,12 +26,12 @@ __global__ void __launch_bounds__(256) flushes(float* x) {
   asm("add.ftz.f32 %0, %0, %0;" : "+f"(x[threadIdx.x]));
 }
 
-// What could be one load and one store of 16 bytes each.
+// One load and one store of 16 bytes would suffice.
 __global__ void __launch_bounds__(256) reads_scalars(const float* x, float* y) {
   for (int i = 0; i < 4; ++i) y[4 * threadIdx.x + i] = x[4 * threadIdx.x + i];
 }
 
-// The second vector is read only when the first has come.
+// The second load starts only after the first has finished.
 __global__ void __launch_bounds__(256) waits(const float4* x, float4* y) {
   float4 a = __ldcs(x + threadIdx.x);
   y[threadIdx.x] = a;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(256) waits(const float4* x, float4* y) {
   y[threadIdx.x + 256] = __ldcs(x + threadIdx.x + 256);
 }
 
-// Five blocks of 48 KB: 240 KB of shared memory.
+// Five blocks of 48 KB need 240 KB of shared memory.
 __global__ void __launch_bounds__(256, 5) crowds(float* x) {
   __shared__ float all[12288];
   for (int i = threadIdx.x; i < 12288; i += 256) all[i] = x[i];
@@ -47,12 +47,12 @@ __global__ void __launch_bounds__(256, 5) crowds(float* x) {
   x[threadIdx.x] = all[(threadIdx.x * 97) % 12288];
 }
 
-// A flag that another block sets, and that a cache may hold.
+// Another block sets the flag, but a cache may hold the old value.
 __global__ void __launch_bounds__(256) polls_weakly(const unsigned long long* flag, float* x) {
   if (*flag != 0) x[threadIdx.x] = 1.0f;
 }
 
-// Other blocks add to it as well, and nothing says so.
+// Other blocks also add to it, which no promise declares.
 __global__ void __launch_bounds__(256) counts_alone(unsigned* count) { atomicAdd(count, 1u); }
 
 __device__ unsigned add_acquire_release(unsigned* address) {
@@ -64,7 +64,7 @@ __device__ unsigned add_acquire_release(unsigned* address) {
   return old;
 }
 
-// The last block may not see what the others counted.
+// The last block may miss counts of other blocks.
 __global__ void __launch_bounds__(256)
     releases_nothing(unsigned* count, unsigned* done, unsigned* x) {
   atomicAdd(&count[threadIdx.x], 1u);

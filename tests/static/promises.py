@@ -1,10 +1,10 @@
-"""What the sources promise about each kernel, and how a kernel can break it."""
+"""The promises about the machine code of each kernel, and the check that finds broken ones."""
 
 from dataclasses import dataclass, field, replace
 
 from ptx.kernels import Kernel
 
-# Loads, by the beginning of their names.
+# Prefixes of the names of loads.
 LOADS = "LDG"
 STREAMS = r"LDG\.E\.EF"
 VECTORS = r"LDG\.E\.128"
@@ -14,28 +14,28 @@ HALVES = r"LDG\.E\.U16"
 
 @dataclass(frozen=True)
 class Promise:
-    wide_loads: int = 0  # at least so many of 16 bytes
+    wide_loads: int = 0  # minimum number of 16-byte loads
     wide_stores: int = 0
-    # Of these loads at least so many before the first of them is used.
+    # {loads: minimum number of them before the first result is used}
     in_flight: dict[str, int] = field(default_factory=dict)
-    # All by which blocks see each other's work, in this order where one releases and the next
-    # acquires.
+    # All instructions that synchronize blocks. With `in_order` their order matters, because one
+    # releases and the next acquires.
     between_blocks: tuple[str, ...] = ()
     in_order: bool = False
-    # A correctly rounded division is made of fused multiply-adds, and flushes where it makes NaNs.
+    # A correctly rounded division uses fused multiply-adds, and flushes where it makes NaNs.
     divides: bool = False
-    # Multiply-adds are fused where the product is exact: that rounds as if they were not.
+    # Multiply-adds are fused only where the product is exact, which does not change the result.
     fuses: bool = False
     dynamic_shared_bytes: int = 0
-    # Architectures on which fewer blocks fit than __launch_bounds__ asks for.
+    # {architecture: blocks, if fewer fit than __launch_bounds__ requests}
     fewer_blocks: dict[int, int] = field(default_factory=dict)
 
 
-# What a block has counted, before the number of blocks that have; in the last one nothing that was
-# read earlier is left in a cache.
+# A block adds its counts before it adds to the number of finished blocks. The last block then
+# invalidates its cache.
 LAST_BLOCK = ("RED.E.ADD.STRONG.GPU", "MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU", "CCTL.IVALL")
 
-MARKS = ("RED.E.OR.STRONG.GPU",)  # a bit added to what only later kernels read
+MARKS = ("RED.E.OR.STRONG.GPU",)  # sets a bit that only later kernels read
 QUANTIZES = Promise(
     wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}, between_blocks=MARKS, divides=True
 )
@@ -43,14 +43,14 @@ SUMS = Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}, between_bloc
 
 SCATTERS = Promise(wide_stores=1, in_flight={STREAMS: 16}, between_blocks=MARKS)
 
-# By the beginning of a kernel's name; the longest that fits counts.
+# By prefix of the kernel's name; the longest matching prefix applies.
 PROMISES = {
-    # Eight vectors of residual and eight of gradient; 16-bit gradients are read by 8 bytes.
+    # Eight vectors each of residual and gradient. Loads of 16-bit gradients have 8 bytes.
     "mask_pack_stage_kernel": Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}),
     "mask_pack_stage_kernel<float>": Promise(wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}),
     # Positions and values of six groups of entries.
     "mask_pack_scatter_kernel": Promise(in_flight={LOADS: 12}),
-    # Four picks of the gradient and of the residual.
+    # Four picks each of the gradient and the residual.
     "sample_threshold_kernel<float>": Promise(
         in_flight={WORDS: 8}, between_blocks=LAST_BLOCK, in_order=True
     ),
@@ -66,48 +66,48 @@ PROMISES = {
     "select_pick_kernel<Float16>": Promise(in_flight={HALVES: 8, WORDS: 8}, in_order=True),
     "gather_keys_kernel": Promise(in_flight={LOADS: 2}, in_order=True),
     "select_key_kernel": Promise(in_flight={WORDS: 32}),
-    # The sums of a payload block, 64 KB, of which the 164 KB of sm_80 hold two; or of half of one.
-    # Eight positions and their values are read before the first is added. Each block adds its bits
-    # to a rank's status.
+    # Shared memory holds the sums of a payload block, 64 KB, or of half of one. The 164 KB of sm_80
+    # hold two blocks. Eight positions and values are read before the first is added. Each block
+    # sets bits of a rank's status.
     "scatter_unpack_kernel": replace(
         SCATTERS, dynamic_shared_bytes=16384 * 4, fewer_blocks={80: 2}
     ),
     "scatter_unpack_kernel<Shape<16": replace(SCATTERS, dynamic_shared_bytes=8192 * 4),
     "quantized_headers_kernel": Promise(),
-    # All of a row, 1,024 elements by a warp, of residual and gradient. A bit that a block adds to a
-    # header says what it saw.
+    # A warp reads 1,024 elements of residual and gradient, a whole row. A block that finds a
+    # non-finite entry sets a bit of the header.
     "quantize_pack_kernel": QUANTIZES,
     "quantize_pack_kernel<(PayloadFormat)0>": replace(QUANTIZES, divides=False),
     "quantize_pack_kernel<(PayloadFormat)1>": replace(QUANTIZES, divides=False),
-    # Several ranks' codes of a row, with their scales. The first block of a range adds to a status.
-    # Sums go to other lanes through 4.5 KB a row, except those of float32; ternary has two rows.
+    # Codes and scales of a row, from several ranks. The first block of a range sets a status bit.
+    # Sums go to other lanes through 4.5 KB per row, except with float32; ternary has two rows.
     "dequantize_sum_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608, fuses=True),
     "dequantize_sum_kernel<(PayloadFormat)0>": SUMS,
     "dequantize_sum_kernel<(PayloadFormat)1>": replace(SUMS, dynamic_shared_bytes=8 * 4608),
     "dequantize_sum_kernel<(PayloadFormat)6>": replace(
         SUMS, in_flight={STREAMS: 4}, dynamic_shared_bytes=8 * 8704, fuses=True
     ),
-    # The residual's eight vectors, besides.
+    # Also eight vectors of the residual.
     "dequantize_sum_pack_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608, divides=True),
     "dequantize_sum_pack_kernel<(PayloadFormat)0>": SUMS,
     "dequantize_sum_pack_kernel<(PayloadFormat)1>": replace(SUMS, dynamic_shared_bytes=8 * 4608),
     "dequantize_sum_pack_kernel<(PayloadFormat)6>": replace(
         SUMS, dynamic_shared_bytes=8 * 8704, divides=True
     ),
-    # Two vectors of a lane or more; those of a row whose width is no multiple of 16 bytes are not.
+    # At least two vectors per lane, if the width is a multiple of 16 bytes.
     "row_pack_narrow_kernel<float": Promise(wide_loads=4, in_flight={VECTORS: 3}),
     "row_pack_narrow_kernel": Promise(wide_loads=2, in_flight={VECTORS: 2}),
-    # Of up to 64 columns of 16 bits; the second waits for the first.
+    # Up to 64 columns of 16 bits; the second load depends on the first.
     "row_pack_narrow_kernel<BFloat16, 4, 8>": Promise(wide_loads=2, in_flight={VECTORS: 1}),
     "row_pack_narrow_kernel<Float16, 4, 8>": Promise(wide_loads=2, in_flight={VECTORS: 1}),
     "row_pack_wide_kernel": Promise(in_flight={LOADS: 4}),
     "row_gather_kernel": Promise(in_flight={LOADS: 2}),
-    # The rows of a block, up to 128 bytes a thread.
+    # Shared memory holds the rows of a block, up to 128 bytes per thread.
     "row_unpack_narrow_kernel": Promise(
         wide_stores=1, in_flight={LOADS: 2}, dynamic_shared_bytes=256 * 128
     ),
     "row_unpack_wide_kernel": Promise(in_flight={LOADS: 2}),
-    # A lane's 16 columns, 32 of them in the widest rows, are read before any is used.
+    # A lane reads its 16 columns, or 32 in the widest rows, before it uses any.
     "row_quantize_narrow_kernel<float": Promise(
         wide_loads=4, wide_stores=1, in_flight={STREAMS: 4}, divides=True
     ),
@@ -115,7 +115,7 @@ PROMISES = {
         wide_loads=2, wide_stores=1, in_flight={STREAMS: 2}, divides=True
     ),
     "row_quantize_wide_kernel": Promise(in_flight={LOADS: 4}, divides=True),
-    # Up to 1,304 bytes of a warp's rows.
+    # A warp reads up to 1,304 bytes of its rows.
     "row_dequantize_kernel": Promise(wide_loads=3, wide_stores=1, in_flight={STREAMS: 3}),
 }
 
@@ -124,8 +124,8 @@ def promise_of(kernel: Kernel) -> Promise:
     return PROMISES[max(filter(kernel.name.startswith, PROMISES), key=len)]
 
 
-def broken(kernel: Kernel, promise: Promise) -> list[str]:
-    """What the kernel does not keep, in words; empty if it keeps all."""
+def broken_promises(kernel: Kernel, promise: Promise) -> list[str]:
+    """Descriptions of the promises that the kernel breaks."""
     none = {
         "local memory": kernel.count(r"LDL|STL"),
         "bytes of stack": kernel.stack_bytes,

@@ -1,6 +1,6 @@
-"""The extension with its CUDA kernels, as it was built: it loads and registers without a GPU.
+"""The extension built with CUDA kernels loads and registers without a GPU.
 
-`make cuda` builds it and runs this; another process may have no CUDA extension to look at.
+`make cuda` builds it and runs these tests. Without CUDA kernels they are skipped.
 """
 
 import os
@@ -33,12 +33,12 @@ def test_every_op_has_a_kernel(op, key):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"dct::{op}", key)
 
 
-def test_one_file_serves_every_python():
+def test_the_library_uses_the_stable_abi_of_python():
     assert LIBRARY.name == "_cuda.abi3.so"
 
 
 def test_only_the_cuda_library_needs_cuda():
-    """So that one wheel serves a torch without CUDA, and one of another CUDA version."""
+    """So one wheel works with torch without CUDA, and with another CUDA version."""
     (cpu,) = LIBRARY.parent.glob("_C*.so")
     assert not re.search(r"NEEDED.*cuda", output("readelf", "-d", str(cpu)))
     assert re.search(r"NEEDED.*libcudart", output("readelf", "-d", str(LIBRARY)))
@@ -48,28 +48,28 @@ def test_only_the_cuda_library_needs_cuda():
     assert not _is_for_cuda(LIBRARY, None)
 
 
-def test_needs_nothing_of_torch_but_its_stable_abi():
+def test_the_library_uses_only_the_stable_abi_of_torch():
     """A C++ symbol of c10, at or torch would tie the file to one version of torch."""
     symbols = output("nm", "-D", "--undefined-only", "-C", str(LIBRARY))
     assert "aoti_torch_" in symbols or "torch_call_dispatcher" in symbols
     assert re.findall(r"\b(?:c10|at|torch)::\S+", symbols) == []
 
 
-def test_holds_code_for_the_architectures_asked_for():
+def test_contains_code_for_the_requested_architectures():
     listed = output(str(toolkit.cuobjdump()), "--list-elf", str(LIBRARY))
     found = set(re.findall(r"sm_(\d+)", listed))
     asked = re.findall(r"(\d+)\.(\d+)", os.environ["TORCH_CUDA_ARCH_LIST"])
     assert found == {major + minor for major, minor in asked}
 
 
-def test_holds_no_path_of_the_machine_that_built_it():
+def test_contains_no_path_of_the_build_machine():
     content = LIBRARY.read_bytes()
     assert str(LIBRARY.parents[1]).encode() not in content
     assert str(Path(torch.__file__).parent).encode() not in content
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the conformance suite runs")
-def test_without_a_gpu_the_cpu_kernels_serve():
+def test_the_cpu_kernels_work_without_a_gpu():
     assert set(dct_kernels.testing.backends()) >= {"eager", "cpp"}
     assert "cuda" not in dct_kernels.testing.backends()
     with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA"):

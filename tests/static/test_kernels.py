@@ -1,4 +1,4 @@
-"""The machine code of the CUDA kernels, on a machine that need not have a GPU."""
+"""Checks the machine code of the CUDA kernels, without a GPU."""
 
 import functools
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from ptx import toolkit
 from ptx.kernels import Kernel, kernels
 
-from .promises import LAST_BLOCK, PROMISES, STREAMS, Promise, broken, promise_of
+from .promises import LAST_BLOCK, PROMISES, STREAMS, Promise, broken_promises, promise_of
 
 pytestmark = pytest.mark.skipif(
     toolkit.missing() is not None, reason=f"not on this machine: {toolkit.missing()}"
@@ -23,10 +23,11 @@ def built(architecture: int) -> list[Kernel]:
 
 @architectures
 @pytest.mark.parametrize("name", PROMISES)
-def test_keeps_its_promise(name, architecture):
+def test_kernels_keep_their_promises(name, architecture):
     instances = [kernel for kernel in built(architecture) if kernel.name.startswith(name)]
     assert instances, "no such kernel"
-    assert {k.name: broken(k, promise_of(k)) for k in instances} == {k.name: [] for k in instances}
+    broken = {k.name: broken_promises(k, promise_of(k)) for k in instances}
+    assert broken == {k.name: [] for k in instances}
 
 
 @architectures
@@ -52,9 +53,9 @@ BAD_KERNELS = {
 
 @architectures
 @pytest.mark.parametrize("name", BAD_KERNELS)
-def test_a_broken_promise_is_seen(name, architecture):
-    """And nothing else is: a check that always speaks says nothing."""
+def test_a_broken_promise_is_detected(name, architecture):
+    """No other promise is reported as broken."""
     (compiled,) = toolkit.compile_all([Path(__file__).with_name("bad_kernels.cu")], architecture)
     (kernel,) = (k for k in kernels(compiled, architecture) if k.name == name)
     promise, expected = BAD_KERNELS[name]
-    assert {line.partition(":")[0] for line in broken(kernel, promise)} == expected
+    assert {line.partition(":")[0] for line in broken_promises(kernel, promise)} == expected

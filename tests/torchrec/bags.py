@@ -1,4 +1,4 @@
-"""Collections of bags on ranks, their inputs, and what is expected of them."""
+"""Collections of bags on ranks, their inputs, and the rows that ranks receive."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from dct_embeddings.torchrec import compressed_sharders
 from dct_parallel import RowFormat
 from dct_parallel.formats import DTYPES
 
-# Rows, widths and pooling of each table.
+# (rows, width, pooling) of each table.
 TABLES = ((40, 64, "SUM"), (7, 64, "SUM"), (90, 32, "MEAN"))
 SUMS, MEANS = (tuple((n, width, kind) for n, width, _ in TABLES) for kind in ("SUM", "MEAN"))
 SHARED = 32  # entries that share a scale
@@ -55,7 +55,7 @@ def initial_weights(tables=TABLES):
 
 
 def local_shards_of(dmp):
-    """(number of the table, this rank's shard of it, the slices of the table that it is)."""
+    """Yields (number of the table, this rank's shard of it, its slices of the table)."""
     for name, value in dmp.state_dict().items():
         table = int(name.split(".")[-2].removeprefix("t"))
         if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
@@ -73,7 +73,7 @@ def fill_tables(dmp, tables):
 
 
 def make_inputs(seed, sizes, weighted=False, distinct=None, tables=TABLES):
-    """For each rank and feature: bags of (id, weight), and the bag of each sample.
+    """For each rank and feature: (bags of (id, weight), number of the bag of each sample).
 
     Products with these weights are exact.
     """
@@ -91,32 +91,32 @@ def make_inputs(seed, sizes, weighted=False, distinct=None, tables=TABLES):
     result = []
     for rank, samples in enumerate(sizes):
         counts = distinct[rank] if distinct else [samples] * len(tables)
-        own = [bags(rows, n) for (rows, _, _), n in zip(tables, counts, strict=True)]
+        part = [bags(rows, n) for (rows, _, _), n in zip(tables, counts, strict=True)]
         of_samples = [below(n, samples) if distinct else list(range(n)) for n in counts]
-        result.append(list(zip(own, of_samples, strict=True)))
+        result.append(list(zip(part, of_samples, strict=True)))
     return result
 
 
-def to_features(own, weighted, distinct):
-    """A rank's part of `_inputs` as TorchRec has it."""
-    flat = [pair for bags, _ in own for bag in bags for pair in bag]
-    keys = [f"f{i}" for i in range(len(own))]
+def to_features(part, weighted, distinct):
+    """A rank's part of `make_inputs` as features of TorchRec."""
+    flat = [pair for bags, _ in part for bag in bags for pair in bag]
+    keys = [f"f{i}" for i in range(len(part))]
     options = {}
     if weighted:
         options["weights"] = torch.tensor([weight for _, weight in flat])
     if distinct:
-        options["stride_per_key_per_rank"] = [[len(bags)] for bags, _ in own]
-        options["inverse_indices"] = (keys, torch.tensor([of_samples for _, of_samples in own]))
+        options["stride_per_key_per_rank"] = [[len(bags)] for bags, _ in part]
+        options["inverse_indices"] = (keys, torch.tensor([of_samples for _, of_samples in part]))
     return KeyedJaggedTensor(
         keys,
         torch.tensor([i for i, _ in flat], dtype=torch.int64),
-        lengths=torch.tensor([len(bag) for bags, _ in own for bag in bags], dtype=torch.int32),
+        lengths=torch.tensor([len(bag) for bags, _ in part for bag in bags], dtype=torch.int32),
         **options,
     )
 
 
 def received_of(x, format):
-    """What arrives of rows in a number format, by the oracle."""
+    """Rows after an exchange in a number format, by the oracle."""
     if format in DTYPES:
         return x.to(DTYPES[format]).float()
     rows = x.reshape(-1, SHARED).numpy()

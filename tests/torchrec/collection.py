@@ -1,4 +1,4 @@
-"""A DMPCollection on the CPU. TorchRec asks for CUDA, by one assertion and one text."""
+"""Runs DMPCollection on the CPU. TorchRec requires CUDA in one assertion and one device name."""
 
 import inspect
 import textwrap
@@ -14,7 +14,7 @@ _ASSERTION = """        assert (
 
 
 def allow_cpu():
-    """Take that assertion out, and no other: python -O would take out all of them."""
+    """Remove only that assertion, unlike python -O, which removes all assertions."""
     source = inspect.getsource(DMPCollection.__init__)
     assert source.count(_ASSERTION) == 1
     source = textwrap.dedent(source.replace(_ASSERTION, ""))
@@ -27,7 +27,7 @@ def allow_cpu():
 
 def _remap(original):
     def remap(self, plan, *arguments, **named):
-        """Placements on "cpu", where it writes "cpu:0"."""
+        """Place shards on "cpu" instead of "cpu:0"."""
         original(self, plan, *arguments, **named)
         for module in plan.plan.values():
             for sharding in module.values():

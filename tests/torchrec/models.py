@@ -1,4 +1,4 @@
-"""A model of four tables of TorchRec, its batches, and how ranks train it."""
+"""A model with four tables of TorchRec, its batches, and its training on ranks."""
 
 import os
 import warnings
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """Of bags, or with `pooled` false of rows that it adds up itself."""
+    """A model with pooled bags, or with `pooled=False` with rows that it sums itself."""
 
     def __init__(self, optimizer, lr, pooled=True):
         super().__init__()
@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 def prepare(local_size=None):
-    """TorchRec's warnings are its own; it asks for torchrun's variables."""
+    """Ignore TorchRec's warnings, and set the variables of torchrun that it reads."""
     warnings.simplefilter("ignore")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     local_size = local_size or ranks
@@ -60,8 +60,8 @@ def prepare(local_size=None):
 
 
 def plan_of(bags, shardings, sharder, ranks, local_size=None):
-    """A ShardingPlan of a model whose only collection is `bags`; shardings by table."""
-    own = construct_module_sharding_plan(
+    """A ShardingPlan of a model whose only collection is `bags`, with `shardings` by table."""
+    plan = construct_module_sharding_plan(
         bags,
         shardings,
         sharder=sharder,
@@ -69,7 +69,7 @@ def plan_of(bags, shardings, sharder, ranks, local_size=None):
         world_size=ranks,
         device_type="cpu",
     )
-    return ShardingPlan(plan={"bags": own})
+    return ShardingPlan(plan={"bags": plan})
 
 
 def parallel(sharders=None, sharding=lambda i: table_wise(rank=i % 2), pooled=True, **settings):

@@ -1,4 +1,4 @@
-"""dct_embeddings.torchrec beside TorchRec itself (make torchrec)."""
+"""dct_embeddings.torchrec together with TorchRec (make torchrec)."""
 
 import math
 import re
@@ -41,15 +41,15 @@ def _dense(rank, folder):
     assert losses == pytest.approx(train(parallel()), abs=0.05)
     assert_same(_dense_part(dmp))
     assert 0.01 < state.stats()["density"] < 0.07
-    # Beside the model's, in torch.distributed.checkpoint.
+    # Saved with the model by torch.distributed.checkpoint.
     dcp.save({"model": dmp.state_dict(), "dct": state}, checkpoint_id=folder)
     residual = next(iter(state.state_dict()["ranks"].values()))["parameters"]
-    saved = {name: own["residual"].clone() for name, own in residual.items()}
+    saved = {name: part["residual"].clone() for name, part in residual.items()}
     assert any(tensor.any() for tensor in saved.values())
     train(dmp, 2)
     dcp.load({"model": dmp.state_dict(), "dct": state}, checkpoint_id=folder)
     loaded = next(iter(state.state_dict()["ranks"].values()))["parameters"]
-    assert all(torch.equal(loaded[name]["residual"], own) for name, own in saved.items())
+    assert all(torch.equal(loaded[name]["residual"], part) for name, part in saved.items())
     with pytest.raises(ValueError, match=r"dmp must be one whose DDP .* got dct_hook"):
         compress_dense(dmp)
     state.close()
@@ -68,7 +68,7 @@ def test_the_hook_on_the_dense_part(tmp_path):
 
 
 def _collection(shards):
-    """Replicas of so many ranks each, which start from different weights."""
+    """Replicas of `shards` ranks each, with different initial weights."""
     torch.manual_seed(0)
     model = Model(RowWiseAdagrad, 0.1)
     sharders = compressed_sharders()
@@ -94,21 +94,21 @@ def _mean(tensor, group):
 _ranks = dist.get_process_group_ranks
 
 
-def _require_equal(tensor, group):
-    """Bitwise, among replicas."""
+def _check_equal(tensor, group):
+    """Check that all replicas have bitwise equal tensors."""
     ranks = _ranks(group)
     parts = gathered(tensor)
     assert all(torch.equal(parts[rank], tensor) for rank in ranks)
 
 
-def _waiting(replicas, group):
-    """What this rank has not sent, as its share of the replicas' sum."""
-    (own,) = replicas.state_dict()["ranks"][str(dist.get_rank())].values()
-    return own["residual"] + group.size() * sum(own["owner_residual"])
+def _pending(replicas, group):
+    """The changes that this rank has not sent, as its share of the replicas' sum."""
+    (state,) = replicas.state_dict()["ranks"][str(dist.get_rank())].values()
+    return state["residual"] + group.size() * sum(state["owner_residual"])
 
 
 def _bytes_sent(settings, numel, others):
-    """At a sync, of weights alone. Every replica owns a range."""
+    """The bytes of weights in a sync. Each replica owns a range."""
     times, ranges = (1, 1) if settings["transport"] == "all_gather" else (2, others + 1)
     longest = range_bounds(numel, ranges, 0)[1]
     if settings["density"] == 1:
@@ -124,14 +124,14 @@ def _replicas(rank, folder, shards, settings):
     replicas = replica_sync(dmp, **settings)
     state = compress_dense(dmp, density=0.05)
     _, group = _flat(dmp, "weights_by_dtype")
-    _require_equal(*_flat(dmp, "weights_by_dtype"))
-    waits, others = [], group.size() - 1
+    _check_equal(*_flat(dmp, "weights_by_dtype"))
+    counts, others = [], group.size() - 1
 
     def sync(step):
         if step % 2:
             return
         weights, _ = _flat(dmp, "weights_by_dtype")
-        before = _mean(weights + _waiting(replicas, group), group)
+        before = _mean(weights + _pending(replicas, group), group)
         sums, _ = _flat(dmp, "optimizer_tensors_by_dtype")
         expected = _mean(sums, group)
         with WireMeter(group) as meter:
@@ -139,40 +139,40 @@ def _replicas(rank, folder, shards, settings):
         weights, _ = _flat(dmp, "weights_by_dtype")
         sums, _ = _flat(dmp, "optimizer_tensors_by_dtype")
         for tensor in (weights, sums):
-            _require_equal(tensor, group)
+            _check_equal(tensor, group)
         torch.testing.assert_close(sums.double(), expected, rtol=1e-6, atol=0)
-        # Nothing is lost: what was not delivered waits.
-        waiting = _waiting(replicas, group)
-        now = weights.double() + _mean(waiting, group)
+        # All changes are sent or pending.
+        pending = _pending(replicas, group)
+        now = weights.double() + _mean(pending, group)
         torch.testing.assert_close(now, before, rtol=0, atol=1e-6)
         ring = 2 * others * 4 * len(sums) // (others + 1)
         more = meter.take() - _bytes_sent(settings, len(weights), others) - ring
-        assert more == 0 if waits else 0 <= more < 1000  # at first ranks compare settings
-        waits.append(int(waiting.count_nonzero()))
+        assert more == 0 if counts else 0 <= more < 1000  # the first sync also compares settings
+        counts.append(int(pending.count_nonzero()))
 
     losses = train(dmp, after=sync)
-    assert len(waits) == STEPS // 2 and losses[-1] < 1
-    assert max(waits) == 0 if settings.get("format") == "float32" else max(waits) > 1000
+    assert len(counts) == STEPS // 2 and losses[-1] < 1
+    assert max(counts) == 0 if settings.get("format") == "float32" else max(counts) > 1000
     assert_same(_dense_part(dmp))
     dmp.sync()
     whole = {"model": dmp.state_dict(), "dct": state, "replicas": replicas}
     dcp.save(whole, checkpoint_id=folder)
-    waiting = _waiting(replicas, group)
+    pending = _pending(replicas, group)
     trained, _ = _flat(dmp, "weights_by_dtype")
     (sums,) = dmp._ctxs[0].optimizer_tensors_by_dtype.values()
     saved_sums = [tensor.clone() for tensor in sums]
 
-    def go_on():  # ends between two syncs
+    def resume():  # ends between two syncs
         train(dmp, 4, lambda step: step != 3 and dmp.sync())
-        return _flat(dmp, "weights_by_dtype")[0], _waiting(replicas, group)
+        return _flat(dmp, "weights_by_dtype")[0], _pending(replicas, group)
 
-    first = go_on()
+    first = resume()
     dcp.load({**whole, "model": dmp.state_dict()}, checkpoint_id=folder)
     for tensor, saved in zip(sums, saved_sums, strict=True):
         tensor.copy_(saved)
-    assert torch.equal(_waiting(replicas, group), waiting)
+    assert torch.equal(_pending(replicas, group), pending)
     assert torch.equal(_flat(dmp, "weights_by_dtype")[0], trained)
-    assert all(map(torch.equal, go_on(), first))  # bit for bit
+    assert all(map(torch.equal, resume(), first))  # bit for bit
     other = {"ranks": {str(rank + 4): replicas.state_dict()["ranks"][str(rank)]}}
     with pytest.raises(TypeError, match=rf"dct::replica_sync: state of rank {rank} must be a dict"):
         replicas.load_state_dict(other)
@@ -181,12 +181,12 @@ def _replicas(rank, folder, shards, settings):
     with pytest.raises(ValueError, match=r"dct::replica_sync: residual must be .* finite numbers"):
         replicas.load_state_dict(damaged)
     weights, _ = _flat(dmp, "weights_by_dtype")
-    everything = _mean(weights + _waiting(replicas, group), group)
+    total = _mean(weights + _pending(replicas, group), group)
     replicas.flush()
     weights, _ = _flat(dmp, "weights_by_dtype")
-    _require_equal(weights, group)
-    torch.testing.assert_close(weights.double(), everything, rtol=0, atol=1e-6)
-    assert not _waiting(replicas, group).any()
+    _check_equal(weights, group)
+    torch.testing.assert_close(weights.double(), total, rtol=0, atol=1e-6)
+    assert not _pending(replicas, group).any()
     state.close()
     if settings["transport"] == "all_gather":
         _damage(dmp, replicas, group)
@@ -194,11 +194,11 @@ def _replicas(rank, folder, shards, settings):
 
 
 def _damage(dmp, replicas, group):
-    """Of the second replica's payload; the error of that sync is that of all later calls."""
+    """Damage the payload of the second replica. This sync and all later calls raise the error."""
     gather = all_gather.all_gather
 
-    def damaging(output, *of, **options):
-        work = gather(output, *of, **options)
+    def damaging(output, *arguments, **options):
+        work = gather(output, *arguments, **options)
         if work is not None:
             work.wait()
         output[1, 0] += 1

@@ -1,4 +1,4 @@
-"""bench.experiments.torchrec_dlrm, with TorchRec itself (make torchrec)."""
+"""bench.experiments.torchrec_dlrm together with TorchRec (make torchrec)."""
 
 import json
 import subprocess
@@ -10,12 +10,12 @@ from programs import ROOT
 pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
 
 SMALL = "--rows 700 --hash-size 50 --embedding-dim 64 --batch-size 32 --bottom 256 --top 16-16"
-# Rows that a rank sends: of 13 tables, to 32 samples of the other; row-wise of all tables.
+# Rows that a rank sends for 32 samples of the other rank: of 13 tables, or row-wise of all 26.
 ROWS = {"": 32 * 13, "row_wise": 32 * 26}
-BYTES = {  # of an embedding of 64, and of its gradient
+BYTES = {  # {exchange: (bytes of an embedding of 64 entries, of its gradient)}
     "float32": (256, 256),
     "fp16": (128, 128),
-    "int8": (80, 80),  # 32 and a float32 scale and offset, twice
+    "int8": (80, 80),  # twice 32 entries with a float32 scale and offset
     "mx4": (34, 34),
     "int4,sign": (34, 10),
     "int4,int4+hook": (34, 34),
@@ -23,7 +23,7 @@ BYTES = {  # of an embedding of 64, and of its gradient
 
 
 @pytest.mark.parametrize("problem", ROWS)
-def test_the_bench_counts_what_exchanges_send(problem, tmp_path):
+def test_the_bench_counts_the_bytes_of_exchanges(problem, tmp_path):
     refused = ("int8", "mx4", "int4,int4+hook") if problem else ()
     exchanges = [name for name in BYTES if name not in refused]
     command = [sys.executable, "-m", "bench.experiments.torchrec_dlrm", *SMALL.split()]

@@ -1,4 +1,4 @@
-"""Row-wise tables whose sums travel in few bits, beside an oracle (make torchrec)."""
+"""Row-wise tables with quantized partial sums, compared with an oracle (make torchrec)."""
 
 import itertools
 import math
@@ -30,11 +30,11 @@ from torchrec.distributed.sharding_plan import row_wise
 
 from dct_parallel.rows import reduce_scatter
 
-EPS = 1e-6  # that TorchRec adds to the lengths by which it divides, for sums to 1
+EPS = 1e-6  # TorchRec adds it to the divisor of means, and to 1 for sums
 
 
 def _expected(inputs, grads, forward, backward, tables):
-    """What a row-wise collection returns on each rank, and its tables after a step of rate 1."""
+    """(outputs of a row-wise collection on each rank, its tables after a step with lr=1)."""
     ranks, weights = len(inputs), initial_weights(tables)
     outputs, after = [[] for _ in inputs], [table.double() for table in weights]
     begins = list(itertools.accumulate((width for _, width, _ in tables), initial=0))
@@ -72,13 +72,13 @@ FORMATS = [
     ("int4", "sign"),
     ("sign", "int4"),
 ]
-# Tables, and samples of each rank: even, uneven; and none, of which TorchRec takes no means.
+# (tables, samples of each rank): even, uneven, none. TorchRec requires samples for means.
 CASES = {
     2: [(TABLES, (6, 6)), (TABLES, (1, 4)), (SUMS, (5, 0)), (SUMS, (0, 0))],
     4: [(TABLES, (3, 3, 3, 3)), (TABLES, (1, 4, 2, 3)), (SUMS, (0, 5, 1, 2)), (SUMS, (0, 0, 0, 0))],
 }
-# The same, and the distinct bags of each feature, where features have batches of different sizes.
-# FBGEMM on the CPU then takes tables of one kind.
+# Also the distinct bags of each feature, for features with different batch sizes. FBGEMM on the CPU
+# then supports only tables of one kind.
 VARYING = {
     2: [(SUMS, (5, 6), [(2, 3, 1), (4, 1, 3)]), (MEANS, (6, 3), [(1, 3, 2), (4, 2, 3)])],
     4: [
@@ -97,7 +97,7 @@ def _row_wise(rank, forward, backward, weighted, varying):
         dmp = on_ranks(shardings, sharders, tables, weighted=weighted)
         inputs = make_inputs(seed, sizes, weighted, *distinct)
         generator = torch.Generator().manual_seed(seed)
-        # Whole numbers, so that their sums are exact.
+        # Integers, so that their sums are exact.
         grads = [torch.randint(-9, 10, (n, 160), generator=generator).float() for n in sizes]
         expected, after = _expected(inputs, grads, forward, backward, tables)
         found = dmp(to_features(inputs[rank], weighted, varying))
@@ -119,7 +119,7 @@ def test_row_wise_tables(ranks, formats, weighted, varying):
 
 
 def _without_rows(rank):
-    """The last rank has none of a table. FBGEMM on the CPU has no backward pass of that."""
+    """The last rank has no row of a table. FBGEMM on the CPU has no backward pass for that."""
     prepare()
     tables, sizes = ((40, 64, "SUM"), (3, 32, "SUM")), (2, 3, 1, 2)
     shardings = {"t0": row_wise(), "t1": row_wise()}
@@ -132,17 +132,17 @@ def _without_rows(rank):
     torch.testing.assert_close(found, expected[rank], rtol=0, atol=0)
 
 
-def test_a_rank_without_rows():
+def test_a_rank_without_rows_of_a_table():
     run_ranks(_without_rows, 4)
 
 
 def _damaged(rank):
-    """The message has no checksum: a damaged row is some numbers, and no other row changes."""
+    """Messages have no checksum. A damaged row has wrong numbers, and other rows are unchanged."""
     prepare()
     sizes = (4, 3)
     dmp = on_ranks({f"t{i}": row_wise() for i in range(3)}, sharders_of("int4"), SUMS)
     inputs = to_features(make_inputs(0, sizes)[rank], False, False)
-    sound = dmp(inputs).detach()
+    intact = dmp(inputs).detach()
     start = reduce_scatter.start_all_to_all
 
     def damaging(*arguments):
@@ -157,12 +157,12 @@ def _damaged(rank):
 
     reduce_scatter.start_all_to_all = damaging
     damaged = dmp(inputs)
-    assert not torch.equal(damaged[0, :SHARED], sound[0, :SHARED])
-    damaged[0, :SHARED] = sound[0, :SHARED]
-    assert torch.equal(damaged, sound)
+    assert not torch.equal(damaged[0, :SHARED], intact[0, :SHARED])
+    damaged[0, :SHARED] = intact[0, :SHARED]
+    assert torch.equal(damaged, intact)
 
 
-def test_a_damaged_row():
+def test_a_damaged_row_changes_no_other_row():
     run_ranks(_damaged, 2)
 
 
@@ -182,7 +182,7 @@ def _dies(rank, when):
 
 
 @pytest.mark.parametrize(("when", "named"), [("forward", "wait"), ("backward", "wait|all_gather")])
-def test_a_rank_that_dies_ends_the_others_with_an_error(when, named):
+def test_the_other_rank_raises_when_a_rank_dies(when, named):
     with pytest.raises(
         RuntimeError, match=rf"(?s)exit codes \[1, 7\].*reduce_scatter.py.*({named})"
     ):

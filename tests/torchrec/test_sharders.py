@@ -1,4 +1,4 @@
-"""Exchanges of embeddings in few bits, under every plan, beside TorchRec itself (make torchrec)."""
+"""Quantized exchanges of embeddings with every plan, compared with TorchRec (make torchrec)."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ from wire_meter import WireMeter
 
 
 def _bytes_of_rows(dmp):
-    """What one rank sends in a forward pass, and in a backward pass."""
+    """(bytes that a rank sends in a forward pass, in a backward pass)."""
     features, labels = batch(0)
     with WireMeter() as meter:
         logits = dmp(features)
@@ -55,7 +55,7 @@ SHARDINGS = {
     "row": lambda i: row_wise(),
     "mixed": lambda i: [table_wise(1), row_wise(), column_wise(ranks=[0, 1]), data_parallel()][i],
 }
-# {width: pieces of a row with one scale} that a rank sends per sample, forward and backward.
+# {width of a piece with one scale: pieces} that a rank sends per sample, forward and backward.
 PIECES = {
     "table": lambda rank: ({64: 2}, {64: 2}),
     "column": lambda rank: ({32: 4}, {32: 4}),
@@ -66,17 +66,17 @@ BYTES = {64: (256, 34, 10), 32: (128, 18, 6)}  # of a piece: float32, int4, sign
 
 
 def _training(rank, kind, pooled):
-    """As without codecs in float32, bit for bit; in few bits nearly, and in fewer bytes."""
+    """float32 losses equal those of TorchRec. Quantized rows give close losses and fewer bytes."""
     prepare()
     plain = parallel(None, SHARDINGS[kind], pooled)
     floats = parallel(compressed_sharders(format="float32"), SHARDINGS[kind], pooled)
-    few = parallel(compressed_sharders(), SHARDINGS[kind], pooled)
+    quantized = parallel(compressed_sharders(), SHARDINGS[kind], pooled)
     losses = train(plain)
     assert train(floats) == losses
-    assert train(few) == pytest.approx(losses, abs=0.03) and train(few) != losses
-    before, after = _bytes_of_rows(floats), _bytes_of_rows(few)
+    assert train(quantized) == pytest.approx(losses, abs=0.03) and train(quantized) != losses
+    before, after = _bytes_of_rows(floats), _bytes_of_rows(quantized)
     assert before == _bytes_of_rows(plain)
-    if (kind, pooled) == ("row", False):  # a row for each id, to the rank that asked for it
+    if (kind, pooled) == ("row", False):  # a row per id, sent to the rank that requests it
         features, _ = batch(0)
         foreign = int((features.values() // (ROWS // 2) != rank).sum())
         assert before[1] - after[1] == foreign * (256 - 10)
@@ -86,16 +86,16 @@ def _training(rank, kind, pooled):
         assert before[i] - after[i] == BATCH * saved * (1 if pooled else BAG)
 
 
-# TorchRec's collection of rows itself does not take this mixed plan.
+# TorchRec's EmbeddingCollection does not support this mixed plan.
 @pytest.mark.parametrize(
     ("kind", "pooled"), [(k, p) for k in SHARDINGS for p in (True, False) if p or k != "mixed"]
 )
-def test_training(kind, pooled):
+def test_training_matches_torchrec(kind, pooled):
     run_ranks(_training, 2, kind, pooled, timeout=300)
 
 
 def _steps(dmp, sizes, steps, tables=TABLES):
-    """The outputs of some steps, and this rank's shards after them."""
+    """(outputs of all steps, this rank's shards after them)."""
     outputs, rank = [], dist.get_rank()
     for step in range(steps):
         inputs = make_inputs(step, sizes, tables=tables)[rank]
@@ -107,7 +107,7 @@ def _steps(dmp, sizes, steps, tables=TABLES):
 
 
 def _within_nodes(rank):
-    """Two nodes of two ranks: within one TorchRec sums in float32, between them rows are coded."""
+    """Two nodes of two ranks: sums within a node are float32, rows between nodes are quantized."""
     prepare(local_size=2)
     shardings = {f"t{i}": table_row_wise(host_index=i % 2) for i in range(len(TABLES))}
     given = [EmbeddingBagCollectionSharder()], *map(sharders_of, ("float32", "int4, sign"))
@@ -121,21 +121,21 @@ def _within_nodes(rank):
         ):
             results.append(_steps(dmp, (4, 4, 4, 4), 1))
             sent.append((between.take(), within.take()))
-    (plain, weights), (floats, shards), (few, _) = results
+    (plain, weights), (floats, shards), (quantized, _) = results
     assert all(map(torch.equal, floats + shards, plain + weights))
-    torch.testing.assert_close(few, [received_of(plain[0], "int4")], rtol=0, atol=0)
-    # Between nodes: rows of 96 entries for 4 samples there and gradients of 64 back, or reversed.
-    there, back = ((96, 64), (64, 96))[rank // 2]
-    assert sent[0] == sent[1] == (4 * 4 * (there + back), sent[0][1])
-    assert sent[2] == (4 * (there // 32 * 18 + back // 32 * 6), sent[0][1])
+    torch.testing.assert_close(quantized, [received_of(plain[0], "int4")], rtol=0, atol=0)
+    # Between nodes: rows of 96 entries for 4 samples and gradients of 64 entries, or vice versa.
+    forward, backward = ((96, 64), (64, 96))[rank // 2]
+    assert sent[0] == sent[1] == (4 * 4 * (forward + backward), sent[0][1])
+    assert sent[2] == (4 * (forward // 32 * 18 + backward // 32 * 6), sent[0][1])
 
 
-def test_within_nodes():
+def test_only_rows_between_nodes_are_quantized():
     run_ranks(_within_nodes, 4, timeout=300)
 
 
 def _planned(rank):
-    """A plan of TorchRec's planner, of four kinds, on four ranks."""
+    """A plan by TorchRec's planner with four kinds of sharding on four ranks."""
     prepare()
     tables = ((40, 64, "SUM"), (90, 32, "MEAN"), (30, 128, "SUM"), (7, 64, "SUM"))
     kinds = ["row_wise", "table_wise", "column_wise", "data_parallel"]
@@ -147,7 +147,7 @@ def _planned(rank):
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     sharders = compressed_sharders(format="float32")
     plan = planner.collective_plan(Bags(tables=tables), sharders, dist.group.WORLD)
-    found = {name: own.sharding_type for name, own in plan.plan["bags"].items()}
+    found = {name: part.sharding_type for name, part in plan.plan["bags"].items()}
     assert found == dict(zip(constraints, kinds, strict=True))
     results = []
     for given in ([EmbeddingBagCollectionSharder()], sharders, compressed_sharders()):
@@ -155,13 +155,13 @@ def _planned(rank):
         dmp = DistributedModelParallel(model, device=CPU, plan=plan, sharders=given)
         fill_tables(dmp, initial_weights(tables))
         results.append(_steps(dmp, (5, 5, 5, 5), 3, tables))
-    expected, floats, few = results
+    expected, floats, quantized = results
     torch.testing.assert_close(floats, expected, rtol=1e-6, atol=2e-6)
-    error = few[0][0] - expected[0][0]
+    error = quantized[0][0] - expected[0][0]
     assert 0 < error.norm() < 0.2 * expected[0][0].norm()
 
 
-def test_a_plan_of_the_planner():
+def test_a_plan_of_the_planner_trains_like_torchrec():
     run_ranks(_planned, 4, timeout=300)
 
 

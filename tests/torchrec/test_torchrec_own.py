@@ -1,9 +1,9 @@
 """TorchRec's own tests of sharding on gloo, with our sharders in float32 (make torchrec).
 
-They compare a training step of a sharded model with one of a model that is not sharded. On gloo
-TorchRec skips row-wise and table-row-wise tables, and it runs none of these without GPUs. Left out
-here: kernels that need CUDA (UVM), grid sharding, and batches whose size varies between features,
-because FBGEMM on the CPU takes none with bounds checks.
+They compare a training step of a sharded model with that of an unsharded model. TorchRec skips
+row-wise and table-row-wise tables on gloo, and runs none of these tests without GPUs. Kernels that
+need CUDA (UVM) and grid sharding are not included. Neither are batch sizes that vary between
+features, because FBGEMM on the CPU does not support them with bounds checks.
 """
 
 import sys
@@ -26,7 +26,7 @@ from dct_embeddings.torchrec import compressed_sharders
 
 
 def _own_tests():
-    """The wheel lacks torchrec.distributed.tests, of which its test_utils import a sharder."""
+    """Import TorchRec's tests, with a stub for a module that its wheel does not contain."""
     absent = types.ModuleType("torchrec.distributed.tests.test_sequence_model")
     absent.TestEmbeddingCollectionSharder = None
     sys.modules[absent.__name__] = absent
@@ -35,7 +35,7 @@ def _own_tests():
     return test_model_parallel.ModelParallelTestShared, test_sharding
 
 
-def _own(rank, kind, mean, half, options):
+def _run_own_test(rank, kind, mean, half, options):
     shared, tests = _own_tests()
     ranks = dist.get_world_size()
     prepare(local_size=ranks // 2 if kind == "table_row_wise" else ranks)
@@ -76,5 +76,5 @@ def _own(rank, kind, mean, half, options):
         ("data_parallel", 2, {}),
     ],
 )
-def test_sharding(kind, ranks, options, mean, half):
-    run_ranks(_own, ranks, kind, mean, half, options, timeout=200)
+def test_sharding_with_compressed_sharders(kind, ranks, options, mean, half):
+    run_ranks(_run_own_test, ranks, kind, mean, half, options, timeout=200)
