@@ -1,4 +1,4 @@
-"""Transport "reduce_scatter": owners sum ranges of a bucket and compress the mean once more."""
+"""Transport "reduce_scatter": each owner sums a range of a bucket and compresses the mean again."""
 
 import pytest
 import torch

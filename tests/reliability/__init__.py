@@ -1,6 +1,6 @@
 """Thousands of random cases: `python -m reliability PART`, in tests/.
 
-A part is a module here, with
+A part is a module in this package that defines
 
     COUNTS: dict[str, int]   the default number of cases per entry point, in order of execution
     BATCH: int               cases per call of `run`

@@ -57,17 +57,12 @@ def run(options: argparse.Namespace) -> int:
         names = ", ".join(module.COUNTS)
         sys.exit(f"--entry-point must be one of {names}, got {options.entry_point}")
     out = options.out or ROOT / f"build/reliability/{options.part}.json"
-    content = (
-        json.loads(out.read_text()) if out.exists() else {"seed": options.seed, "entry_points": {}}
-    )
+    empty = {"seed": options.seed, "entry_points": {}}
+    content = json.loads(out.read_text()) if out.exists() else empty
     if content["seed"] != options.seed:
         sys.exit(f"{out} has seed {content['seed']}, not {options.seed}: pass a different --out")
-    entry_points = [
-        entry_point for entry_point in module.COUNTS if options.entry_point in (None, entry_point)
-    ]
-    counts = {
-        entry_point: options.count or module.COUNTS[entry_point] for entry_point in entry_points
-    }
+    names = [name for name in module.COUNTS if options.entry_point in (None, name)]
+    counts = {name: options.count or module.COUNTS[name] for name in names}
     out.parent.mkdir(parents=True, exist_ok=True)
     for entry_point, results in batches(module, content, counts, options.minutes):
         out.write_text(json.dumps(content, indent=1))
