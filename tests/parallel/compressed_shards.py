@@ -101,12 +101,12 @@ def require_close(found, by_rank, format, most=1e-5, factor=1.0):
     are not rounded. `most` bounds the relative error due to dtypes and the order of sums.
     """
     assert found.keys() == by_rank[0].keys()
-    tops = [max(grad.abs().max().item() for grad in own.values()) for own in by_rank]
+    largest = [max(grad.abs().max().item() for grad in grads.values()) for grads in by_rank]
     for name, grad in found.items():
-        mean = sum(own[name] for own in by_rank) / len(by_rank) * factor
-        bound = most * max(tops) * factor
+        mean = sum(grads[name] for grads in by_rank) / len(by_rank) * factor
+        bound = most * max(largest) * factor
         if grad.dim() > 1:
-            bound += ROUNDING[format] * sum(tops) / len(tops) * factor
+            bound += ROUNDING[format] * sum(largest) / len(largest) * factor
         error = (grad - mean).abs().max().item()
         assert error <= bound, (name, error, bound)
         assert mean.abs().max() > 0, name

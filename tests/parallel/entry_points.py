@@ -46,7 +46,7 @@ class Hook:
         return self._flat(self.parameters)
 
     def pending(self):
-        """Return the mean over ranks of the residuals, flat, float64."""
+        """Return the pending gradients of all ranks, in units of the mean, flat, float64."""
         return pending_over_ranks(self.state.state_dict())
 
     def parts(self):
@@ -92,10 +92,10 @@ class Sharded(Hook):
         pending = []
         (entry,) = self.state.state_dict()["replicas"].values()
         for saved in entry["parameters"].values():
-            own = saved["residual"].full_tensor().double()
+            residual = saved["residual"].full_tensor().double()
             if "owner_residual" in saved:  # in units of the mean
-                own = own + replicas * saved["owner_residual"].full_tensor().double()
-            pending.append(sum(gathered(own.flatten())[::shards]) / replicas)
+                residual = residual + replicas * saved["owner_residual"].full_tensor().double()
+            pending.append(sum(gathered(residual.flatten())[::shards]) / replicas)
         return torch.cat(pending)
 
     def _flat(self, tensors):

@@ -35,13 +35,13 @@ def same_step(model, grads):
 
 
 def pending_over_ranks(state_dict):
-    """Return the sum of all ranks' pending gradients, in units of the mean, flat, float64."""
-    own = entry(state_dict)
-    nodes = own["world_size"] // own["local_size"]
+    """Return the pending gradients of all ranks, in units of the mean, flat, float64."""
+    saved = entry(state_dict)
+    nodes = saved["world_size"] // saved["local_size"]
     pending = torch.cat(
         [
             parts["residual"].double() / nodes + sum(parts["owner_residual"])
-            for parts in own["parameters"].values()
+            for parts in saved["parameters"].values()
         ]
     )
     dist.all_reduce(pending)

@@ -1,4 +1,4 @@
-"""Comparisons between ranks: if ranks differ, every rank raises the same error in time."""
+"""Comparisons between ranks: if ranks differ, every rank raises the same error and none hangs."""
 
 import re
 import time
@@ -236,9 +236,9 @@ def test_take_back_changes_all_ranks_or_none(rank, make):
 )
 @on_ranks(2)
 def test_one_rank_can_take_back_a_failed_step(rank, make, name):
-    """The step fails before or after packing. The payload of the previous step stays sent.
+    """The step fails before or after packing. Entries sent in the previous step are not restored.
 
-    state_dict() raises until take_back(), because it would lack the sent entries.
+    state_dict() raises until take_back(), because it would lack the entries of the failed step.
     """
 
     def fails(*args, **options):
@@ -263,7 +263,5 @@ def test_one_rank_can_take_back_a_failed_step(rank, make, name):
     dist.barrier()
     if rank == 1:
         point.state.take_back()
-    packed = not name.endswith(
-        ("reduce_scatter", "dense_mean")
-    )  # a node reduces with it before packing
+    packed = not name.endswith(("reduce_scatter", "dense_mean"))  # these come before packing
     assert torch.equal(point.pending(), before + numbers.double() * packed)

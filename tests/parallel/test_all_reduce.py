@@ -53,10 +53,10 @@ def _expected(residuals, grads, format):
     total, left = np.zeros(NUMEL, np.float32), [np.zeros(NUMEL, np.float32) for _ in accs]
     for owner in range(ranks):
         part = slice(owner * BLOCK, min((owner + 1) * BLOCK, NUMEL))
-        mean, own = _sum_and_residuals([acc[part] for acc in accs], format, 1 / ranks)
+        mean, residuals_of_part = _sum_and_residuals([acc[part] for acc in accs], format, 1 / ranks)
         total[part], [owner_left] = _sum_and_residuals([mean], format, float(ranks))
-        for whole, x in zip(left, own, strict=True):
-            whole[part] = x
+        for residual, x in zip(left, residuals_of_part, strict=True):
+            residual[part] = x
         left[owner][part] += np.float32(ranks) * owner_left
     return torch.from_numpy(total), list(map(torch.from_numpy, left))
 
@@ -160,7 +160,7 @@ def test_invalid_arguments_change_nothing(rank):
 
 @on_ranks(2)
 def test_ranks_compare_each_combination_of_arguments_once(rank):
-    """A combination is a size, dtype, format and op. Combinations that differ raise each time."""
+    """If ranks pass a different size, dtype, format or op, each call raises an error."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     compared, exchanged = [], all_reduce.exchange
 

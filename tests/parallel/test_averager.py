@@ -18,18 +18,18 @@ PERIOD = 3
 @on_ranks(2)
 def test_density_1_is_bitwise_the_mean_of_all_changes(rank):
     """The reference model adds the mean of all ranks' changes to the base."""
-    model, alone = uneven(rank), uneven(0)  # the averager broadcasts rank 0's weights
+    model, reference = uneven(rank), uneven(0)  # the averager broadcasts rank 0's weights
     averager = DCTAverager(model, density=1, period=PERIOD, format=torch.float32)
-    optimizer, own = adamw(model), adamw(alone)
-    base = weights(alone)
+    optimizer, reference_optimizer = adamw(model), adamw(reference)
+    base = weights(reference)
     for step in range(2 * PERIOD):
-        train_step(alone, own, *batch(step, rank, 32))
+        train_step(reference, reference_optimizer, *batch(step, rank, 32))
         train(model, optimizer, averager, rank, [step])
         if (step + 1) % PERIOD == 0:
-            moved = gathered(weights(alone) - base)
+            moved = gathered(weights(reference) - base)
             base += (moved[0] + moved[1]) / 2
-            nn.utils.vector_to_parameters(base.clone(), alone.parameters())
-        assert torch.equal(weights(model), weights(alone)), step
+            nn.utils.vector_to_parameters(base.clone(), reference.parameters())
+        assert torch.equal(weights(model), weights(reference)), step
     assert_same(weights(model))
 
 
@@ -112,9 +112,8 @@ def test_wire_bytes_match_the_meter(rank):
         for _ in range(4):
             averager.average_parameters()
         sent = meter.take()
-    assert sent == 2 * (
-        averager.wire_bytes + all_reduce_bytes(8, 2)
-    )  # 8: a flag for finite weights
+    flag = all_reduce_bytes(8, 2)  # whether all weights are finite
+    assert sent == 2 * (averager.wire_bytes + flag)
     assert averager.wire_bytes == payload_layout(5030, 126, torch.bfloat16).nbytes
 
 

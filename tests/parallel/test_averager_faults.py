@@ -1,4 +1,4 @@
-"""DCTAverager: invalid weights and failed exchanges raise on all ranks and lose nothing else."""
+"""DCTAverager: non-finite weights and failed exchanges raise an error and lose no other change."""
 
 import os
 import signal

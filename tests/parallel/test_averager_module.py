@@ -134,10 +134,10 @@ def _check_that_changed_parameters_raise(model, averager):
     before = weights(model)
     raises(r"added\.bias, added\.weight")
     del model.added
-    before, whole = weights(model), model[0].weight
-    model[0].weight = nn.Parameter(whole.detach().clone())
+    before, weight = weights(model), model[0].weight
+    model[0].weight = nn.Parameter(weight.detach().clone())
     raises(r"0\.weight")
-    model[0].weight = whole
+    model[0].weight = weight
 
 
 @on_ranks(2)
@@ -171,7 +171,10 @@ def test_frozen_weight_is_not_averaged(one_rank):
 def test_averaged_gradients_warn_once(rank):
     """There is no warning with no_sync, or if a rank has no gradients."""
     for equal, sync, missing in [
-        *((False, True, False), (True, False, False)),  # DDP averages, or data is equal
+        *(
+            (False, True, False),
+            (True, False, False),
+        ),  # DDP averages, or all ranks have the same data
         *((False, False, False), (True, False, True)),
     ]:
         model = nn.parallel.DistributedDataParallel(uneven())

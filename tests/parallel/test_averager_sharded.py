@@ -34,8 +34,8 @@ def _sharded(mesh, shapes=SHAPES):
         parameter.requires_grad_(False)
     fully_shard(model, mesh=mesh["shard"])
     with torch.no_grad():
-        for own in _locals(model):
-            own += torch.randn(own.shape) + dist.get_rank()
+        for local in _locals(model):
+            local += torch.randn(local.shape) + dist.get_rank()
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
 
@@ -45,7 +45,7 @@ def _locals(model):
 
 
 def _flat(model):
-    return torch.cat([own.flatten() for own in _locals(model)])
+    return torch.cat([local.flatten() for local in _locals(model)])
 
 
 def _full(model):
@@ -66,14 +66,14 @@ def _train_step(model, optimizer, step):
 @pytest.mark.parametrize("shapes", [SHAPES, SHAPES[1:2]], ids=["uneven", "one-shard-is-empty"])
 @on_ranks(4)
 def test_shards_are_averaged_like_whole_weights(rank, shapes):
-    """Each rank compares with an averager of an unsharded module that holds its shards."""
+    """The reference is an averager of an unsharded module that holds this rank's shards."""
     mesh = shard_mesh()
     group = mesh["replicate"].get_group()
     formats = ("ternary", "int4", "bfloat16", "float32") if shapes is SHAPES else ("float32",)
     for format, ahead in (*((format, False) for format in formats), ("ternary", True)):
         model, optimizer = _sharded(mesh, shapes)
-        own = _locals(model)
-        plain = nn.ParameterList(value.clone() for value in own)
+        local = _locals(model)
+        plain = nn.ParameterList(value.clone() for value in local)
         for parameter, sharded in zip(plain, model.parameters(), strict=True):
             parameter.requires_grad_(sharded.requires_grad)
         options = {"period": 2, "format": format, "process_group": group, "step_ahead": ahead}
@@ -84,11 +84,11 @@ def test_shards_are_averaged_like_whole_weights(rank, shapes):
             ones = [torch.ones(p.shape) for p in model.parameters()]
             with torch.no_grad():
                 model(*ones)  # FSDP keeps the gathered root parameters after this
-                for parameter, value in zip(plain, own, strict=True):
+                for parameter, value in zip(plain, local, strict=True):
                     parameter.copy_(value)
             averager.average_parameters()
             other.average_parameters()
-            for parameter, value in zip(plain, own, strict=True):
+            for parameter, value in zip(plain, local, strict=True):
                 assert torch.equal(parameter, value), (format, step)
             with torch.no_grad():
                 total = model(*ones)
@@ -98,7 +98,7 @@ def test_shards_are_averaged_like_whole_weights(rank, shapes):
                 assert_same(_full(model))
         averager.flush()
         other.flush()
-        assert all(map(torch.equal, plain, own))
+        assert all(map(torch.equal, plain, local))
         assert_same(_full(model))
         assert averager.stats() == other.stats()
         averager.plan()
@@ -161,15 +161,15 @@ def test_nan_in_one_shard_raises_on_all_ranks(rank):
     model, _ = _sharded(mesh, SHAPES[::3])
     options = {"format": torch.float32, "density": 0.05, "process_group": group}
     with torch.no_grad():
-        for own in _locals(model):
-            own.zero_()
+        for local in _locals(model):
+            local.zero_()
     averager = DCTAverager(model, period=2, **options)
     generator, moved = torch.Generator().manual_seed(rank), torch.zeros_like(_flat(model))
     for step in range(1, 12):
         before = _flat(model)
         with torch.no_grad():
-            for own in _locals(model):
-                own += torch.randint(-8, 9, own.shape, generator=generator).float() / 8
+            for local in _locals(model):
+                local += torch.randint(-8, 9, local.shape, generator=generator).float() / 8
             _locals(model)[0][0, 0] = before[0]  # unchanged, because this entry becomes NaN
             moved[1:] += (_flat(model) - before)[1:]
             if (step, rank) in ((4, 3), (8, 0)):
@@ -215,8 +215,8 @@ def test_unsupported_groups_modules_and_states_raise(rank):
     mixed = nn.ModuleList([model, nn.Linear(2, 2)])
     refused(rf"parameter 1\.weight {rule} one that is not sharded", mixed)
     refused(rf"parameter p\.0 {rule} .*Replicate", fully_shard(Dictated(SHAPES), mesh=mesh))
-    whole = distribute_tensor(torch.zeros(5), mesh["shard"], [Replicate()])
-    refused(rf"parameter 0 {rule} \(Replicate", nn.ParameterList([nn.Parameter(whole)]))
+    replicated = distribute_tensor(torch.zeros(5), mesh["shard"], [Replicate()])
+    refused(rf"parameter 0 {rule} \(Replicate", nn.ParameterList([nn.Parameter(replicated)]))
 
     averager = DCTAverager(model, period=1, process_group=group)
     # Shards of a square matrix by rows and by columns have the same size.
@@ -256,8 +256,8 @@ def test_overflow_in_one_shard_raises_on_all_ranks(rank):
         with pytest.raises(RuntimeError, match=f"or changes that overflow, in {where}$"):
             averager.average_parameters()
         assert torch.equal(_full(model), before)
-        for own in _locals(model):
-            own += 1
+        for local in _locals(model):
+            local += 1
         averager.average_parameters()
     averager.flush()
     assert_same(_full(model))

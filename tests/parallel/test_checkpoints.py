@@ -153,7 +153,7 @@ def test_state_loads_into_a_different_transport_and_format(make, ranks, tmp_path
 
 
 BY_OWNERS = {"transport": "reduce_scatter"}
-INT4 = {"format": "int4", "density": 1}  # the default transport depends on the replicas
+INT4 = {"format": "int4", "density": 1}  # the default transport depends on the number of replicas
 MERGED = [  # (ranks, entry point, settings) of the saving run, and of each loading run
     ((1, Hook, {}), [(2, Hook, {})]),
     ((2, Hook, {}), [(1, Hook, {}), (4, Hook, {}), (4, NodeMesh, {})]),
@@ -219,9 +219,9 @@ def test_merged_state_loads_on_a_different_number_of_ranks(tmp_path):
                 merged = merge_states(every[case][3]["dct"] for every in reversed(by_rank))
                 assert_same_states(merged, merge_states(folders[case], key="app.dct"))
                 for name, parts in entry(merged)["parameters"].items():
-                    own = entry(found[3]["dct"])["parameters"][name]
-                    assert parts["owner_residual"] == () and parts.keys() == own.keys()
-                    assert "base" not in own or torch.equal(parts["base"], own["base"])
+                    saved = entry(found[3]["dct"])["parameters"][name]
+                    assert parts["owner_residual"] == () and parts.keys() == saved.keys()
+                    assert "base" not in saved or torch.equal(parts["base"], saved["base"])
             for others, make, settings in loaders:
                 loads[others].append((make, settings, folders[case], merged, found))
     for ranks, jobs in loads.items():
@@ -302,21 +302,21 @@ def _train_from_last_checkpoint(rank, folder, killed):
             if (rank, step, "save") == killed:
                 torch.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
             dcp.save(saved(), checkpoint_id=folder / str(step))
-    (own,) = state.state_dict()["replicas"].values()
-    pending = [part["residual"].to_local().flatten() for part in own["parameters"].values()]
+    (saved_entry,) = state.state_dict()["replicas"].values()
+    pending = [part["residual"].to_local().flatten() for part in saved_entry["parameters"].values()]
     weights = [parameter.full_tensor().detach().flatten() for parameter in model.parameters()]
     return began, torch.cat(weights), torch.cat(pending)
 
 
 def test_restart_after_a_kill_is_bitwise_equal(tmp_path):
-    whole = run_ranks(_train_from_last_checkpoint, 2, tmp_path / "whole", None)
+    uninterrupted = run_ranks(_train_from_last_checkpoint, 2, tmp_path / "whole", None)
     for killed, left in (((1, 4, "step"), 2), ((1, 5, "save"), 2), ((0, 8, "save"), 5)):
         with pytest.raises(RuntimeError, match=r"exit codes .*-9"):
             run_ranks(_train_from_last_checkpoint, 2, tmp_path / "parts", killed)
         complete = sorted(path.parent.name for path in (tmp_path / "parts").glob("*/.metadata"))
         assert complete[-1] == str(left)
     again = run_ranks(_train_from_last_checkpoint, 2, tmp_path / "parts", None)
-    for (_, weights, pending), (began, *same) in zip(whole, again, strict=True):
+    for (_, weights, pending), (began, *same) in zip(uninterrupted, again, strict=True):
         assert began == 6
         assert all(map(torch.equal, (weights, pending), same))
         assert pending.count_nonzero() > 1000

@@ -98,7 +98,7 @@ def _require_equal(copies):
 def test_all_ranks_and_passes_use_bitwise_equal_weights(rank, format):
     for use_reentrant, dtype in ((None, None), (False, None), (True, torch.bfloat16)):
         if dtype is not None and format == "bfloat16":
-            continue  # torch does this all-gather itself
+            continue  # torch gathers bfloat16 weights itself
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         model = sharded(Recording(use_reentrant), mp_policy=policy)
         state = compress_fully_shard(model, weights=format)
@@ -123,7 +123,7 @@ def test_all_ranks_and_passes_use_bitwise_equal_weights(rank, format):
                 )
                 log.clear()
             optimizer.step()
-        assert state.stats()["step"] == 4  # the root has no parameters of its own
+        assert state.stats()["step"] == 4  # although the root has no parameters of its own
 
 
 # Rows that do not divide by 3, a single row, and small parameters between them.
@@ -178,18 +178,18 @@ def test_owners_sum_gradients_in_rank_order_in_float32(rank, format):
                 Dictated(SHAPES), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)
             )
             compress_fully_shard(model, weights=None, gradients=format)
-            if factor is not None:  # with gloo, torch itself supports this only for forced sums
+            if factor is not None:  # with gloo, torch supports this only for forced sums
                 model.set_gradient_divide_factor(factor)
             model(*_dictated_gradients(0, rank)).backward()
             everyone = [[g.to(dtype) for g in _dictated_gradients(0, r)] for r in range(3)]
             scale = 1 / (factor or 3)
-            parts = [_part(own, rank, 3) for own in everyone]
+            parts = [_part(grads, rank, 3) for grads in everyone]
             expected = _summed(parts, format, dtype, scale)
             for index, (parameter, sums) in enumerate(zip(model.p, expected, strict=True)):
                 grad = parameter.grad.to_local()
                 assert torch.equal(grad.flatten(), sums[: grad.numel()].float())
-                exact = sum(own[index].double() for own in everyone) * scale
-                top = sum(g.abs().max() for own in everyone for g in own) / 3
+                exact = sum(grads[index].double() for grads in everyone) * scale
+                top = sum(g.abs().max() for grads in everyone for g in grads) / 3
                 most = ROUNDING[format] * top * 3 * scale if grad.dim() > 1 else 0
                 most += (2**-7 if dtype == torch.bfloat16 else 1e-6) * exact.abs().max()
                 assert (parameter.grad.full_tensor() - exact).abs().max() <= most

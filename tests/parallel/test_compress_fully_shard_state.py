@@ -72,16 +72,17 @@ def test_reported_bytes_match_the_meter(rank, ranks):
             totals.append((gather, reduce))
         dtype, sums = policy.param_dtype or torch.float32, policy.reduce_dtype or policy.param_dtype
         numel = sum(p.numel() for p in model.parameters()) * (ranks - 1) / ranks
-        whole = numel * dtype.itemsize, numel * (sums or dtype).itemsize
+        torch_bytes = numel * dtype.itemsize, numel * (sums or dtype).itemsize
         assert totals[0] == totals[1]
-        assert all(0.98 < found / few < 1.05 for found, few in zip(totals[0], whole, strict=True))
+        assert all(0.98 < a / b < 1.05 for a, b in zip(totals[0], torch_bytes, strict=True))
         for (gathered, reduced), bits in zip(totals[2:], (16, 8.25, 4.25), strict=True):
-            for found, few, is_sum in ((gathered, whole[0], False), (reduced, whole[1], True)):
-                if bits == 16 and few == 2 * numel and not is_sum:
-                    assert found == totals[0][0]  # bfloat16 is torch's own
+            cases = (gathered, torch_bytes[0], False), (reduced, torch_bytes[1], True)
+            for found, uncompressed, is_sum in cases:
+                if bits == 16 and uncompressed == 2 * numel and not is_sum:
+                    assert found == totals[0][0]  # torch sends bfloat16 itself
                 else:  # allows for small parameters, headers, and padding to 1,024 entries
-                    few = numel * bits / 8
-                    assert 0.98 * few < found < few + 3 * (ranks - 1) * 1024 * bits / 8 + 2500, bits
+                    expected, padding = numel * bits / 8, 3 * (ranks - 1) * 1024 * bits / 8
+                    assert 0.98 * expected < found < expected + padding + 2500, bits
         lines = state.plan().splitlines()
         kept = (ranks + 1) * sum(-(-len(p) // ranks) * p[0].numel() for p in model.parameters())
         assert lines[-1] == (
@@ -165,9 +166,7 @@ def _resharded(rank, folder):
     assert torch.equal(_flat(exact), _flat(full_weights(model)))
     apart = max((kept[name] - exact[name]).abs().max() for name in exact)
     most = max((found[name] - exact[name]).abs().max() for name in exact)
-    assert (
-        0 < most <= ROUNDING["int4"] * apart + 1e-7
-    )  # the error of a change from the kept weights
+    assert 0 < most <= ROUNDING["int4"] * apart + 1e-7  # the kept weights were the starting point
     _train(other, rank, range(2))
     assert_same(_flat(computed_weights(other)))
 
@@ -200,10 +199,10 @@ def test_invalid_states_change_nothing(rank):
     refuses("kept must be a dict with strings as keys, got 0", kept=0)
     refuses("kept must be .*, got nothing", saved={n: v for n, v in good.items() if n != "kept"})
     refuses("step must be an integer in .*, got -1", step=-1)
-    few = {name: value for name, value in good["kept"].items() if name != "head.bias"}
+    incomplete = {name: value for name, value in good["kept"].items() if name != "head.bias"}
     text = "kept must be the weights of this model, got a difference in head.bias"
-    refuses(text, kept=few)
-    refuses(text, kept={**few, "other": few["head.weight"]})
+    refuses(text, kept=incomplete)
+    refuses(text, kept={**incomplete, "other": incomplete["head.weight"]})
     plain = {**good["kept"], "head.weight": torch.zeros(61, 70)}
     text = r"kept of head.weight must be a torch.float32 DTensor of \[61, 70\], cut like the weight"
     refuses(text, kept=plain)
@@ -211,9 +210,7 @@ def test_invalid_states_change_nothing(rank):
     refuses("step must be the same on every rank, got 2 on rank 0, 3 on rank 1", step=2 + rank)
     error, text = (ValueError, "version must be") if rank == 1 else (RuntimeError, "from rank 1")
     refuses(text, error, version=6 - rank)
-    state.load_state_dict(
-        {**good, "weights": "int8"}
-    )  # a different format discards the kept weights
+    state.load_state_dict({**good, "weights": "int8"})  # discards weights of another format
     assert torch.equal(_flat(computed_weights(model)), _flat(full_weights(model)))
 
 
@@ -223,8 +220,8 @@ def test_combined_with_the_hook_between_replicas(rank, format):
     """Ranks 0 and 1 hold the shards of one replica, ranks 2 and 3 those of the other."""
     mesh = shard_mesh()
     model = sharded(mesh=mesh["shard"])
-    whole = {"density": 1.0, "format": "float32", "start_step": 0}
-    hook = dct_fully_shard_hook(model, mesh=mesh, **whole)
+    lossless = {"density": 1.0, "format": "float32", "start_step": 0}
+    hook = dct_fully_shard_hook(model, mesh=mesh, **lossless)
     state = compress_fully_shard(model, weights=format, gradients=format)
     for step in range(3):
         _train(model, rank, [step])

@@ -179,16 +179,16 @@ def test_compute_and_reduce_dtype(rank, reduce_dtype):
             loss = (out - x.flip(1).bfloat16()).float().square().mean()
             loss.backward()
             losses.append(loss.detach())
-        for own, computed in pairs:
-            own.grad = computed.grad.to(reduce_dtype).float()
+        for master_parameter, computed in pairs:
+            master_parameter.grad = computed.grad.to(reduce_dtype).float()
             computed.grad = None
         _average(master)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            for own, computed in pairs:
-                computed.copy_(own)
+            for master_parameter, computed in pairs:
+                computed.copy_(master_parameter)
         _require_near(losses[1], losses[0])
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
@@ -271,13 +271,13 @@ def test_dp_state_dict_save_load(rank):
     for loss in losses:
         loss.backward()
     assert torch.equal(*losses)
-    for own, parameter in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(own.grad.to_local(), parameter.grad.to_local())
+    for parameter, resumed in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter.grad.to_local(), resumed.grad.to_local())
 
 
 @on_ranks(2)
 def test_multi_forward_and_non_root_forward_backward(rank):
-    """In each step, a block also runs outside the root's forward pass, and twice."""
+    """In each step, a block also runs twice outside the root's forward pass."""
     model = _mlps()
     reference = copy.deepcopy(model)
     state = _shard(model)

@@ -44,7 +44,7 @@ def _check_step(model, rank, ranks, format, plain=None, most=1e-5, factor=1.0, m
     batches = [(step, r) for r in range(ranks) for step in range(micro)]
     by_batch = plain_gradients(plain or Net(), weights, batches)
     by_rank = [
-        {name: sum(own[name] for own in by_batch[r * micro :][:micro]) for name in by_batch[0]}
+        {name: sum(grads[name] for grads in by_batch[r * micro :][:micro]) for name in by_batch[0]}
         for r in range(ranks)
     ]
     require_close(found, by_rank, format, most, factor)
@@ -146,7 +146,7 @@ def test_checkpointing_prefetching_async_gathers_and_compile(rank, format):
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @on_ranks(4)
 def test_hsdp_and_resharding_within_half_of_the_ranks(rank, format):
-    """With HSDP, torch averages over replicas. Then backward gathers within half of the ranks."""
+    """The second model has reshard_after_forward=2: backward gathers within half of the ranks."""
     model = sharded(mesh=shard_mesh())
     compress_fully_shard(model, weights=format, gradients=format)
     _train_with_adamw(model, rank)

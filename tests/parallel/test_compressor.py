@@ -113,9 +113,8 @@ def test_fresh_keeps_the_density_when_gradients_shrink_and_fixed_does_not():
             c.pack(grads(20_000, step, scale=1.0 if step < 600 else 0.1))
             passed.setdefault(policy, []).append(int(c.seen) / 200)
     late = {policy: sum(p[650:700]) / 50 for policy, p in passed.items()}
-    assert (
-        min(passed["fresh"][:10]) > 0.9 and max(passed["fresh"]) < 1.8
-    )  # each sample has an error of 14 %
+    # Each sample has an error of 14 %.
+    assert min(passed["fresh"][:10]) > 0.9 and max(passed["fresh"]) < 1.8
     assert 0.97 < sum(passed["fresh"]) / 900 < 1.03
     assert max(passed["fixed"][:500]) > 3  # residuals grow, and the threshold does not
     assert 0.97 < late["fresh"] < 1.03

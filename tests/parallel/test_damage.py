@@ -1,6 +1,6 @@
 """A payload is corrupted in flight: the receiver raises in the next call and in all later ones.
 
-The next call is one that reads results: the next backward pass at its end, or for example `stats`.
+Only calls that read results raise: the end of the next backward pass, `stats` and others.
 
 Other ranks are not notified. They fail when the receiver exits, or when their group times out.
 """

@@ -1,4 +1,4 @@
-"""Training with the hook on 1 to 4 ranks: results bit for bit, and overlap."""
+"""Training with the hook on 1 to 4 ranks: exact results, equality of ranks, and overlap."""
 
 import itertools
 import math
@@ -169,14 +169,14 @@ def test_half_precision_models(rank, dtype):
 
 @on_ranks(4)
 def test_process_group_limits_averaging(rank):
-    """Each of two groups has two ranks, which exchange nothing with the other group."""
+    """Two groups of two ranks exchange nothing with each other."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = groups[rank // 2]
-    whole = ddp(Dictated(SIZES))
+    outer = ddp(Dictated(SIZES))
     inner = ddp(Dictated(SIZES), process_group=group)
     options = {"density": 1, "format": "bfloat16"}
-    states = [DCTState(whole, process_group=group, **options), DCTState(inner, **options)]
-    for model, state in zip((whole, inner), states, strict=True):
+    states = [DCTState(outer, process_group=group, **options), DCTState(inner, **options)]
+    for model, state in zip((outer, inner), states, strict=True):
         model.register_comm_hook(state, dct_hook)
         for _ in range(4):
             model.zero_grad()

@@ -43,8 +43,8 @@ def test_accumulation_with_an_overflow_loses_no_finite_gradient(rank, no_sync, b
         optimizer.zero_grad()
         for micro in range(2):
             grads = integers(SIZES, 10 * step + micro, rank)
-            for own, grad in zip(total, grads, strict=True):
-                own += grad
+            for expected, grad in zip(total, grads, strict=True):
+                expected += grad
             if (step, micro) in ((5, bad_micro), (6, bad_micro)) and rank == 0:
                 grads[1][3] = grads[2][17] = torch.inf
             with model.no_sync() if no_sync and micro == 0 else contextlib.nullcontext():
@@ -56,12 +56,12 @@ def test_accumulation_with_an_overflow_loses_no_finite_gradient(rank, no_sync, b
         if scaler.get_scale() < scale:
             skipped += 1
             assert torch.equal(weights(model), before)
-    for own, (name, index) in zip(total, NAMES.items(), strict=True):
+    for expected, (name, index) in zip(total, NAMES.items(), strict=True):
         left = _residuals(state)[name]
         dist.all_reduce(left)
-        dist.all_reduce(own)
-        kept = left - 2 * model.module.p[index].detach() == own
-        # Only the entries that overflowed and the bucket's first, which reports it, may be lost.
+        dist.all_reduce(expected)
+        kept = left - 2 * model.module.p[index].detach() == expected
+        # Lost entries either overflowed or are the bucket's first, which reports the overflow.
         lost = kept.logical_not().nonzero().flatten().tolist()
         assert set(lost) <= [set(), {3}, {0, 17}][index], (name, lost)
     assert skipped == 2

@@ -81,10 +81,10 @@ def test_parameter_stats_match_payloads_and_residuals(rank):
     for bucket in state._buckets.in_order():
         thresholds = {stats[name]["threshold"] for name in bucket.plan.names}
         assert thresholds == {bucket.codec.threshold.item()} and min(thresholds) > 0
-    for name, own in stats.items():
-        assert list(own) == ["density", "threshold", "residual_norm"]
-        assert own["residual_norm"] == pytest.approx(residuals[name].norm().item(), rel=1e-5)
-    assert len({own["density"] for own in stats.values()}) > 3
+    for name, figures in stats.items():
+        assert list(figures) == ["density", "threshold", "residual_norm"]
+        assert figures["residual_norm"] == pytest.approx(residuals[name].norm().item(), rel=1e-5)
+    assert len({figures["density"] for figures in stats.values()}) > 3
     state.load_state_dict(state.state_dict())
     assert state.parameter_stats() == {}
     assert stats.keys() == residuals.keys()

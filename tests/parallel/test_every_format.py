@@ -50,26 +50,26 @@ class _Exchange:
         return self._geometry.bounds(rank)
 
     def mean(self, grads):
-        whole, share, sent = self._geometry, 1 / len(grads), []
+        geometry, share, sent = self._geometry, 1 / len(grads), []
         for residual, grad in zip(self.residuals, grads, strict=True):
-            rows = [bytearray(whole.nbytes) for _ in range(whole.ranges)]
-            residual[:] = payloads.quantize_pack(residual, grad.numpy(), rows, whole)
+            rows = [bytearray(geometry.nbytes) for _ in range(geometry.ranges)]
+            residual[:] = payloads.quantize_pack(residual, grad.numpy(), rows, geometry)
             sent.append(rows)
         if self._by_owners:
             results, payloads_by_rank, share = [], sent, 1.0
-            for owner in range(whole.ranges):
-                low, high = whole.bounds(owner)
-                own = payloads.Geometry(high - low, whole.format)
-                results.append(bytearray(whole.nbytes))
+            for owner in range(geometry.ranges):
+                low, high = geometry.bounds(owner)
+                owner_geometry = payloads.Geometry(high - low, geometry.format)
+                results.append(bytearray(geometry.nbytes))
                 self.owned[low:high], _ = payloads.dequantize_sum_pack(
                     [rows[owner] for rows in payloads_by_rank],
                     self.owned[low:high],
                     results[-1],
-                    own,
+                    owner_geometry,
                     1 / len(payloads_by_rank),
                 )
             sent = [results]
-        bits, status = payloads.dequantize_sum(sent, whole, "float32", share)
+        bits, status = payloads.dequantize_sum(sent, geometry, "float32", share)
         assert not status.any()
         return torch.from_numpy(floats.widen(bits, "float32"))
 

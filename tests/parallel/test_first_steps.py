@@ -122,14 +122,14 @@ def test_check_with_a_compiled_step_and_without_gradients(one_rank):
 
 def test_check_with_an_optimizer_in_the_backward_pass(one_rank):
     point = Hook(SIZES, **SPARSE)
-    own = {p: AdamW([p]) for p in point.parameters}
-    for parameter in own:
-        parameter.register_post_accumulate_grad_hook(lambda p: own[p].step())
+    optimizers = {p: AdamW([p]) for p in point.parameters}
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
     assert len(_steps(point)) == 1
 
 
 def test_pending_check_holds_no_references(one_rank):
-    """Weak references would break torch.utils.swap_tensors. The state can be collected."""
+    """Weak references to parameters would break torch.utils.swap_tensors."""
     point = Hook(SIZES, **SPARSE)
     parameters, alive = point.parameters, weakref.ref(point.state._ledger.first_step)
     assert not any(map(weakref.getweakrefs, parameters))

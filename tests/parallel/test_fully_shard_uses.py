@@ -160,7 +160,7 @@ def test_unsupported_models_and_arguments_raise(rank):
     text = r"density must be the same on every rank, got 0.1 on rank 0, 0.2 on rank 1"
     refuses(ValueError, text, model, density=0.1 * (rank + 1))
 
-    state = dct_fully_shard_hook(model, mesh=mesh, density=0.1)  # after the errors this works
+    state = dct_fully_shard_hook(model, mesh=mesh, density=0.1)  # no failed call left a hook
     model[2].bias.requires_grad_(False)
     text = "gradient must have 4225 elements, of all parameters of the root module .*, got 4224"
     with pytest.raises(ValueError, match=text):

@@ -1,4 +1,4 @@
-"""The process group of a state: its creation beside other groups, its timeout and its release."""
+"""The process group of a state: creation next to other groups, timeout, and release."""
 
 import gc
 import os
@@ -202,7 +202,7 @@ def test_garbage_collection_releases_threads_and_files(rank, made):
         for _ in range(3):
             model(torch.ones(1, 64)).sum().backward()
         del model
-        before = before or resources()  # torch itself starts threads for the first one
+        before = before or resources()  # excludes what torch starts once
     deadline = time.monotonic() + 20  # threads end with a delay
     while any(now > then for now, then in zip(resources(), before, strict=True)):
         assert time.monotonic() < deadline, (resources(), before)

@@ -44,8 +44,8 @@ def _stages(density, format=torch.float32):
     torch.manual_seed(7)
     if density is None:
         return First(None), Second(None)
-    back = RowUnpack(WIDTH, torch.float32)
-    return First(RowPack(density, format=format)), Second(back)
+    decoder = RowUnpack(WIDTH, torch.float32)
+    return First(RowPack(density, format=format)), Second(decoder)
 
 
 def _batch(step):
@@ -94,16 +94,16 @@ def _in_one_process(density):
 def test_density_1_equals_dense_and_bytes_match_the_formula(rank, schedule):
     dense, dense_curve, dense_sent = _pipelined(rank, schedule, None)
     full, full_curve, full_sent = _pipelined(rank, schedule, 1.0)
-    few, _, few_sent = _pipelined(rank, schedule, 0.1)
+    sparse, _, sparse_sent = _pipelined(rank, schedule, 0.1)
     _, curve, narrow_sent = _pipelined(rank, schedule, 0.1, torch.bfloat16)
     assert torch.equal(full, dense) and full_curve == dense_curve
     assert len(full_curve) == rank * STEPS * MICROBATCHES
-    assert not torch.equal(few, dense)
-    assert torch.allclose(few, _in_one_process(0.1)[rank], atol=1e-6)
+    assert not torch.equal(sparse, dense)
+    assert torch.allclose(sparse, _in_one_process(0.1)[rank], atol=1e-6)
     assert all(torch.tensor(curve).isfinite())
     cases = [(WIDTH, 4), (WIDTH, 4), (row_k(WIDTH, 0.1), 4), (row_k(WIDTH, 0.1), 2)]
     positions = [0] + [oracle.encoding(WIDTH, k)[1] for k, _ in cases[1:]]
-    for case, sent in enumerate((dense_sent, full_sent, few_sent, narrow_sent)):
+    for case, sent in enumerate((dense_sent, full_sent, sparse_sent, narrow_sent)):
         k, size = cases[case]
         with_positions = positions[case] if rank == 0 else 0  # only values are sent back
         # In the first step, pipelining also sends descriptions of its messages.

@@ -59,10 +59,10 @@ def test_gradients_are_unscaled_first():
     plain.pack(x)
     scaled.pack(x * 1024, scale)
     assert torch.equal(plain.payload, scaled.payload)
-    half, whole = (Quantized(2000, "int8", 1, None, CPU) for _ in range(2))
-    half.pack(x.bfloat16(), scale)
-    whole.pack(x.bfloat16().float(), scale)
-    assert torch.equal(half.payload, whole.payload)
+    from_bfloat16, from_float32 = (Quantized(2000, "int8", 1, None, CPU) for _ in range(2))
+    from_bfloat16.pack(x.bfloat16(), scale)
+    from_float32.pack(x.bfloat16().float(), scale)
+    assert torch.equal(from_bfloat16.payload, from_float32.payload)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

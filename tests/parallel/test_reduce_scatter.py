@@ -71,8 +71,8 @@ def test_total_bytes_are_those_of_a_parameter_server():
     ranks, sizes = 4, (4 * BLOCK,)
     sent = [counted for counted, _ in run_ranks(_counted, ranks, sizes, 0.05)]
     settings = Settings(0.05, "bfloat16")
-    whole = BucketPlan(("p.0",), sizes, settings, "all_gather", ranks).payload_bytes
-    server = 2 * ranks * whole  # one message and one answer per rank
+    message = BucketPlan(("p.0",), sizes, settings, "all_gather", ranks).payload_bytes
+    server = 2 * ranks * message  # one message and one answer per rank
     assert 0.75 * server <= sum(sent) < 0.8 * server  # messages are shorter, so headers add up
     assert 2 * max(sent) < 0.4 * server  # into and out of the busiest rank
 

@@ -147,8 +147,8 @@ def _with(state, path, value):
 def _broken(state, table, of=""):
     """Yield (corrupted state, error) for each row and for corruption outside the entry."""
     (holders,) = state.keys() - {"version"}
-    ((number, own),) = state[holders].items()
-    first = next(iter(own["parameters"]))
+    ((number, saved_entry),) = state[holders].items()
+    first = next(iter(saved_entry["parameters"]))
     yield [1], "state must be a dict, got list"
     yield None, "state must be a dict, got None"
     for version in (1, 2, 3, 4, 5, 7, True, "6"):
@@ -181,8 +181,8 @@ def _check_refusals(rank, make, settings):
         assert torch.equal(run.step(_numbers(step, rank)), twin.step(_numbers(step, rank)))
     before = run.state.state_dict()
     (holders,) = state.keys() - {"version"}
-    own = state[holders][str(rank)]
-    first, saved = next(iter(own["parameters"].items()))
+    saved_entry = state[holders][str(rank)]
+    first, saved = next(iter(saved_entry["parameters"].items()))
     table = [
         *_rows(RULES[make]),
         KIND[make],
@@ -205,7 +205,7 @@ def _check_refusals(rank, make, settings):
     holder, merged = holders[:-1], ", or one from merge_states" * (not sharded)
     other = f"state must be {holder} {rank}'s own{merged}, got that of {holder}"
     others = [
-        ({**state, holders: {"9": own}}, f"{other} 9"),
+        ({**state, holders: {"9": saved_entry}}, f"{other} 9"),
         ({**state, holders: {}}, f"{other} none"),
     ]
     for broken, text in (*_broken(state, table), *others):
@@ -253,10 +253,10 @@ def test_load_merged_refuses_invalid_folders(rank, tmp_path):
         nan["replicas"]["0"]["parameters"]["p.0"]["residual"].to_local()[0, 0] = math.nan
     fewer = _with(state, ["replicas"], {"0": {**state["replicas"].get("0", {}), "replicas": 3}})
     saved = {"good": state, "early": {**state, "version": 5}, "nan": nan, "fewer": fewer}
-    own, path = ["replicas", str(rank)], ["parameters", "p.0", "residual"]
+    keys, path = ["replicas", str(rank)], ["parameters", "p.0", "residual"]
     good = state["replicas"][str(rank)]["parameters"]["p.0"]["residual"]
-    saved["complex"] = _with(state, [*own, *path], good.to(torch.complex64))
-    saved["list"], saved["five"] = _with(state, [*own, path[0]], [1]), _with(state, own, 5)
+    saved["complex"] = _with(state, [*keys, *path], good.to(torch.complex64))
+    saved["list"], saved["five"] = _with(state, [*keys, path[0]], [1]), _with(state, keys, 5)
     dcp.save(saved, checkpoint_id=tmp_path)
     damaged = next(row[2] for row in _invalid_tensors("@", good) if row[2].endswith(" nan"))
     damaged = damaged.replace("@ of @%", "residual of p.0")

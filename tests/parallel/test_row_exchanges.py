@@ -189,8 +189,8 @@ def test_training_at_density_1_is_bitwise_equal(rank):
     ):
         expected = _trained(rank, dense, rows, inputs, dtype)
         assert torch.equal(_trained(rank, packed(ALL), rows, inputs, dtype), expected)
-        few = _trained(rank, packed(TENTH), rows, inputs, dtype)
-        assert few.isfinite().all() and torch.equal(few, expected) == (rows == 0)
+        sparse = _trained(rank, packed(TENTH), rows, inputs, dtype)
+        assert sparse.isfinite().all() and torch.equal(sparse, expected) == (rows == 0)
 
 
 @on_ranks(2)
@@ -198,12 +198,12 @@ def test_single_column_empty_and_noncontiguous_rows(rank):
     one = all_to_all_rows(torch.tensor([[5.0 + rank], [7.0 + rank]]), [1, 1], format=HALF)
     assert one.tolist() == [[5.0 + rank * 2], [6.0 + rank * 2]]  # d = 1
     none = torch.zeros(0, 8, requires_grad=True)
-    scattered, whole = (
+    scattered, gathered = (
         all_to_all_rows(none, [0, 0], format=HALF),
         all_gather_rows(none, format=HALF),
     )
-    (scattered.sum() + whole.sum()).backward()
-    assert scattered.shape == none.grad.shape == (0, 8) and whole.shape == (0, 16)
+    (scattered.sum() + gathered.sum()).backward()
+    assert scattered.shape == none.grad.shape == (0, 8) and gathered.shape == (0, 16)
     x = torch.randn(8, 4).t()  # not contiguous; only rank 0 has rows
     sent, splits = (x, [1, 3]) if rank == 0 else (x[:0], [0, 0])
     expected = all_to_all_rows(sent.contiguous(), splits, format=ALL)
@@ -260,9 +260,9 @@ def test_requires_grad_may_differ_with_no_grad(rank):
     rows = [_random(r, 3) for r in range(2)]
     with torch.no_grad():
         x = rows[rank].requires_grad_(rank == 0)
-        y, whole = all_to_all_rows(x, [1, 2], format=ALL), all_gather_rows(x, format=ALL)
-    assert not y.requires_grad and not whole.requires_grad
-    assert torch.equal(whole, torch.cat(rows, 1))
+        y, gathered = all_to_all_rows(x, [1, 2], format=ALL), all_gather_rows(x, format=ALL)
+    assert not y.requires_grad and not gathered.requires_grad
+    assert torch.equal(gathered, torch.cat(rows, 1))
 
 
 @pytest.mark.parametrize("function", [all_to_all_rows, all_gather_rows])

@@ -128,14 +128,14 @@ def test_eval_mode_compresses_unless_inference_is_false():
     x = torch.randn(3, 32)
     on = RowPack(density=0.1, format=torch.bfloat16)
     off = RowPack(k=4, format=torch.bfloat16, inference=False)
-    back = RowUnpack(32, torch.float32)
-    assert back(*off(x)).count_nonzero() == 3 * 4
-    assert back(*off(x)).dtype == torch.float32  # not the dtype of the values
+    unpack = RowUnpack(32, torch.float32)
+    assert unpack(*off(x)).count_nonzero() == 3 * 4
+    assert unpack(*off(x)).dtype == torch.float32  # not the dtype of the values
     assert RowUnpack(32)(*off(x)).dtype == torch.bfloat16
     values = on.eval()(x)[0]
     assert values.shape == (3, 4) and values.dtype == torch.bfloat16
-    assert torch.equal(back(*off.eval()(x)), x)
-    assert back(*off.train()(x)).count_nonzero() == 3 * 4
+    assert torch.equal(unpack(*off.eval()(x)), x)
+    assert unpack(*off.train()(x)).count_nonzero() == 3 * 4
 
 
 def test_nonfinite_entries_are_sent():

@@ -90,7 +90,7 @@ def test_buckets_of_one_model_can_use_different_transports(rank):
 
 @on_ranks(2)
 def test_state_of_both_transports_loads(rank):
-    """DDP skips a bucket that no rank used. Its loaded residuals stay pending unconverted."""
+    """DDP skips a bucket that no rank used, so its loaded residuals are not yet converted."""
     sizes = (9 * BLOCK, 1000, 500)
 
     def made(transport, **options):

@@ -24,5 +24,5 @@ PARTS = ("fuzz", "programs")
 
 
 def part(name: str) -> ModuleType:
-    """Imports the module of a part, and no other part."""
+    """Import the module of one part, and no other."""
     return importlib.import_module(f"reliability.{name}")

@@ -34,7 +34,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def batches(
     module: ModuleType, content: dict[str, Any], counts: Mapping[str, int], minutes: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Runs the missing cases; yields (entry point, its results so far) after every batch."""
+    """Run the missing cases; yield (entry point, its results so far) after each batch."""
     end = time.monotonic() + 60 * minutes
     for entry_point, asked in counts.items():
         results = content["entry_points"].setdefault(entry_point, {"done": 0, "failures": []})
@@ -51,7 +51,7 @@ def batches(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the cases that are not in the file yet; returns 1 if any case in the file failed."""
+    """Run the cases that are not in the file yet; return 1 if any case in the file failed."""
     module = part(options.part)
     if options.entry_point not in {None, *module.COUNTS}:
         names = ", ".join(module.COUNTS)

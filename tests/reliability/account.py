@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-ROUNDINGS = 16 * 2.0**-24  # float32 roundings, relative; errors grow as the root of their number
+ROUNDINGS = 16 * 2.0**-24  # relative error; multiplied by the square root of the number of values
 
 
 class Account:
@@ -19,10 +19,8 @@ class Account:
     def __init__(self, sizes, start):
         self._sizes, numel = list(sizes), sum(sizes)
         self._start = start.double()
-        self.own = torch.zeros(
-            numel, dtype=torch.float64
-        )  # this rank's contributions, in this group
-        self.before = torch.zeros_like(self.own)  # mean contributions of earlier groups
+        self.contributions = torch.zeros(numel, dtype=torch.float64)  # of this rank and group
+        self.before = torch.zeros_like(self.contributions)  # mean contributions of earlier groups
         self.squares = torch.zeros(len(self._sizes), dtype=torch.float64)  # of rounded values
         self.puts = 1
         self.tolerance = torch.zeros(numel, dtype=torch.float64)  # additional tolerance
@@ -31,7 +29,7 @@ class Account:
 
     def put(self, values, times=1.0):
         """Add `times` * values [numel], this rank's contribution. Negative `times` remove it."""
-        self.own += times * values.double()
+        self.contributions += times * values.double()
         self.squares += self._largest(values) ** 2
         self.puts += 1
 
@@ -39,14 +37,14 @@ class Account:
         """Raise unless all contributions are applied or pending. Collective.
 
         Args:
-            weights: the weights now, the same on every rank.
+            weights: current weights, the same on every rank.
             pending: this rank's pending contributions, in units of the sum over ranks.
         """
         ranks = group.size()
-        shared = torch.stack([self.own, pending.double(), self.tolerance])
+        shared = torch.stack([self.contributions, pending.double(), self.tolerance])
         dist.all_reduce(shared, group=group)
-        own, pending_of_all, tolerance = shared
-        expected = self.before + own / ranks
+        contributions, pending_of_all, tolerance = shared
+        expected = self.before + contributions / ranks
         applied = weights.double() - self._start
         got = applied + pending_of_all / ranks
         largest = self._largest(weights) + self._largest(self._start)
@@ -70,9 +68,9 @@ class Account:
 
     def regroup(self, group):
         """Add up the contributions of this group, before a different group continues."""
-        dist.all_reduce(self.own, group=group)
-        self.before += self.own / group.size()
-        self.own.zero_()
+        dist.all_reduce(self.contributions, group=group)
+        self.before += self.contributions / group.size()
+        self.contributions.zero_()
 
     def _largest(self, values):
         parts = values.double().nan_to_num(0, 0, 0).split(self._sizes)

@@ -110,9 +110,9 @@ class Runner:
     def _make(self, weights):
         """Create a model, an averager and an account."""
         model = Odd(self._shapes, self._frozen)
-        for p, dtype, own in zip(model.p, self._dtypes, weights, strict=True):
+        for p, dtype, contributions in zip(model.p, self._dtypes, weights, strict=True):
             p.data = p.data.to(dtype)
-            p.data.copy_(own)
+            p.data.copy_(contributions)
         self._model = model
         self._parameters = [p for p in model.p if p.requires_grad]
         self.account = Account(
@@ -122,8 +122,9 @@ class Runner:
         if not self.idle:
             self._optimizer = torch.optim.SGD(self._parameters, lr=1.0)
             self._averager = self._new()
-            self._since = torch.zeros_like(self.account.own)  # changes since the last averaging
-            self._bad = torch.zeros(len(self._since), dtype=torch.bool)  # non-finite on this rank
+            # Changes since the last averaging, and entries that are non-finite on this rank.
+            self._since = torch.zeros_like(self.account.contributions)
+            self._bad = torch.zeros(len(self._since), dtype=torch.bool)
 
     def _new(self):
         return DCTAverager(self._model, process_group=self._group, **self._options)
@@ -285,17 +286,17 @@ class Runner:
     def _restore(self, saved, weights, how):
         if how == "new":
             self._model = Odd(self._shapes, self._frozen)
-            for p, own in zip(self._model.p, weights, strict=True):
-                p.data = p.data.to(own.dtype)
+            for p, contributions in zip(self._model.p, weights, strict=True):
+                p.data = p.data.to(contributions.dtype)
             self._parameters = [p for p in self._model.p if p.requires_grad]
             self._optimizer = torch.optim.SGD(self._parameters, lr=1.0)
             self._averager = self._new()
-        for p, own in zip(self._model.p, weights, strict=True):
-            p.data.copy_(own)
+        for p, contributions in zip(self._model.p, weights, strict=True):
+            p.data.copy_(contributions)
         self._averager.load_state_dict(saved)
 
     def _restart(self, ranks):
-        """Create a new averager after nothing is pending."""
+        """Flush the averager and create a new one from its weights."""
         weights = None
         if not self.idle:
             while self._on_any_rank(self._bad):

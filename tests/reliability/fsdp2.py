@@ -23,15 +23,8 @@ from .common import (
 )
 from .gradients import GradientRunner, draw_step, folder
 
-SHAPES = [
-    (1,),
-    (7,),
-    (130,),
-    (40, 33),
-    (61, 31),
-    (1, 900),
-    (8, 4, 3, 3),
-]  # FSDP2 does not support scalars
+# FSDP2 does not support scalars.
+SHAPES = [(1,), (7,), (130,), (40, 33), (61, 31), (1, 900), (8, 4, 3, 3)]
 MESHES = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 2), (4, 1), (1, 4)]}
 _WRONG = ["replica", "density", "missing", "nan", "type", "version", "hook", "all_reduce"]
 
@@ -151,7 +144,7 @@ class Runner(GradientRunner):
             self._state.load_merged(place)
 
     def unfreeze(self):
-        """Unfreeze parameters and create a new state. The old state must not load into it."""
+        """Unfreeze parameters and create a new state. Loading the old state must raise."""
         if not self._frozen:
             return
         self.check()
@@ -223,7 +216,7 @@ class Runner(GradientRunner):
         return flat(p.grad.full_tensor() for p in self._parameters)
 
     def _pending(self):
-        """Pending gradients of this replica, which each of its ranks reports completely."""
+        """Return all pending gradients of this replica, in units of the sum over all ranks."""
         ((_, entry),) = self._state.state_dict()["replicas"].items()
         names = {p: name for name, p in self._model.named_parameters()}
         replicas, parts = self._mesh["replicate"].size(), []

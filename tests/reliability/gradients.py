@@ -208,7 +208,7 @@ class GradientRunner:
         return self._positions()[1] % BLOCK == 0
 
     def _reset_account(self):
-        """Start an account while nothing is pending."""
+        """Create a new account. Nothing may be pending."""
         weights = self._flat(self._parameters)
         self.account = Account([p.numel() for p in self._parameters], -weights)
         self.account.lost |= ~weights.isfinite()

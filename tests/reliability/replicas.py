@@ -119,13 +119,11 @@ class Runner:
         self._reset_account()
 
     def _reset_account(self):
-        """Start accounts while nothing is pending."""
+        """Create new accounts. Nothing may be pending."""
         weight = self._bags.weight.detach()
         self.account = Account([weight.numel()], weight.flatten())
         self._state_account = Account([len(weight)], self._state())
-        self._since = torch.zeros(
-            weight.numel(), dtype=torch.float64
-        )  # changes since the last sync
+        self._since = torch.zeros(weight.numel(), dtype=torch.float64)  # since the last sync
         self._touched, self._union = (torch.zeros(len(weight), dtype=torch.bool) for _ in "ab")
         self._steps = 0
 
@@ -172,7 +170,7 @@ class Runner:
         self._prepare_sync()
         self._sync.flush()
         self._require_equal_replicas()
-        nothing = torch.zeros(len(self.account.own))
+        nothing = torch.zeros(len(self.account.contributions))
         self.account.check(self._bags.weight.detach().flatten(), nothing, self._group)
         self._state_account.check(self._state(), nothing[: len(self._touched)], self._group)
         self._union.zero_()
