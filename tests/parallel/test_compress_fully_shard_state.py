@@ -210,7 +210,7 @@ def test_invalid_states_change_nothing(rank):
     refuses("step must be the same on every rank, got 2 on rank 0, 3 on rank 1", step=2 + rank)
     error, text = (ValueError, "version must be") if rank == 1 else (RuntimeError, "from rank 1")
     refuses(text, error, version=6 - rank)
-    state.load_state_dict({**good, "weights": "int8"})  # discards weights of another format
+    state.load_state_dict({**good, "weights": "int8"})  # a new format discards them
     assert torch.equal(_flat(computed_weights(model)), _flat(full_weights(model)))
 
 

@@ -33,7 +33,7 @@ def _check_conservation(rank, make, cases):
             pending = point.pending()
             mean = sum_over_ranks(total).double() / ranks
             assert torch.equal(point.applied + pending, mean), (sizes, settings)
-            assert bool(pending.any()) == (sum(sizes) > 1)
+            assert pending.any()
             assert len(layouts) == 2 or "bucket_cap_mb" not in settings  # DDP rebuilds its buckets
             saved = entry(point.state.state_dict())["parameters"].values()
             held = sum(int(parts["residual"].count_nonzero()) for parts in saved)

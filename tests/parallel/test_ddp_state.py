@@ -116,11 +116,6 @@ def test_invalid_arguments(rank):
         ({"policy": "tracked"}, ValueError, "policy must be 'fresh' or 'fixed', got 'tracked'"),
         ({"transport": "ring"}, ValueError, "None, 'all_gather' or 'reduce_scatter', got 'ring'"),
         ({"transport": {}}, ValueError, "None, 'all_gather' or 'reduce_scatter', got {}"),
-        (
-            {"format": torch.int8},
-            ValueError,
-            "format must be 'float32', 'bfloat16', 'int8', 'int4' or 'ter",
-        ),
         ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
         ({"start_step": -1}, ValueError, "start_step must be in"),
         ({"grad_scaler": 2.0}, TypeError, "grad_scaler must be a torch.amp.GradScaler, got 2.0"),
