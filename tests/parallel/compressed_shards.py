@@ -52,7 +52,7 @@ def loss_of(model, step, rank):
 
 
 def computed_weights(model):
-    """{name: weights that this rank computes with}; gathers them."""
+    """Gather and return {name: weight that this rank computes with}."""
     for module in fsdp_modules(model):
         module.unshard()
     found = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -62,7 +62,7 @@ def computed_weights(model):
 
 
 def full_weights(model):
-    """{name: weights of the optimizer}, which are not rounded."""
+    """Return {name: weight of the optimizer}. These weights are not rounded."""
     for module in fsdp_modules(model):
         module.reshard()
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}

@@ -142,7 +142,7 @@ def test_flush_sends_all_changes_in_ternary(rank, ranks, numel, transport, ahead
 
 @on_ranks(2)
 def test_step_ahead_keeps_float16_weights_finite(rank):
-    """step_ahead leaves out a residual that would overflow, and keeps it."""
+    """step_ahead does not add a residual that would overflow. The residual is kept."""
     model = nn.ParameterList([torch.zeros(3000, dtype=torch.float16)])
     averager = DCTAverager(model, density=0.05, period=1, format="float32", step_ahead=True)
     averager._base[7] = model[0].data[7] = 60_000.0

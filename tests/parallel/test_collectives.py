@@ -97,7 +97,7 @@ def test_thread_executor_ends_with_its_owner_and_keeps_nothing_alive():
 @pytest.mark.parametrize("world_size", [2, 4])
 @on_ranks("world_size")
 def test_meter_counts_bytes_per_rank(rank):
-    """Compare the bytes of each collective in this torch with its formula, for 840 bytes."""
+    """Compare the bytes of each collective with its formula, for a tensor of 840 bytes."""
     ranks = dist.get_world_size()
     x, parts = torch.ones(210), [torch.empty(210) for _ in range(ranks)]
     flat, short = torch.empty(210 * ranks), torch.empty(840 // 4 // ranks)

@@ -142,7 +142,7 @@ def _part(tensors, rank, ranks):
 
 
 def _payload(parts, format):
-    """Return the reference's payload of the matrices. Small parameters are 0 in it."""
+    """Return the reference's payload of the matrices, with zeros for small parameters."""
     flat = torch.cat([p * (len(s) > 1) for p, s in zip(parts, SHAPES, strict=True)])
     payload = torch.zeros(quantized_payload_bytes(len(flat), format), dtype=torch.uint8)
     reference.quantize_pack(None, flat, payload, format)

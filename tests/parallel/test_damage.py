@@ -32,7 +32,7 @@ PLACES = {  # {name: (byte of the payload, expected status)}
     "starts": (STARTS + 7, 2),
     "position": (payload_layout(50_100, 3225, torch.bfloat16).positions, 4),
 }
-PHASES = ("gather", "to the owner", "of the owner")  # the last two of a reduce-scatter
+PHASES = ("gather", "to the owner", "of the owner")  # the last two belong to reduce_scatter
 STEP = 4  # payloads of this step are corrupted
 GONE = r"(?i)timed? ?out|closed by peer|reset by peer"
 

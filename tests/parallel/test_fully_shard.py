@@ -105,7 +105,7 @@ def _two_modules(mesh):
 
 
 def _pending(state, mesh):
-    """{parameter: pending gradient of all replicas, in units of the mean}, unsharded."""
+    """Return {name: unsharded pending gradient of all replicas, in units of the mean}."""
     replicas, shards = mesh.shape
     (entry,) = state.state_dict()["replicas"].values()
     pending = {}

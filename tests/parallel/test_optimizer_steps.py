@@ -1,4 +1,4 @@
-"""Detection of steps that a GradScaler skips, which follows the optimizers, not the gradients.
+"""Detection of steps that a GradScaler skips, based on what the optimizers did.
 
 Every gradient must be in the weights (SGD, lr=1) or in a residual afterwards.
 """

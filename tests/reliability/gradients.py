@@ -134,7 +134,7 @@ class GradientRunner:
         assert ends[0] == ends[1] or self._options.get("policy") == "fixed"
 
     def move(self, transport, how):
-        """Change the transport through a checkpoint."""
+        """Load a checkpoint into a state with a different transport."""
         self.check()
         with folder(self._group) as place:
             saved = self._save(place if how == "dcp" else None)

@@ -166,7 +166,7 @@ class Runner:
         self._require_equal_replicas()
 
     def check(self):
-        """After a flush, all replicas are equal and contain all changes."""
+        """After a flush, all replicas must be equal and contain all changes."""
         self._prepare_sync()
         self._sync.flush()
         self._require_equal_replicas()

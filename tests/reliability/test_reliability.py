@@ -9,7 +9,7 @@ from reliability import PARTS, __main__, part
 
 
 def _cases():
-    """(part, entry point, number of cases): a thousandth and, marked large, a hundredth."""
+    """Yield (part, entry point, number of cases): a thousandth, or a hundredth if marked large."""
     for name in PARTS:
         module = part(name)
         for entry_point, asked in module.COUNTS.items():
