@@ -1,4 +1,4 @@
-"""DCTAverager: non-finite weights and failed exchanges raise an error and lose no other change."""
+"""DCTAverager: non-finite weights and failed exchanges raise, without loss of other changes."""
 
 import os
 import signal
