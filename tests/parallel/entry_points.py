@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTAverager, dct_fully_shard_hook
-from nodes import meshed_state, pending_over_ranks
+from nodes import all_pending, meshed_state
 from ranks import Dictated, gathered, owed, shard_mesh, through_a_file, weights
 
 
@@ -47,7 +47,7 @@ class Hook:
 
     def pending(self):
         """Return the pending gradients of all ranks, in units of the mean, flat, float64."""
-        return pending_over_ranks(self.state.state_dict())
+        return all_pending(self.state.state_dict())
 
     def parts(self):
         """Return the objects and tensors of this rank's checkpoint."""

@@ -34,7 +34,7 @@ def same_step(model, grads):
     return mean
 
 
-def pending_over_ranks(state_dict):
+def all_pending(state_dict):
     """Return the pending gradients of all ranks, in units of the mean, flat, float64."""
     saved = entry(state_dict)
     nodes = saved["world_size"] // saved["local_size"]
@@ -48,7 +48,7 @@ def pending_over_ranks(state_dict):
     return pending
 
 
-def sum_over_ranks(tensor):
+def rank_sum(tensor):
     tensor = tensor.clone()
     dist.all_reduce(tensor)
     return tensor

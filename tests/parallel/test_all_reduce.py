@@ -22,7 +22,7 @@ BLOCK = 16_384
 NUMEL = 2 * BLOCK + 1000  # three ranks own one block each; the last block is short
 
 
-class Subclass(torch.Tensor):
+class Sub(torch.Tensor):
     pass
 
 
@@ -53,9 +53,9 @@ def _expected(residuals, grads, format):
     total, left = np.zeros(NUMEL, np.float32), [np.zeros(NUMEL, np.float32) for _ in accs]
     for owner in range(ranks):
         part = slice(owner * BLOCK, min((owner + 1) * BLOCK, NUMEL))
-        mean, residuals_of_part = _sum_and_residuals([acc[part] for acc in accs], format, 1 / ranks)
+        mean, part_left = _sum_and_residuals([acc[part] for acc in accs], format, 1 / ranks)
         total[part], [owner_left] = _sum_and_residuals([mean], format, float(ranks))
-        for residual, x in zip(left, residuals_of_part, strict=True):
+        for residual, x in zip(left, part_left, strict=True):
             residual[part] = x
         left[owner][part] += np.float32(ranks) * owner_left
     return torch.from_numpy(total), list(map(torch.from_numpy, left))
@@ -140,12 +140,7 @@ def test_invalid_arguments_change_nothing(rank):
         (ValueError, "residual must share no memory with tensor, got 24", (x, x), {}),
         (ValueError, "format must be .* got 'int5'", (x, r), {"format": "int5"}),
         (TypeError, "format must be a string or a torch.dtype, got None", (x, r), {"format": None}),
-        (
-            TypeError,
-            "tensor must be a plain tensor .* got Subclass",
-            (x.as_subclass(Subclass),),
-            {},
-        ),
+        (TypeError, "tensor must be a plain tensor .* got Sub", (x.as_subclass(Sub),), {}),
         (ValueError, "tensor must be on the CPU or CUDA, got meta", (x.to("meta"),), {}),
         (TypeError, "op must be a ReduceOp, got 1", (x, r), {"op": 1}),
         (ValueError, "op must be ReduceOp.SUM or ReduceOp.AVG", (x, r), {"op": ReduceOp.MAX}),

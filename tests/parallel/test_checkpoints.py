@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from dct_parallel import DCTAverager, dct_fully_shard_hook, merge_states
 from entry_points import Hook, LocalSteps, NodeMesh, Sharded
-from nodes import TRANSPORTS, sum_over_ranks
+from nodes import TRANSPORTS, rank_sum
 from ranks import (
     assert_same_states,
     batch,
@@ -129,7 +129,7 @@ def _check_conversion(rank, make, folder):
         for step in range(4):
             entry.step(_numbers(step, rank))
             total = total + _numbers(step, rank).double()
-        total, pending = sum_over_ranks(total) / dist.get_world_size(), entry.pending()
+        total, pending = rank_sum(total) / dist.get_world_size(), entry.pending()
         _assert_near(entry.applied + pending, total)
         assert pending.count_nonzero() > 0.8 * NUMEL
         path = folder / f"{saved} {settings}"
@@ -183,7 +183,7 @@ def _save(rank, jobs):
         entry = _make(make, settings)
         for step in range(4):
             entry.step(_numbers(step, rank))
-        total = sum_over_ranks(sum(_numbers(step, rank).double() for step in range(4)))
+        total = rank_sum(sum(_numbers(step, rank).double() for step in range(4)))
         dcp.save({"app": {"dct": entry.state.state_dict()}}, checkpoint_id=folder)
         file = None if make is Sharded else entry.file()  # DTensors need their mesh
         found.append((entry.applied, entry.pending(), total / dist.get_world_size(), file))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
 from entry_points import Hook, NodeMesh, Sharded
-from nodes import ALL_SIZES, SIZES, TRANSPORTS, sum_over_ranks
+from nodes import ALL_SIZES, SIZES, TRANSPORTS, rank_sum
 from ranks import assert_same, entry, integers, run_ranks
 
 BLOCKS = (20_000, 100, 30_000)  # 4 blocks: two owners split parameters, four own one block each
@@ -31,7 +31,7 @@ def _check_conservation(rank, make, cases):
                 buckets = point.state._buckets.in_order()
                 layouts.add(tuple(bucket.plan.names for bucket in buckets))
             pending = point.pending()
-            mean = sum_over_ranks(total).double() / ranks
+            mean = rank_sum(total).double() / ranks
             assert torch.equal(point.applied + pending, mean), (sizes, settings)
             assert pending.any()
             assert len(layouts) == 2 or "bucket_cap_mb" not in settings  # DDP rebuilds its buckets

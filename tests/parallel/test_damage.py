@@ -17,7 +17,7 @@ from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
 from dct_parallel.exchange import transport as by_all_gather
 from dct_parallel.local_steps import averager
 from entry_points import Hook, LocalSteps, NodeMesh, Sharded
-from nodes import sum_over_ranks
+from nodes import rank_sum
 from ranks import assert_same, entry, on_ranks, run_ranks, set_timeout, shorten_timeouts
 
 SIZES = (20_000, 100, 30_000)
@@ -297,4 +297,4 @@ def test_local_steps_are_kept_if_averaging_fails(rank):
             _raises(text, *calls, state.plan, lambda state=state: state.load_state_dict({}))
         pending = torch.zeros(NUMEL, dtype=torch.float64)
         point.state._bucket.add_pending(pending)
-        assert torch.equal(sum_over_ranks(moved.double() - pending), 2 * base.double())
+        assert torch.equal(rank_sum(moved.double() - pending), 2 * base.double())

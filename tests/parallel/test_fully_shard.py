@@ -125,9 +125,7 @@ def test_every_gradient_is_applied_or_pending(rank, transport):
     options = {"format": torch.bfloat16, "transport": transport, "start_step": 0}
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.05, **options)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    total, applied = (
-        {n: torch.zeros(s, dtype=torch.float64) for n, s in shapes.items()} for _ in "ab"
-    )
+    total, applied = ({n: torch.zeros(s).double() for n, s in shapes.items()} for _ in "ab")
     with WireMeter(mesh["replicate"].get_group()) as meter:
         for step in range(steps):
             model.zero_grad()

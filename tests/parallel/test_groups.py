@@ -113,17 +113,12 @@ def test_state_can_be_read_and_saved_after_groups_are_destroyed(rank, point):
     numbers = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
     for training in (other, run):
         training.step(numbers)
-    expected_results = {
-        name: getattr(other.state, name)() for name in ("plan", "stats", "state_dict")
-    }
+    before = {name: getattr(other.state, name)() for name in ("plan", "stats", "state_dict")}
     dist.destroy_process_group()
-    assert (
-        run.state.plan() == expected_results["plan"]
-        and run.state.stats() == expected_results["stats"]
-    )
+    assert run.state.plan() == before["plan"] and run.state.stats() == before["stats"]
     saved, expected = (
         next(iter(state.get("ranks", state.get("replicas")).values()))
-        for state in (run.state.state_dict(), expected_results["state_dict"])
+        for state in (run.state.state_dict(), before["state_dict"])
     )
     assert saved.keys() == expected.keys()
     for name, values in expected["parameters"].items():
@@ -132,7 +127,7 @@ def test_state_can_be_read_and_saved_after_groups_are_destroyed(rank, point):
     if point is LocalSteps:
         text = "dct::load_state_dict: group must exist, got one that was destroyed"
         with pytest.raises(ValueError, match=text):
-            run.state.load_state_dict(expected_results["state_dict"])
+            run.state.load_state_dict(before["state_dict"])
     else:
         run.state.close()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

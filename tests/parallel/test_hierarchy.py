@@ -13,7 +13,7 @@ from dct_parallel import DCTState, node_mesh
 from dct_parallel.ddp.node import Node
 from dct_parallel.exchange.plan import Slice, step_bytes
 from dct_parallel.groups import timeout_of
-from nodes import SIZES, meshed_model, pending_over_ranks, same_step, sum_over_ranks
+from nodes import SIZES, all_pending, meshed_model, rank_sum, same_step
 from ranks import (
     Dictated,
     assert_same,
@@ -58,9 +58,7 @@ def test_uneven_inputs_and_accumulation(rank):
             optimizer.step()
             total += torch.cat(first) + torch.cat(second)
     assert_same(weights(model))
-    assert torch.equal(
-        pending_over_ranks(state.state_dict()) - weights(model), sum_over_ranks(total) / 4
-    )
+    assert torch.equal(all_pending(state.state_dict()) - weights(model), rank_sum(total) / 4)
     assert state.step == 6
 
 

@@ -14,7 +14,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
 from dct_parallel.exchange.loss_scale import LossScale
 from entry_points import Hook, Sharded
-from nodes import pending_over_ranks, sum_over_ranks
+from nodes import all_pending, rank_sum
 from ranks import Dictated, ddp, hooked, integers, on_ranks, run_ranks, shard_mesh, weights
 
 SIZES = (2000, 30)
@@ -31,7 +31,7 @@ def _numbers(step, rank, sizes=SIZES):
 
 
 def _assert_conserved(pending, applied, total):
-    mean = sum_over_ranks(total).double() / dist.get_world_size()
+    mean = rank_sum(total).double() / dist.get_world_size()
     torch.testing.assert_close(pending - applied.double(), mean, rtol=1e-5, atol=1e-4)
 
 
@@ -111,7 +111,7 @@ def test_two_models_with_one_scaler_lose_nothing(rank, optimizers, in_turn):
             each.zero_grad()
     assert skipped == 2
     for model, state, expected in zip(models, states, total, strict=True):
-        _assert_conserved(pending_over_ranks(state.state_dict()), weights(model), expected)
+        _assert_conserved(all_pending(state.state_dict()), weights(model), expected)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -129,7 +129,7 @@ def test_scaler_must_skip_all_optimizers_of_a_model_or_none(rank, together):
         scaler.scale(model(*numbers.split(SIZES))).backward()
         for p in list(model.module.p)[: 1 + together] if step == 2 else ():
             p.grad[3] = torch.inf
-        pending = pending_over_ranks(state.state_dict())  # before the scaler decides
+        pending = all_pending(state.state_dict())  # before the scaler decides
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
@@ -137,9 +137,9 @@ def test_scaler_must_skip_all_optimizers_of_a_model_or_none(rank, together):
         text = "must have one optimizer, or .* got 2, of which it skipped 1: call take_back"
         with pytest.raises(RuntimeError, match=text):
             state.stats()
-        assert torch.equal(pending_over_ranks(state.state_dict()), pending)
+        assert torch.equal(all_pending(state.state_dict()), pending)
     else:
-        _assert_conserved(pending_over_ranks(state.state_dict()), weights(model), total)
+        _assert_conserved(all_pending(state.state_dict()), weights(model), total)
 
 
 @on_ranks(2)
@@ -173,7 +173,7 @@ def test_alternating_branches_lose_nothing(rank):
         scaler.update()
         skipped += scaler.get_scale() < before
     assert indices == {0, 1, 2} and skipped == 2
-    _assert_conserved(pending_over_ranks(state.state_dict()), weights(model), total.flatten())
+    _assert_conserved(all_pending(state.state_dict()), weights(model), total.flatten())
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -95,7 +95,7 @@ def _of_parameter(key, rule, values):
     return [*_rows([(key, rule, values)], "parameters", "@", of=" of @")]
 
 
-def _invalid_tensors(key, good, more=""):
+def _bad_tensors(key, good, more=""):
     """Return rows with invalid values for a tensor."""
     shape, kind = list(good.shape), type(good).__name__
     rule = f"a float32 {shape} tensor of finite numbers"
@@ -183,25 +183,20 @@ def _check_refusals(rank, make, settings):
     (holders,) = state.keys() - {"version"}
     saved_entry = state[holders][str(rank)]
     first, saved = next(iter(saved_entry["parameters"].items()))
-    table = [
-        *_rows(RULES[make]),
-        KIND[make],
-        *DICTS,
-        *_invalid_tensors("residual", saved["residual"]),
-    ]
+    table = [*_rows(RULES[make]), KIND[make], *DICTS, *_bad_tensors("residual", saved["residual"])]
     table += [(["parameters", n], v, f"{MODEL} {n}") for n, v in (("other", {}), ("@", GONE))]
     sharded, by_owners = make is Sharded, settings["transport"] == "reduce_scatter"
     if sharded:
-        rows = _invalid_tensors("owner_residual", saved["residual"], REDUCED)
+        rows = _bad_tensors("owner_residual", saved["residual"], REDUCED)
         # torch.distributed.checkpoint loads only keys that this run's own state has.
         table += rows if by_owners else [(["transport"], "reduce_scatter", rows[0][2])]
-        table += _invalid_tensors("shard", saved["shard"])
+        table += _bad_tensors("shard", saved["shard"])
         table += _of_parameter("packed", INDEX, (-1, GONE))
     else:
         assert len(saved["owner_residual"]) == by_owners
         table += OWNER
     if make is LocalSteps:
-        table += _invalid_tensors("base", saved["base"])
+        table += _bad_tensors("base", saved["base"])
     holder, merged = holders[:-1], ", or one from merge_states" * (not sharded)
     other = f"state must be {holder} {rank}'s own{merged}, got that of {holder}"
     others = [
@@ -258,7 +253,7 @@ def test_load_merged_refuses_invalid_folders(rank, tmp_path):
     saved["complex"] = _with(state, [*keys, *path], good.to(torch.complex64))
     saved["list"], saved["five"] = _with(state, [*keys, path[0]], [1]), _with(state, keys, 5)
     dcp.save(saved, checkpoint_id=tmp_path)
-    damaged = next(row[2] for row in _invalid_tensors("@", good) if row[2].endswith(" nan"))
+    damaged = next(row[2] for row in _bad_tensors("@", good) if row[2].endswith(" nan"))
     damaged = damaged.replace("@ of @%", "residual of p.0")
     mismatch = "Size mismatch between saved torch.Size([40, 8]) and current: torch.Size([9, 9])"
     for sizes, key, text in (
@@ -344,7 +339,7 @@ def test_merge_states_refuses_invalid_states(tmp_path):
     merged = merge_states(good)
     assert entry(merged)["parameters"]["p"]["residual"].tolist() == [0.5] * 320
     residual = entry(good[1])["parameters"]["p"]["residual"]
-    rows = [*_rows(OF_RANK), *DICTS, *OWNER, *_invalid_tensors("residual", residual)]
+    rows = [*_rows(OF_RANK), *DICTS, *OWNER, *_bad_tensors("residual", residual)]
     for broken, text in _broken(good[1], rows, " of rank 1"):
         _refuses(merge_states, [good[0], broken], f"dct::merge_states: {text}")
     longer = {"p": {"residual": torch.zeros(3), "owner_residual": ()}}

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dct_kernels import quantized_payload_bytes
 from dct_parallel.exchange import plan
 from dct_parallel.exchange.settings import Settings
-from nodes import pending_over_ranks
+from nodes import all_pending
 from ranks import Dictated, gathered, hooked, integers, on_ranks
 from wire_meter import WireMeter
 
@@ -79,7 +79,7 @@ def test_buckets_of_one_model_can_use_different_transports(rank):
             total = total + torch.cat(integers(SIZES, step, rank))
         assert state.stats()["wire_bytes"] == sent
     dist.all_reduce(total)
-    torch.testing.assert_close(applied + pending_over_ranks(state.state_dict()), total.double() / 2)
+    torch.testing.assert_close(applied + all_pending(state.state_dict()), total.double() / 2)
     found = re.search(r"transport: (.*) \((more than .*)\), backend", state.plan())
     transports, why = found.groups()
     assert sorted(transports.split(", ")) == ["all_gather", "reduce_scatter"], state.plan()
@@ -107,13 +107,13 @@ def test_state_of_both_transports_loads(rank):
     unused = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     model, other = made("all_gather", **unused)
     other.load_state_dict(state.state_dict())
-    pending = pending_over_ranks(other.state_dict())
+    pending = all_pending(other.state_dict())
     used = list(model.module.p)[1:]
     model.module.forward = lambda: sum(p.sum() for p in used)
     model().backward()
     mean = torch.cat([p.grad for p in used])
     other.load_state_dict(other.state_dict())
-    left = pending_over_ranks(other.state_dict())
+    left = all_pending(other.state_dict())
     assert torch.equal(left[: 9 * BLOCK], pending[: 9 * BLOCK]) and mean.count_nonzero()
     torch.testing.assert_close(left[9 * BLOCK :] + mean, pending[9 * BLOCK :] + 1)
 

@@ -37,7 +37,7 @@ def batches(
     """Run the missing cases; yield (entry point, its results so far) after each batch."""
     end = time.monotonic() + 60 * minutes
     for entry_point, asked in counts.items():
-        results = content["entry_points"].setdefault(entry_point, {"done": 0, "failures": []})
+        results = content["results"].setdefault(entry_point, {"done": 0, "failures": []})
         while results["done"] < asked and time.monotonic() < end:
             count = min(module.BATCH, asked - results["done"])
             found = module.run(entry_point, results["done"], count, content["seed"])
@@ -54,11 +54,11 @@ def run(options: argparse.Namespace) -> int:
     """Run the cases that are not in the file yet; return 1 if any case in the file failed."""
     module = part(options.part)
     if options.entry_point not in {None, *module.COUNTS}:
-        names = ", ".join(module.COUNTS)
-        sys.exit(f"--entry-point must be one of {names}, got {options.entry_point}")
+        names, got = ", ".join(module.COUNTS), options.entry_point
+        sys.exit(f"--entry-point must be one of {names}, got {got}")
     out = options.out or ROOT / f"build/reliability/{options.part}.json"
-    empty = {"seed": options.seed, "entry_points": {}}
-    content = json.loads(out.read_text()) if out.exists() else empty
+    new = {"seed": options.seed, "results": {}}
+    content = json.loads(out.read_text()) if out.exists() else new
     if content["seed"] != options.seed:
         sys.exit(f"{out} has seed {content['seed']}, not {options.seed}: pass a different --out")
     names = [name for name in module.COUNTS if options.entry_point in (None, name)]
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
         out.write_text(json.dumps(content, indent=1))
         print(f"{entry_point}: {results['done']:,} of {counts[entry_point]:,}", flush=True)
     failed = 0
-    for entry_point, results in content["entry_points"].items():
+    for entry_point, results in content["results"].items():
         failures = results["failures"]
         failed += len(failures)
         print(f"{entry_point}: {results['done']:,} run, {len(failures)} failed")

@@ -192,7 +192,7 @@ class Runner:
         part = entry["parameters"][name]
         if kind == "nan" and not part["residual"].numel():
             return  # none of its parameters has an element
-        invalid = part | {"residual": part["residual"] * torch.nan}
+        broken = part | {"residual": part["residual"] * torch.nan}
         changed = {
             "rank": ("77", entry),
             "density": (str(self.rank), entry | {"density": 0.123}),
@@ -201,7 +201,7 @@ class Runner:
             "missing": (str(self.rank), entry | {"parameters": {}}),
             "nan": (
                 str(self.rank),
-                entry | {"parameters": entry["parameters"] | {name: invalid}},
+                entry | {"parameters": entry["parameters"] | {name: broken}},
             ),
             "hook's": (str(self.rank), {k: v for k, v in entry.items() if k != "period"}),
         }

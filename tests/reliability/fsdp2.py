@@ -23,8 +23,7 @@ from .common import (
 )
 from .gradients import GradientRunner, draw_step, folder
 
-# FSDP2 does not support scalars.
-SHAPES = [(1,), (7,), (130,), (40, 33), (61, 31), (1, 900), (8, 4, 3, 3)]
+SHAPES = [(1,), (7,), (130,), (40, 33), (61, 31), (1, 900), (8, 4, 3, 3)]  # FSDP2: no scalars
 MESHES = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 2), (4, 1), (1, 4)]}
 _WRONG = ["replica", "density", "missing", "nan", "type", "version", "hook", "all_reduce"]
 
@@ -167,16 +166,14 @@ class Runner(GradientRunner):
         before = digest(saved)
         name = max(entry["parameters"], key=lambda n: entry["parameters"][n]["residual"].numel())
         part = entry["parameters"][name]
-        invalid = part | {"residual": part["residual"] * torch.nan}
+        broken = part | {"residual": part["residual"] * torch.nan}
         changed = {
             "replica": {**saved, "replicas": {"77": entry}},
             "density": {**saved, "replicas": {replica: entry | {"density": 0.123}}},
             "missing": {**saved, "replicas": {replica: entry | {"parameters": {}}}},
             "nan": {
                 **saved,
-                "replicas": {
-                    replica: entry | {"parameters": entry["parameters"] | {name: invalid}}
-                },
+                "replicas": {replica: entry | {"parameters": entry["parameters"] | {name: broken}}},
             },
             "type": 7,
             "version": {**saved, "version": 5},

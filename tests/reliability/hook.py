@@ -155,7 +155,7 @@ class Runner(GradientRunner):
         before = digest(saved)
         name = max(entry["parameters"], key=lambda n: entry["parameters"][n]["residual"].numel())
         part = entry["parameters"][name]
-        invalid = part | {"residual": part["residual"] * torch.nan}
+        broken = part | {"residual": part["residual"] * torch.nan}
         changed = {
             "rank": {**saved, "ranks": {"77": entry}},
             "density": {**saved, "ranks": {str(self.rank): entry | {"density": 0.123}}},
@@ -163,7 +163,7 @@ class Runner(GradientRunner):
             "nan": {
                 **saved,
                 "ranks": {
-                    str(self.rank): entry | {"parameters": entry["parameters"] | {name: invalid}}
+                    str(self.rank): entry | {"parameters": entry["parameters"] | {name: broken}}
                 },
             },
             "type": 7,

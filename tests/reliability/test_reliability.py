@@ -12,27 +12,25 @@ def _cases():
     """Yield (part, entry point, number of cases): a thousandth, or a hundredth if marked large."""
     for name in PARTS:
         module = part(name)
-        for entry_point, asked in module.COUNTS.items():
-            if entry_point in getattr(module, "QUICK", module.COUNTS):
-                yield pytest.param(
-                    name, entry_point, max(asked // 1000, 1), id=f"{name}-{entry_point}"
-                )
+        for point, asked in module.COUNTS.items():
+            if point in getattr(module, "QUICK", module.COUNTS):
+                yield pytest.param(name, point, max(asked // 1000, 1), id=f"{name}-{point}")
             many = max(asked // 100, 1)
             yield pytest.param(
-                name, entry_point, many, id=f"{name}-{entry_point}-{many}", marks=pytest.mark.large
+                name, point, many, id=f"{name}-{point}-{many}", marks=pytest.mark.large
             )
 
 
-@pytest.mark.parametrize(("name", "entry_point", "count"), list(_cases()))
-def test_no_case_fails(name, entry_point, count):
-    assert part(name).run(entry_point, 0, count, seed=0)["failures"] == []
+@pytest.mark.parametrize(("name", "point", "count"), list(_cases()))
+def test_no_case_fails(name, point, count):
+    assert part(name).run(point, 0, count, seed=0)["failures"] == []
 
 
 def test_failures_are_kept_and_a_run_resumes(tmp_path, monkeypatch, capsys):
     calls = []
 
-    def cases(entry_point, first, count, seed):
-        calls.append((entry_point, first, count, seed))
+    def cases(point, first, count, seed):
+        calls.append((point, first, count, seed))
         failures = [{"case": 3, "what": "3 is bad"}] if first <= 3 < first + count else []
         return {"failures": failures, "steps": 2 * count, "max_kb": first}
 
@@ -49,12 +47,7 @@ def test_failures_are_kept_and_a_run_resumes(tmp_path, monkeypatch, capsys):
     assert "a: 5 run, 1 failed\n  case 3: 3 is bad\n" in capsys.readouterr().out
     content = json.loads((tmp_path / "day" / "numbers.json").read_text())
     failures = [{"case": 3, "what": "3 is bad"}]
-    assert content["entry_points"]["a"] == {
-        "done": 5,
-        "failures": failures,
-        "steps": 10,
-        "max_kb": 3,
-    }
+    assert content["results"]["a"] == {"done": 5, "failures": failures, "steps": 10, "max_kb": 3}
     assert run("--count", "5", "--minutes", "0") == 1
     assert len(calls) == 4
     with pytest.raises(SystemExit, match="--entry-point must be one of a, b, got c"):
