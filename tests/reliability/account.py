@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-ROUNDINGS = 16 * 2.0**-24  # relative error; multiplied by the square root of the number of values
+ROUNDINGS = 16 * 2.0**-24  # relative; errors grow as the square root of the number of values
 
 
 class Account:
