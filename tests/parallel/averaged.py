@@ -1,4 +1,4 @@
-"""Ranks that take local steps: what tests of DCTAverager share."""
+"""Models and training steps shared by the tests of DCTAverager."""
 
 import torch
 
@@ -6,7 +6,7 @@ from ranks import batch, mlp, train_step
 
 
 def uneven(rank=0):
-    """Equal in shape, not in weights: the averager makes them equal."""
+    """A model whose initial weights differ per rank, until an averager broadcasts them."""
     model = mlp(32, 2)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""A model in shards, and what its ranks should compute: with `compress_fully_shard` and without."""
+"""Sharded models for the tests of `compress_fully_shard`, and the gradients to expect."""
 
 import torch
 import torch.distributed as dist
@@ -7,12 +7,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ranks import batch
 
-# Of the largest of 64 numbers: half a step of their codes, with the rounding of the scale.
+# The largest rounding error, as a fraction of the largest of 64 entries. It is half a quantization
+# step and includes the rounding of the scale.
 ROUNDING = {"int8": 0.5 / 127 * (1 + 2**-7), "int4": 0.5 / 7 * (1 + 2**-7), "bfloat16": 2**-8}
 
 
 class Block(nn.Module):
-    """A matrix of rows that no number of ranks divides, and small parameters."""
+    """A matrix whose rows do not divide by the number of ranks, and small parameters."""
 
     def __init__(self, inputs=50, outputs=71):
         super().__init__()
@@ -34,7 +35,7 @@ class Net(nn.Module):
 
 
 def sharded(model=None, **options):
-    """Every block by itself, and the rest."""
+    """Apply fully_shard to each block and to the model."""
     model = Net() if model is None else model
     for block in model.blocks:
         fully_shard(block, **options)
@@ -51,7 +52,7 @@ def loss_of(model, step, rank):
 
 
 def computed_weights(model):
-    """{name: the weights that this rank computes with}, which takes a gather."""
+    """Gather and return {name: weight that this rank computes with}."""
     for module in fsdp_modules(model):
         module.unshard()
     found = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -61,7 +62,7 @@ def computed_weights(model):
 
 
 def full_weights(model):
-    """{name: the weights of the optimizer}, not rounded."""
+    """Return {name: weight of the optimizer}. These weights are not rounded."""
     for module in fsdp_modules(model):
         module.reshard()
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
@@ -69,7 +70,7 @@ def full_weights(model):
 
 @torch.no_grad()
 def set_weights(model, weights):
-    """Set the parameters, which are sharded by rows, to these whole tensors."""
+    """Set the parameters, which are sharded by rows, from unsharded tensors."""
     for parameter, weight in zip(model.parameters(), weights, strict=True):
         part = parameter.to_local()
         start = dist.get_rank() * -(-len(weight) // dist.get_world_size())
@@ -81,9 +82,9 @@ def gradients(model):
 
 
 def plain_gradients(model, weights, batches):
-    """For each batch (step, rank): {name: gradient}, of a model that is not sharded."""
+    """Return {name: gradient} of an unsharded model for each batch (step, rank)."""
     dtype = next(iter(weights.values())).dtype
-    model.to(dtype).load_state_dict(weights, strict=False)  # shared ones have one name
+    model.to(dtype).load_state_dict(weights, strict=False)  # tied parameters have one name
     found = []
     for step, rank in batches:
         model.zero_grad()
@@ -94,18 +95,18 @@ def plain_gradients(model, weights, batches):
 
 
 def require_close(found, by_rank, format, most=1e-5, factor=1.0):
-    """`found` must be the mean of the ranks' gradients times `factor`, within the bound.
+    """Check that `found` is the mean of the ranks' gradients times `factor`.
 
-    A rank's matrices are rounded by at most `ROUNDING` of its largest gradient. Small parameters
-    are not rounded; `most` bounds what other formats and orders of sums add, relatively.
+    The error of a matrix is at most `ROUNDING` times the rank's largest gradient. Small parameters
+    are not rounded. `most` bounds the relative error due to dtypes and the order of sums.
     """
     assert found.keys() == by_rank[0].keys()
-    tops = [max(grad.abs().max().item() for grad in own.values()) for own in by_rank]
+    largest = [max(grad.abs().max().item() for grad in grads.values()) for grads in by_rank]
     for name, grad in found.items():
-        mean = sum(own[name] for own in by_rank) / len(by_rank) * factor
-        bound = most * max(tops) * factor
+        mean = sum(grads[name] for grads in by_rank) / len(by_rank) * factor
+        bound = most * max(largest) * factor
         if grad.dim() > 1:
-            bound += ROUNDING[format] * sum(tops) / len(tops) * factor
+            bound += ROUNDING[format] * sum(largest) / len(largest) * factor
         error = (grad - mean).abs().max().item()
         assert error <= bound, (name, error, bound)
         assert mean.abs().max() > 0, name

@@ -1,6 +1,6 @@
-"""The exchanges behind one interface, for tests of a property that all of them have.
+"""All entry points with one interface, for tests of their common properties.
 
-A test dictates flat numbers: gradients, or the changes of weights of `LocalSteps`.
+A test passes flat numbers: gradients, or the changes of weights for `LocalSteps`.
 """
 
 import torch
@@ -10,14 +10,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTAverager, dct_fully_shard_hook
-from nodes import meshed_state, owed_by_all
+from nodes import all_pending, meshed_state
 from ranks import Dictated, gathered, owed, shard_mesh, through_a_file, weights
 
 
 class Hook:
     """DDP without a mesh of nodes."""
 
-    local_size = None  # how many ranks reduce densely, before the exchange
+    local_size = None  # ranks per node, which reduce densely before the exchange
 
     def __init__(self, sizes, bucket_cap_mb=25, fused=False, **settings):
         self.model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=bucket_cap_mb)
@@ -26,17 +26,17 @@ class Hook:
         self.state = meshed_state(self.model, self.local_size, **settings)
         self.parameters = list(self.model.module.p)
         self.group = self.state._topology.between
-        self.applied = 0  # the sum of all results, in float64
+        self.applied = 0  # sum of all results, float64
 
     def loss(self, numbers):
-        """A loss of which `numbers` is the gradient."""
+        """Return a loss whose gradient is `numbers`."""
         self.model.zero_grad()
         parts = numbers.split([parameter.numel() for parameter in self.parameters])
         pairs = zip(parts, self.parameters, strict=True)
         return self.model(*(part.view(parameter.shape) for part, parameter in pairs))
 
     def step(self, numbers):
-        """The mean gradient, flat, once these numbers of this rank are exchanged."""
+        """Exchange this rank's numbers; return the flat mean gradient."""
         self.loss(numbers).backward()
         mean = self._flat([parameter.grad for parameter in self.parameters])
         self.applied = self.applied + mean.double()
@@ -46,15 +46,15 @@ class Hook:
         return self._flat(self.parameters)
 
     def pending(self):
-        """The sum of the residuals of all ranks, in units of the mean, flat, in float64."""
-        return owed_by_all(self.state.state_dict())
+        """Return the pending gradients of all ranks, in units of the mean, flat, float64."""
+        return all_pending(self.state.state_dict())
 
     def parts(self):
-        """The objects and tensors of this rank's checkpoint."""
+        """Return the objects and tensors of this rank's checkpoint."""
         return {"dct": self.state}
 
     def file(self):
-        """`parts`, saved by torch.save and loaded again."""
+        """Return `parts` after torch.save and torch.load."""
         return through_a_file({"dct": self.state.state_dict()})
 
     def load(self, saved):
@@ -65,7 +65,7 @@ class Hook:
 
 
 class NodeMesh(Hook):
-    """DDP on nodes, of two ranks unless `local_size` says otherwise."""
+    """DDP with a mesh of nodes."""
 
     def __init__(self, sizes, local_size=2, **settings):
         self.local_size = local_size
@@ -73,7 +73,7 @@ class NodeMesh(Hook):
 
 
 class Sharded(Hook):
-    """FSDP2: replicas of two shards, unless a mesh says otherwise."""
+    """FSDP2 with a mesh of (replicas, shards)."""
 
     local_size = 2
 
@@ -92,10 +92,10 @@ class Sharded(Hook):
         pending = []
         (entry,) = self.state.state_dict()["replicas"].values()
         for saved in entry["parameters"].values():
-            own = saved["residual"].full_tensor().double()
+            residual = saved["residual"].full_tensor().double()
             if "owner_residual" in saved:  # in units of the mean
-                own = own + replicas * saved["owner_residual"].full_tensor().double()
-            pending.append(sum(gathered(own.flatten())[::shards]) / replicas)
+                residual = residual + replicas * saved["owner_residual"].full_tensor().double()
+            pending.append(sum(gathered(residual.flatten())[::shards]) / replicas)
         return torch.cat(pending)
 
     def _flat(self, tensors):
@@ -103,9 +103,9 @@ class Sharded(Hook):
 
 
 class LocalSteps(Hook):
-    """DCTAverager: a rank's numbers are its weights' changes, the results everybody's weights."""
+    """DCTAverager: numbers are changes of weights, and results are the averaged weights."""
 
-    def __init__(self, sizes, start_step=0, dtype=torch.float32, **settings):  # no dense steps
+    def __init__(self, sizes, start_step=0, dtype=torch.float32, **settings):  # start_step unused
         self.model = nn.ParameterList(torch.zeros(size, dtype=dtype) for size in sizes)
         self.state = DCTAverager(self.model, **{"period": 1} | settings)
         self.group = self.state.process_group
@@ -128,7 +128,7 @@ class LocalSteps(Hook):
         dist.all_reduce(total)
         return total / dist.get_world_size()
 
-    def parts(self):  # weights under a name of the rank's own: they differ between averagings
+    def parts(self):  # weights differ per rank between averagings, so each rank needs its own key
         return {"dct": self.state, f"weights of {dist.get_rank()}": self.model.state_dict()}
 
     def file(self):

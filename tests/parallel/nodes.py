@@ -7,9 +7,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dct_parallel import DCTState, dct_hook, node_mesh
 from ranks import Dictated, assert_same, entry
 
-# Several blocks, in which parts of two or four ranks cut through large parameters.
+# Several blocks. With two or four ranks per node, parts begin inside large parameters.
 SIZES = (20_000, 100, 30_001)
-ALL_SIZES = (SIZES, (1001, 30, 300, 255), (5, 3), (17,))  # and parts that are short, or empty
+ALL_SIZES = (SIZES, (1001, 30, 300, 255), (5, 3), (17,))  # the last ones have short or empty parts
 TRANSPORTS = ("all_gather", "reduce_scatter")
 
 
@@ -26,7 +26,7 @@ def meshed_state(model, local_size, **options):
 
 
 def same_step(model, grads):
-    """The mean gradient, flat, once it is known to be the same on all ranks."""
+    """Return the flat mean gradient, after a check that it is equal on all ranks."""
     model.zero_grad()
     model(*grads).backward()
     mean = torch.cat([parameter.grad for parameter in model.module.p])
@@ -34,21 +34,21 @@ def same_step(model, grads):
     return mean
 
 
-def owed_by_all(state_dict):
-    """What all ranks together owe to the mean of all gradients, flat, in float64."""
-    own = entry(state_dict)
-    nodes = own["world_size"] // own["local_size"]
-    owed = torch.cat(
+def all_pending(state_dict):
+    """Return the pending gradients of all ranks, in units of the mean, flat, float64."""
+    saved = entry(state_dict)
+    nodes = saved["world_size"] // saved["local_size"]
+    pending = torch.cat(
         [
             parts["residual"].double() / nodes + sum(parts["owner_residual"])
-            for parts in own["parameters"].values()
+            for parts in saved["parameters"].values()
         ]
     )
-    dist.all_reduce(owed)
-    return owed
+    dist.all_reduce(pending)
+    return pending
 
 
-def sum_of_all(tensor):
+def rank_sum(tensor):
     tensor = tensor.clone()
     dist.all_reduce(tensor)
     return tensor

@@ -1,4 +1,4 @@
-"""Number formats of rows, for the tests of exchanges and of modules."""
+"""Row formats, for the tests of row exchanges and modules."""
 
 import torch
 
@@ -9,7 +9,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def through(x, format):
-    """x after its conversion to a number format and back."""
+    """Convert x to a format and back."""
     if format in DTYPES:
         return x.to(DTYPES[format]).to(x.dtype)
     return row_dequantize(row_quantize(x.contiguous(), format), x.shape[1], format, x.dtype)

@@ -1,4 +1,4 @@
-"""Comparisons between ranks: if they differ, every rank raises the same error, in time."""
+"""Comparisons between ranks: if ranks differ, every rank raises the same error and none hangs."""
 
 import re
 import time
@@ -24,8 +24,8 @@ REFUSAL = "dct::test: every rank must take part, got ValueError from rank 1: wro
 
 
 @on_ranks(3)
-def test_settings_that_differ_are_named_by_every_rank(rank):
-    """Every setting that must be equal, one after another. Then a training works."""
+def test_every_rank_names_different_settings(rank):
+    """Different values of each setting raise, and training works afterwards."""
     last = rank == 2
 
     def refused(name, others, value, module, **settings):
@@ -55,8 +55,8 @@ def test_settings_that_differ_are_named_by_every_rank(rank):
 
 
 @on_ranks(2)
-def test_loads_that_differ_are_named_by_every_rank(rank):
-    """Checkpoints that differ between ranks, and one that only rank 0 loads, before training."""
+def test_every_rank_names_different_checkpoints(rank):
+    """Ranks load different checkpoints, or only rank 0 loads one, before training."""
     run, other = (Hook(SIZES, density=0.1) for _ in range(2))
     saved = []
     for training in (run, run, other):
@@ -78,8 +78,8 @@ def test_loads_that_differ_are_named_by_every_rank(rank):
 
 
 @on_ranks(2)
-def test_steps_that_are_set_are_compared(rank):
-    """The optimizer's state, not the averager's, is loaded: PostLocalSGDOptimizer sets the step."""
+def test_ranks_compare_steps_set_by_post_local_sgd(rank):
+    """PostLocalSGDOptimizer sets the averager's step when its own state is loaded."""
     model = nn.Linear(16, 4)
     averager = DCTAverager(model, period=2)
     optimizer = PostLocalSGDOptimizer(SGD(model.parameters(), lr=0.1), averager)
@@ -103,8 +103,8 @@ def test_steps_that_are_set_are_compared(rank):
 
 @pytest.mark.parametrize("call", ["flush", "average_parameters", "dct_hook"])
 @on_ranks(2)
-def test_the_first_comparison_of_ranks_is_named_after_the_call(rank, call):
-    """Rank 0 alone calls something, and nobody has loaded anything."""
+def test_error_names_the_call_that_compares_first(rank, call):
+    """Only rank 0 calls, and no rank has loaded a checkpoint."""
     run = (Hook if call == "dct_hook" else LocalSteps)(SIZES, density=0.1)
     shorten_timeouts(1)
     if rank == 0:
@@ -115,8 +115,8 @@ def test_the_first_comparison_of_ranks_is_named_after_the_call(rank, call):
 
 @pytest.mark.parametrize("point", [Hook, LocalSteps, partial(Sharded, mesh=(2, 1))])
 @on_ranks(2)
-def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(rank, point):
-    """Rank 0 loads during training. Rank 1 does not, so it starts the step's collective."""
+def test_load_on_one_rank_fails_every_rank_at_the_timeout(rank, point):
+    """Only rank 0 loads during training, so rank 1 starts the step's collective."""
     training = point(SIZES, start_step=0, density=0.1)
     training.step(NUMBERS)
     saved = training.state.state_dict()
@@ -135,8 +135,8 @@ def _exchange(values, seconds=100, op="test", group=None):
 
 
 @on_ranks(3)
-def test_every_comparison_of_a_group_is_its_own(rank):
-    """Several in a row, in the group of all ranks and in smaller ones. Rank 2 is late."""
+def test_consecutive_exchanges_do_not_mix(rank):
+    """Exchanges in the default group alternate with exchanges in subgroups. Rank 2 is late."""
     pairs = [(ranks, dist.new_group(ranks)) for ranks in ([0, 2], [1, 2])]
     for attempt in range(3):
         time.sleep(0.1 * (rank == 2))
@@ -148,7 +148,7 @@ def test_every_comparison_of_a_group_is_its_own(rank):
 
 
 @on_ranks(3)
-def test_if_all_ranks_fail_alike_the_next_attempt_works(rank):
+def test_next_exchange_works_after_all_ranks_fail(rank):
     op = ("this", "that", "that")[rank]
     ops = "this on rank 0, that on rank 1, that on rank 2"
     for attempt in range(3):
@@ -163,8 +163,8 @@ def test_if_all_ranks_fail_alike_the_next_attempt_works(rank):
 
 
 @on_ranks(3)
-def test_a_refusal_reaches_the_ranks_of_other_groups(rank):
-    """Rank 1 refuses. Rank 2 learns of it from rank 0, in a group that rank 1 is not in."""
+def test_error_reaches_ranks_of_other_groups(rank):
+    """Rank 2 receives rank 1's error through rank 0, because its group does not contain rank 1."""
     first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
     with pytest.raises((PeerError, ValueError)) as error:
         if rank == 2:
@@ -177,8 +177,8 @@ def test_a_refusal_reaches_the_ranks_of_other_groups(rank):
 
 
 @on_ranks(3)
-def test_missing_ranks_are_an_error_at_the_timeout(rank):
-    """Rank 0 waits for ranks 1 and 2. Then rank 1 refuses, which says more than what is missing."""
+def test_missing_ranks_raise_at_the_timeout(rank):
+    """Missing ranks cause a timeout. If one of them raised an error, that error is reported."""
     store = dist.group.WORLD.get_group_store()
     if rank == 0:
         with pytest.raises(PeerError) as error:
@@ -199,8 +199,8 @@ def test_missing_ranks_are_an_error_at_the_timeout(rank):
 
 @pytest.mark.parametrize("make", [Hook, partial(Sharded, mesh=(2, 1))])
 @on_ranks(2)
-def test_a_step_is_taken_back_by_all_ranks_or_by_none(rank, make):
-    """First on ranks that count different steps, then on one rank alone."""
+def test_take_back_changes_all_ranks_or_none(rank, make):
+    """Ranks are at different steps in the first call. Only one rank makes the second call."""
     point = make(SIZES, density=0.1, start_step=0)
     for _ in range(2):
         point.step(NUMBERS)
@@ -235,10 +235,10 @@ def test_a_step_is_taken_back_by_all_ranks_or_by_none(rank, make):
     ],
 )
 @on_ranks(2)
-def test_a_rank_alone_takes_back_a_step_that_failed(rank, make, name):
-    """Before or after it was packed; and what the step before sent has not come back.
+def test_one_rank_can_take_back_a_failed_step(rank, make, name):
+    """The step fails before or after packing. Entries sent in the previous step are not restored.
 
-    Before that, no state is saved, as it would lack what the step has sent.
+    state_dict() raises until take_back(), because it would lack the entries of the failed step.
     """
 
     def fails(*args, **options):
@@ -263,5 +263,5 @@ def test_a_rank_alone_takes_back_a_step_that_failed(rank, make, name):
     dist.barrier()
     if rank == 1:
         point.state.take_back()
-    packed = not name.endswith(("reduce_scatter", "dense_mean"))  # a node sums by the first
+    packed = not name.endswith(("reduce_scatter", "dense_mean"))  # these come before packing
     assert torch.equal(point.pending(), before + numbers.double() * packed)

@@ -1,4 +1,4 @@
-"""all_reduce_compressed: the sum, what waits, and what is left of both after a failure."""
+"""all_reduce_compressed: sums, residuals, and their values after a failure."""
 
 import math
 from datetime import timedelta
@@ -19,10 +19,10 @@ from ranks import on_ranks, run_ranks
 from wire_meter import WireMeter
 
 BLOCK = 16_384
-NUMEL = 2 * BLOCK + 1000  # three ranks own a block each, the last one not a whole one
+NUMEL = 2 * BLOCK + 1000  # three ranks own one block each; the last block is short
 
 
-class Mine(torch.Tensor):
+class Sub(torch.Tensor):
     pass
 
 
@@ -31,8 +31,8 @@ def _grad(rank, step, numel=NUMEL):
     return torch.randn(numel, generator=generator) * 10.0 ** (rank - 1)
 
 
-def _rounded(accs, format, scale=1.0):
-    """The sum of what is received of each rank's entries, and what is left of them."""
+def _sum_and_residuals(accs, format, scale=1.0):
+    """Return the sum of the dequantized entries and each rank's residual."""
     geometry = oracle.Geometry(len(accs[0]), format)
     payloads = [bytearray(geometry.nbytes) for _ in accs]
     left = [
@@ -44,25 +44,25 @@ def _rounded(accs, format, scale=1.0):
 
 
 def _expected(residuals, grads, format):
-    """The sum and every rank's new residual, by the payload's oracle."""
+    """Return the sum and every rank's new residual, as the payload oracle computes them."""
     accs = [(r + g).numpy() for r, g in zip(residuals, grads, strict=True)]
     ranks = len(accs)
     if ranks == 2:
-        total, left = _rounded(accs, format)
+        total, left = _sum_and_residuals(accs, format)
         return torch.from_numpy(total), list(map(torch.from_numpy, left))
     total, left = np.zeros(NUMEL, np.float32), [np.zeros(NUMEL, np.float32) for _ in accs]
     for owner in range(ranks):
         part = slice(owner * BLOCK, min((owner + 1) * BLOCK, NUMEL))
-        mean, own = _rounded([acc[part] for acc in accs], format, 1 / ranks)
-        total[part], [owed] = _rounded([mean], format, float(ranks))
-        for whole, x in zip(left, own, strict=True):
-            whole[part] = x
-        left[owner][part] += np.float32(ranks) * owed
+        mean, part_left = _sum_and_residuals([acc[part] for acc in accs], format, 1 / ranks)
+        total[part], [owner_left] = _sum_and_residuals([mean], format, float(ranks))
+        for residual, x in zip(left, part_left, strict=True):
+            residual[part] = x
+        left[owner][part] += np.float32(ranks) * owner_left
     return torch.from_numpy(total), list(map(torch.from_numpy, left))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_sums_and_residuals(world_size):
+def test_sums_and_residuals_match_the_oracle(world_size):
     outcome = run_ranks(_steps, world_size)
     for format in FORMATS:
         residuals = [torch.zeros(NUMEL)] * world_size
@@ -88,14 +88,14 @@ def _steps(rank):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size")
-def test_uses(rank):
+def test_dtypes_shapes_async_bytes_and_nan(rank):
     ranks = dist.get_world_size()
-    # In float32 on two ranks torch's own bits; a dtype of torch is a format.
+    # With two ranks, float32 has the same bits as dist.all_reduce. A torch.dtype is a format.
     x = y = _grad(rank, 0)
     all_reduce_compressed(x := x.clone(), format=torch.float32)
     dist.all_reduce(y := y.clone())
     assert torch.equal(x, y) if ranks == 2 else torch.allclose(x, y, rtol=1e-5, atol=1e-5)
-    # AVG, of any shape and dtype, with no residual.
+    # AVG without a residual, for several shapes and dtypes.
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.full((3, 1, 7), rank + 1.0, dtype=dtype)
         all_reduce_compressed(x, format="bfloat16", op=ReduceOp.AVG)
@@ -104,20 +104,20 @@ def test_uses(rank):
         x = torch.ones(shape)
         all_reduce_compressed(x, torch.zeros(shape), format="bfloat16")
         assert x.shape == shape and (x == ranks).all()
-    # Several under way give what one after another gives.
+    # Concurrent calls give the same results as consecutive calls.
     xs, again = [_grad(rank, s) for s in range(3)], [_grad(rank, s) for s in range(3)]
     works = [all_reduce_compressed(x, format="int4", async_op=True) for x in xs]
     assert all(work.wait() and work.wait() for work in works)
     for x in again:
         all_reduce_compressed(x, format="int4")
     assert all(map(torch.equal, xs, again))
-    # Bytes of the payload's formula.
+    # The bytes sent match the payload formula.
     with WireMeter() as meter:
         all_reduce_compressed(_grad(rank, 0), format="int4")
     rows = math.ceil(NUMEL / 1024) if ranks == 2 else 16
     payload = 64 + rows * 544
     assert meter.take() == (payload if ranks == 2 else 4 * payload)
-    # NaN stays among the 64 entries around it, and the residual keeps its values there.
+    # A NaN spreads to the 64 entries of its group, and the residual of these entries is kept.
     x, residual = torch.ones(NUMEL), torch.full((NUMEL,), 0.5)
     if rank == 0:
         x[70] = math.nan
@@ -128,7 +128,7 @@ def test_uses(rank):
 
 
 @on_ranks(2)
-def test_arguments_are_checked_before_anything_changes(rank):
+def test_invalid_arguments_change_nothing(rank):
     x, r = torch.ones(6), torch.zeros(6)
     wrong = [
         (TypeError, "tensor must be a tensor, got list", ([1.0],), {}),
@@ -140,7 +140,7 @@ def test_arguments_are_checked_before_anything_changes(rank):
         (ValueError, "residual must share no memory with tensor, got 24", (x, x), {}),
         (ValueError, "format must be .* got 'int5'", (x, r), {"format": "int5"}),
         (TypeError, "format must be a string or a torch.dtype, got None", (x, r), {"format": None}),
-        (TypeError, "tensor must be a plain tensor .* got Mine", (x.as_subclass(Mine),), {}),
+        (TypeError, "tensor must be a plain tensor .* got Sub", (x.as_subclass(Sub),), {}),
         (ValueError, "tensor must be on the CPU or CUDA, got meta", (x.to("meta"),), {}),
         (TypeError, "op must be a ReduceOp, got 1", (x, r), {"op": 1}),
         (ValueError, "op must be ReduceOp.SUM or ReduceOp.AVG", (x, r), {"op": ReduceOp.MAX}),
@@ -154,8 +154,8 @@ def test_arguments_are_checked_before_anything_changes(rank):
 
 
 @on_ranks(2)
-def test_ranks_compare_what_they_reduce_once(rank):
-    """Each combination of size, dtype, format and op; the next call with equal ones works."""
+def test_ranks_compare_each_combination_of_arguments_once(rank):
+    """If ranks pass a different size, dtype, format or op, each call raises an error."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     compared, exchanged = [], all_reduce.exchange
 
@@ -190,7 +190,7 @@ def test_ranks_compare_what_they_reduce_once(rank):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size")
-def test_failures_lose_nothing(rank):
+def test_failed_collectives_keep_tensor_and_gradient(rank):
     class Gone(Exception):
         pass
 
@@ -212,18 +212,18 @@ def test_failures_lose_nothing(rank):
         work = all_reduce_compressed(_grad(rank, 2), format="int4", async_op=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(work._bucket, "finish", fails)
-            for error in (Gone, RuntimeError):  # and again, in every later wait
+            for error in (Gone, RuntimeError):  # a later wait() raises again
                 with pytest.raises(error):
                     work.wait()
         assert torch.equal(x, before) and torch.equal(residual, acc), name
 
 
 @on_ranks(2)
-def test_damage_raises_on_its_receiver(rank):
-    whole = collectives.all_gather
+def test_corrupted_payload_raises_on_the_receiving_rank(rank):
+    all_gather = collectives.all_gather
 
-    def damaged(output, *args, **options):
-        work = whole(output, *args, **options)
+    def corrupted(output, *args, **options):
+        work = all_gather(output, *args, **options)
         work.wait()
         if rank == 1:
             output[0, 0] ^= 255
@@ -231,19 +231,19 @@ def test_damage_raises_on_its_receiver(rank):
 
     x = torch.ones(100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dct_parallel.exchange.transport.all_gather", damaged)
+        patch.setattr("dct_parallel.exchange.transport.all_gather", corrupted)
         if rank == 0:
             all_reduce_compressed(x, format="bfloat16")
             assert (x == 2).all()
         else:
             work = all_reduce_compressed(x, format="bfloat16", async_op=True)
-            for _ in range(2):  # every time
+            for _ in range(2):  # every call raises
                 with pytest.raises(RuntimeError, match=r"payload must .* status 1 from rank 0"):
                     work.wait()
 
 
 @on_ranks(2)
-def test_a_rank_that_is_gone(rank):
+def test_missing_rank_keeps_tensor_and_gradient(rank):
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     all_reduce_compressed(_grad(0, 0), format="ternary", group=group)
     if rank == 0:

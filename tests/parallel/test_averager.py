@@ -1,4 +1,4 @@
-"""DCTAverager: what it computes, and that ranks stay equal."""
+"""DCTAverager: averaged weights, equality of ranks, and statistics."""
 
 import pytest
 import torch
@@ -16,26 +16,26 @@ PERIOD = 3
 
 
 @on_ranks(2)
-def test_at_density_1_it_is_the_mean_of_all_moves_bit_for_bit(rank):
-    """At density 1 nothing waits: weights are the base plus the mean of what ranks moved by."""
-    model, alone = uneven(rank), uneven(0)  # the first rank's weights go to all
+def test_density_1_is_bitwise_the_mean_of_all_changes(rank):
+    """The reference model adds the mean of all ranks' changes to the base."""
+    model, reference = uneven(rank), uneven(0)  # the averager broadcasts rank 0's weights
     averager = DCTAverager(model, density=1, period=PERIOD, format=torch.float32)
-    optimizer, own = adamw(model), adamw(alone)
-    base = weights(alone)
+    optimizer, reference_optimizer = adamw(model), adamw(reference)
+    base = weights(reference)
     for step in range(2 * PERIOD):
-        train_step(alone, own, *batch(step, rank, 32))
+        train_step(reference, reference_optimizer, *batch(step, rank, 32))
         train(model, optimizer, averager, rank, [step])
         if (step + 1) % PERIOD == 0:
-            moved = gathered(weights(alone) - base)
+            moved = gathered(weights(reference) - base)
             base += (moved[0] + moved[1]) / 2
-            nn.utils.vector_to_parameters(base.clone(), alone.parameters())
-        assert torch.equal(weights(model), weights(alone)), step
+            nn.utils.vector_to_parameters(base.clone(), reference.parameters())
+        assert torch.equal(weights(model), weights(reference)), step
     assert_same(weights(model))
 
 
 @on_ranks(2)
-def test_a_flush_sends_all_that_waits(rank):
-    """Moves are exact; what waits arrives at once, in whichever step."""
+def test_flush_sends_all_pending_changes(rank):
+    """All changes are exact in both dtypes."""
     dtypes = torch.float32, torch.bfloat16
     model = nn.ParameterList([torch.zeros(3000, dtype=dtype) for dtype in dtypes])
     averager = DCTAverager(model, density=0.05, period=2)
@@ -69,7 +69,7 @@ def test_a_flush_sends_all_that_waits(rank):
 
 
 @on_ranks(2)
-def test_what_it_sends_is_told(rank):
+def test_stats_and_plan_report_density_and_bytes(rank):
     model = nn.Linear(1000, 100, bias=False)
     averager = DCTAverager(model, density=0.1, period=10)
     nothing_yet = {"step": 0, "density": None, "overflow": None, "unaveraged": 0}
@@ -82,14 +82,14 @@ def test_what_it_sends_is_told(rank):
     assert stats["step"] == 20 and 0.05 < stats["density"] < 0.126
     plan = averager.plan()
     assert "all_gather (up to 8 ranks)" in plan and "bytes/averaging" in plan
-    # 12,500 entries of 4 bytes, a header and 8 starts: 50,112 bytes; dense: 400,000.
+    # 50,112 bytes: 12,500 entries of 4 bytes, a header and 8 starts. Dense: 400,000 bytes.
     assert "That is 8.0x fewer bytes than the all-reduce." in plan
     assert plan.endswith("Every 10 steps: 5,011 bytes a step, 79.8x fewer than that.")
 
 
 @on_ranks(2)
-def test_ranks_agree_over_two_thousand_steps(rank):
-    """They average in the same steps, and are equal then."""
+def test_ranks_stay_equal_over_2000_steps(rank):
+    """Ranks average at the same steps and have equal weights afterwards."""
     model = nn.Linear(20, 20)
     averager = DCTAverager(model, density=0.1, period=40)
     finish, averaged = averager._bucket.finish, []
@@ -105,19 +105,20 @@ def test_ranks_agree_over_two_thousand_steps(rank):
 
 
 @on_ranks(2)
-def test_bytes_are_counted(rank):
+def test_wire_bytes_match_the_meter(rank):
     model = nn.ParameterList([torch.zeros(5000), torch.zeros(30)])
     averager = DCTAverager(model, density=0.02, period=2)
     with WireMeter() as meter:
         for _ in range(4):
             averager.average_parameters()
         sent = meter.take()
-    assert sent == 2 * (averager.wire_bytes + all_reduce_bytes(8, 2))  # and whether it arrived
+    flag = all_reduce_bytes(8, 2)  # whether all weights are finite
+    assert sent == 2 * (averager.wire_bytes + flag)
     assert averager.wire_bytes == payload_layout(5030, 126, torch.bfloat16).nbytes
 
 
 @on_ranks(2)
-def test_torchs_post_local_sgd_takes_it(rank):
+def test_post_local_sgd_optimizer_accepts_the_averager(rank):
     model, plain = uneven(), uneven()
     averager, other = (DCTAverager(m, density=0.1, period=2) for m in (model, plain))
     wrapped, optimizer = PostLocalSGDOptimizer(adamw(model), averager), adamw(plain)
@@ -128,7 +129,7 @@ def test_torchs_post_local_sgd_takes_it(rank):
 
 
 @on_ranks(2)
-def test_a_step_that_one_ranks_scaler_skips_is_one_that_it_did_not_move_in(rank):
+def test_step_skipped_on_one_rank_counts_as_no_change(rank):
     model = nn.Linear(300, 1, bias=False)
     averager = DCTAverager(model, density=1, period=1, format=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
@@ -146,7 +147,7 @@ def test_a_step_that_one_ranks_scaler_skips_is_one_that_it_did_not_move_in(rank)
 
 
 @on_ranks(2)
-def test_steps_since_the_last_averaging_are_counted(rank):
+def test_stats_count_steps_since_the_last_averaging(rank):
     model = uneven()
     averager = DCTAverager(model, period=3)
     optimizer, seen = adamw(model), []

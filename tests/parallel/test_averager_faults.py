@@ -1,4 +1,4 @@
-"""DCTAverager: what cannot be used is refused on all ranks, and nothing is lost by it."""
+"""DCTAverager: non-finite weights and failed exchanges raise, without loss of other changes."""
 
 import os
 import signal
@@ -24,8 +24,8 @@ from ranks import assert_same, entry, gathered, on_ranks, run_ranks, weights
     ],
 )
 @on_ranks(2)
-def test_weights_that_are_not_finite_are_refused_on_every_rank(rank, format, transport, ahead):
-    """Moves are multiples of an eighth, so that sums are exact; the third averaging is refused."""
+def test_nonfinite_weights_raise_on_every_rank(rank, format, transport, ahead):
+    """Sums are exact because changes are multiples of 1/8. The third averaging raises."""
     model = nn.ParameterList([torch.zeros(5000), torch.zeros(70)])
     options = {"format": format, "transport": transport, "step_ahead": ahead}
     averager = DCTAverager(model, density=0.05, period=2, **options)
@@ -33,7 +33,7 @@ def test_weights_that_are_not_finite_are_refused_on_every_rank(rank, format, tra
     moved = torch.zeros(5070, dtype=torch.float64)
     for step in range(1, 17):
         move = torch.randint(-8, 9, (5070,), generator=generator) / 8.0
-        move[7] = 0  # it would be lost with the NaN there
+        move[7] = 0  # the NaN at this position would discard the change
         moved += move
         with torch.no_grad():
             for parameter, part in zip(model, move.split([5000, 70]), strict=True):
@@ -59,7 +59,7 @@ def test_weights_that_are_not_finite_are_refused_on_every_rank(rank, format, tra
 
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(2)
-def test_an_exchange_that_does_not_begin_loses_nothing(rank, transport):
+def test_failed_exchange_loses_nothing(rank, transport):
     model, moved = nn.ParameterList([torch.zeros(40_000)]), torch.zeros(40_000)
     averager = DCTAverager(model, format="int4", transport=transport, period=2)
 
@@ -86,8 +86,8 @@ def test_an_exchange_that_does_not_begin_loses_nothing(rank, transport):
 
 
 @on_ranks(2)
-def test_ranks_wait_for_others_in_an_exchange_until_the_timeout(rank):
-    """Rank 1 does not come to the second exchange."""
+def test_missing_rank_raises_at_the_timeout(rank):
+    """Rank 1 does not take part in the second exchange."""
     group, store = dist.new_group(timeout=timedelta(seconds=2)), dist.group.WORLD.get_group_store()
     averager = DCTAverager(uneven(), period=3, process_group=group)
     for _ in range(5):
@@ -95,7 +95,7 @@ def test_ranks_wait_for_others_in_an_exchange_until_the_timeout(rank):
     if rank == 1:
         store.wait(["rank 0 gave up"])
         return
-    averager.state_dict()  # of one rank alone
+    averager.state_dict()  # is not collective
     rule = "average_parameters after the same step, here 6, and keep running, got"
     with pytest.raises(RuntimeError, match=f"every rank must call {rule} .*([Tt]imed out|closed)"):
         averager.average_parameters()
@@ -103,7 +103,7 @@ def test_ranks_wait_for_others_in_an_exchange_until_the_timeout(rank):
 
 
 def _killed(rank, folder, transport):
-    """Rank 1 is killed in the second averaging; the others try another, which fails as well."""
+    """Rank 1 is killed before the second averaging. On other ranks, two averagings fail."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = nn.ParameterList([torch.zeros(3000)])
     options = {"format": torch.float32, "transport": transport, "process_group": group}
@@ -112,11 +112,11 @@ def _killed(rank, folder, transport):
     errors = []
     while averager.step < 9:
         if averager.step == 3:
-            moved = torch.zeros(3000)  # what is in no average yet, beside the residual
+            moved = torch.zeros(3000)  # changes since the last averaging
             before = entry(averager.state_dict())
         if averager.step == 5 and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        move = torch.randint(-8, 9, (3000,), generator=generator) * 0.375  # whose thirds are exact
+        move = torch.randint(-8, 9, (3000,), generator=generator) * 0.375  # exact when divided by 3
         with torch.no_grad():
             model[0] += move
         moved = move if averager.step == 0 else moved + move
@@ -131,7 +131,7 @@ def _killed(rank, folder, transport):
 
 
 @pytest.mark.parametrize("transport", [None, "reduce_scatter"])
-def test_where_a_rank_is_killed_the_others_raise_and_can_save_all_they_have(transport, tmp_path):
+def test_surviving_ranks_raise_and_can_save_their_state(transport, tmp_path):
     text = r"exit codes \[1, -9, 1\](.|\n)*(closed|reset) by peer"
     with pytest.raises(RuntimeError, match=text):
         run_ranks(_killed, 3, tmp_path, transport)
@@ -151,12 +151,12 @@ def test_where_a_rank_is_killed_the_others_raise_and_can_save_all_they_have(tran
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @on_ranks(2)
-def test_finite_changes_that_overflow_are_refused_and_forgotten(rank, dtype):
-    """In the sum of ranks, or in the weights' dtype; what else changed is not lost."""
+def test_overflowing_changes_raise_and_are_dropped(rank, dtype):
+    """The sum overflows in float32 or in the weights' dtype. Other changes are kept."""
     tenths = torch.arange(300.0) / 10
     for format, transport in (
         *(("float32", None), ("bfloat16", "reduce_scatter"), ("int4", "reduce_scatter")),
-        *((few, None) for few in ("int8", "int4", "ternary")),
+        *((quantized, None) for quantized in ("int8", "int4", "ternary")),
     ):
         model = nn.ParameterList([torch.zeros(300, dtype=dtype) for _ in "ab"])
         options = {"density": 0.5} if format == "bfloat16" else {"density": 1}
@@ -165,12 +165,12 @@ def test_finite_changes_that_overflow_are_refused_and_forgotten(rank, dtype):
             model[0] += tenths
             if dtype == torch.float32:
                 model[1][40] = 2e38
-            else:  # the base, and the mean of the changes, fit in float32
+            else:  # the base and the mean change are finite in float32
                 averager._base[340] = model[1][40] = 60_000.0
                 averager._bucket.codec.residual[340] = 6_000.0
         base = averager._base.clone()
-        refused = "averaging 1 must be finite on every rank, .* overflow, in 1$"
-        with pytest.raises(RuntimeError, match=refused):
+        text = "averaging 1 must be finite on every rank, .* overflow, in 1$"
+        with pytest.raises(RuntimeError, match=text):
             averager.average_parameters()
         assert torch.equal(averager._base, base)
         assert torch.equal(weights(model), base.to(dtype))
@@ -183,7 +183,7 @@ def test_finite_changes_that_overflow_are_refused_and_forgotten(rank, dtype):
 
 
 @on_ranks(2)
-def test_a_flush_refuses_what_overflows(rank):
+def test_flush_raises_if_changes_overflow(rank):
     model = nn.ParameterList([torch.full((8,), 60_000.0, dtype=torch.float16)])
     averager = DCTAverager(model)
     averager._bucket.codec.residual[3] = 6_000.0

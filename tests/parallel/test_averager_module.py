@@ -1,4 +1,4 @@
-"""DCTAverager: modules and settings that it takes, and those that it refuses."""
+"""DCTAverager: valid and invalid modules and settings."""
 
 import contextlib
 import copy
@@ -15,7 +15,7 @@ from ranks import assert_same, batch, entry, on_ranks, shorten_timeouts, train_s
 
 
 @on_ranks(2)
-def test_ranks_with_other_settings_raise(rank):
+def test_different_settings_raise(rank):
     text = "period must be the same on every rank, got 2 on rank 0, 3 on rank 1"
     with pytest.raises(ValueError, match=text):
         DCTAverager(uneven(), period=2 + rank)
@@ -37,19 +37,19 @@ def test_ranks_with_other_settings_raise(rank):
         (nn.Linear(2, 2, device="meta"), {}, ValueError, "module must be on one device"),
     ],
 )
-def test_a_wrong_argument(one_rank, module, arguments, error, text):
+def test_invalid_arguments(one_rank, module, arguments, error, text):
     with pytest.raises(error, match=f"dct::DCTAverager: {text}"):
         DCTAverager(module, **arguments)
 
 
-def test_a_parameter_may_have_strides(one_rank):
+def test_strided_parameter_is_averaged(one_rank):
     model = nn.ParameterList([nn.Parameter(torch.arange(7.0)[::2])])
     averager = DCTAverager(model, density=1, period=1, format=torch.float32)
     averager.average_parameters()
     assert model[0].tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-def test_ddp_is_refused(one_rank):
+def test_ddp_module_raises(one_rank):
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
     for module in (model, nn.Sequential(nn.ReLU(), model)):
         text = "module must be trained without DistributedDataParallel, which averages all .*got "
@@ -57,12 +57,12 @@ def test_ddp_is_refused(one_rank):
             DCTAverager(module)
 
 
-def test_by_default_every_entry_goes_in_ternary(one_rank):
+def test_default_format_is_ternary_if_dense_and_bfloat16_if_sparse(one_rank):
     chosen = [DCTAverager(nn.Linear(2, 2), **given)._settings for given in ({}, {"density": 0.1})]
     assert [settings.format for settings in chosen] == ["ternary", "bfloat16"]
 
 
-def test_a_copy_is_refused(one_rank):
+def test_copying_or_pickling_raises(one_rank):
     module = nn.Linear(3, 3)
     module.averager = DCTAverager(module)
     for make in (copy.deepcopy, copy.copy, pickle.dumps, torch.optim.swa_utils.AveragedModel):
@@ -72,7 +72,7 @@ def test_a_copy_is_refused(one_rank):
 
 
 class _Mixed(nn.Module):
-    """Frozen parameters of every kind, between two that are trained."""
+    """Frozen parameters of several dtypes and layouts between two trained ones."""
 
     def __init__(self):
         super().__init__()
@@ -83,18 +83,18 @@ class _Mixed(nn.Module):
         frozen += [torch.randn(4, dtype=torch.complex64)]
         self.frozen = nn.ParameterList(nn.Parameter(value, False) for value in frozen)
         self.last = nn.Parameter(torch.randn(30, 20))
-        self.register_buffer("own", torch.randn(3))
+        self.register_buffer("buffer", torch.randn(3))
 
 
 @on_ranks(2)
-def test_all_parameters_are_those_of_the_first_rank_at_the_start(rank):
+def test_constructor_broadcasts_all_parameters_from_rank_0(rank):
     torch.manual_seed(rank)
     model = _Mixed()
     strides = [p.stride() for p in model.parameters()]
-    own = model.own.clone()
+    buffer = model.buffer.clone()
     DCTAverager(model)
     assert [p.stride() for p in model.parameters()] == strides
-    assert torch.equal(model.own, own)
+    assert torch.equal(model.buffer, buffer)
     torch.manual_seed(0)
     expected = dict(_Mixed().named_parameters())
     for name, parameter in model.named_parameters():
@@ -104,7 +104,7 @@ def test_all_parameters_are_those_of_the_first_rank_at_the_start(rank):
 
 
 @on_ranks(2)
-def test_ranks_with_other_frozen_parameters_raise(rank):
+def test_different_frozen_parameters_raise(rank):
     model = uneven()
     model[0].bias.requires_grad_(rank == 0)
     with pytest.raises(ValueError, match="model must be the same on every rank, got 6 parameters"):
@@ -115,7 +115,7 @@ def test_ranks_with_other_frozen_parameters_raise(rank):
         DCTAverager(model)
 
 
-def _changes_of_parameters(model, averager):
+def _check_that_changed_parameters_raise(model, averager):
     before = weights(model)
 
     def raises(names):
@@ -134,15 +134,15 @@ def _changes_of_parameters(model, averager):
     before = weights(model)
     raises(r"added\.bias, added\.weight")
     del model.added
-    before, whole = weights(model), model[0].weight
-    model[0].weight = nn.Parameter(whole.detach().clone())
+    before, weight = weights(model), model[0].weight
+    model[0].weight = nn.Parameter(weight.detach().clone())
     raises(r"0\.weight")
-    model[0].weight = whole
+    model[0].weight = weight
 
 
 @on_ranks(2)
-def test_parameters_that_are_unfrozen_or_added_later_are_an_error(rank):
-    """Raises at the averaging, changes nothing, and once it is frozen again goes on as a twin."""
+def test_changed_parameters_raise(rank):
+    """The averaging raises and changes nothing. After the change is reverted, training resumes."""
     models = []
     for disturbed in (False, True):
         model = uneven(rank)
@@ -152,7 +152,7 @@ def test_parameters_that_are_unfrozen_or_added_later_are_an_error(rank):
         train(model, optimizer, averager, rank, [0, 1, 2])
         train_step(model, optimizer, *batch(3, rank, 32))
         if disturbed:
-            _changes_of_parameters(model, averager)
+            _check_that_changed_parameters_raise(model, averager)
         averager.average_parameters()
         assert averager.step == 4
         assert_same(weights(model))
@@ -160,7 +160,7 @@ def test_parameters_that_are_unfrozen_or_added_later_are_an_error(rank):
     assert torch.equal(*map(weights, models))
 
 
-def test_a_weight_that_is_not_trained_stays_out(one_rank):
+def test_frozen_weight_is_not_averaged(one_rank):
     model = nn.Linear(300, 2)
     model.bias.requires_grad_(False)
     averager = DCTAverager(model, density=1, period=1)
@@ -168,10 +168,10 @@ def test_a_weight_that_is_not_trained_stays_out(one_rank):
 
 
 @on_ranks(2)
-def test_gradients_that_are_still_averaged_warn_once(rank):
-    """Not under no_sync, nor where a rank has no gradients."""
+def test_averaged_gradients_warn_once(rank):
+    """There is no warning with no_sync, or if a rank has no gradients."""
     for equal, sync, missing in [
-        *((False, True, False), (True, False, False)),  # a DDP that averages, and equal data
+        *((False, True, False), (True, False, False)),  # DDP averages, or data is equal
         *((False, False, False), (True, False, True)),
     ]:
         model = nn.parallel.DistributedDataParallel(uneven())
@@ -196,7 +196,7 @@ def test_gradients_that_are_still_averaged_warn_once(rank):
 
 
 @on_ranks(2)
-def test_a_flush_of_one_rank_alone_raises(rank):
+def test_flush_on_one_rank_raises(rank):
     model = nn.ParameterList([torch.full((300,), float(rank))])
     averager = DCTAverager(model, period=1)
     averager.flush()

@@ -1,7 +1,7 @@
-"""DCTAverager against its rule, simulated for all ranks at once in float64 by numpy.
+"""DCTAverager against a simulation of all ranks in numpy, float64.
 
-Which entries are sent follows from the thresholds, which are taken from the averager. All numbers
-have few bits, and are multiples of 3 for the mean of 3 ranks: equal means equal.
+The simulation takes the thresholds from the averager, and they decide which entries are sent. All
+arithmetic is exact: numbers have few bits and are multiples of 3, for the mean of 3 ranks.
 """
 
 import math
@@ -17,10 +17,10 @@ from dct_parallel.local_steps.weights import FlatWeights
 from ranks import assert_same, entry, gathered, on_ranks, weights
 
 SIZES = (3000, 40, 3500)
-BAD = 3  # the averaging at which a weight of the last rank is NaN
+BAD = 3  # the last rank has a NaN weight at this averaging
 
 
-class _Rule:
+class _Simulation:
     def __init__(self, ranks, ahead):
         self.ahead = ahead
         self.weights, self.residual = np.zeros((2, ranks, sum(SIZES)))
@@ -33,7 +33,7 @@ class _Rule:
             sent = np.where(abs(acc) >= thresholds, acc, 0)
             self.residual = acc - sent
             self.base = self.base + sent.mean(0)
-        else:  # as if there had been no averaging: all that ranks moved by waits
+        else:  # the averaging is skipped, and all changes stay pending
             self.residual = acc
         self.weights[:] = self._start()
 
@@ -52,17 +52,17 @@ def _saved(averager, key):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks("ranks")
-def test_it_follows_the_rule(rank, ranks):
+def test_weights_match_the_simulation(rank, ranks):
     cases = [(2, False), (2, True)] if ranks == 2 else [(1, False), (3, False)]
     for (period, bad), ahead in product(cases, (False, True)):
-        _follows_the_rule(rank, ranks, period, bad, ahead)
+        _check_against_simulation(rank, ranks, period, bad, ahead)
 
 
-def _follows_the_rule(rank, ranks, period, bad, ahead):
+def _check_against_simulation(rank, ranks, period, bad, ahead):
     model = nn.ParameterList(map(torch.zeros, SIZES))
     options = {"period": period, "format": torch.float32, "step_ahead": ahead}
     averager = DCTAverager(model, density=0.05, **options)
-    rule, generator = _Rule(ranks, ahead), np.random.default_rng(0)
+    rule, generator = _Simulation(ranks, ahead), np.random.default_rng(0)
     for step in range(1, 6 * period + 1):
         moves = generator.integers(-1024, 1025, rule.weights.shape) * 3 / 256
         rule.weights += moves
@@ -89,8 +89,8 @@ def _follows_the_rule(rank, ranks, period, bad, ahead):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @on_ranks(2)
-def test_nothing_is_lost_in_few_bits(rank, ahead):
-    """All that ranks moved by arrives with a flush, whatever their weights' dtype rounds."""
+def test_flush_sends_all_changes_for_every_weight_dtype(rank, ahead):
+    """The base is the exact mean of all changes. The weights are rounded to their dtype."""
     dtypes = torch.float32, torch.bfloat16, torch.float16
     model = nn.ParameterList([torch.full((3000,), 256.0, dtype=dtype) for dtype in dtypes])
     options = {"format": torch.float32, "step_ahead": ahead}
@@ -121,8 +121,7 @@ def test_nothing_is_lost_in_few_bits(rank, ahead):
     [(2, 5000, None, True), (3, 50_000, "reduce_scatter", True), (3, 200_000, None, False)],
 )
 @on_ranks("ranks")
-def test_nothing_is_lost_of_entries_in_few_bits(rank, ranks, numel, transport, ahead):
-    """Every entry in few bits."""
+def test_flush_sends_all_changes_in_ternary(rank, ranks, numel, transport, ahead):
     model = nn.ParameterList([torch.zeros(numel)])
     options = {"format": "ternary", "transport": transport, "step_ahead": ahead}
     averager = DCTAverager(model, density=1, period=2, **options)
@@ -142,34 +141,34 @@ def test_nothing_is_lost_of_entries_in_few_bits(rank, ranks, numel, transport, a
 
 
 @on_ranks(2)
-def test_it_steps_no_further_ahead_than_weights_can_be(rank):
-    """In float16; the residual is kept."""
+def test_step_ahead_keeps_float16_weights_finite(rank):
+    """step_ahead does not add a residual that would overflow. The residual is kept."""
     model = nn.ParameterList([torch.zeros(3000, dtype=torch.float16)])
     averager = DCTAverager(model, density=0.05, period=1, format="float32", step_ahead=True)
     averager._base[7] = model[0].data[7] = 60_000.0
-    averager._bucket.codec.residual[7] = 6_000.0  # 66,000 is infinite
+    averager._bucket.codec.residual[7] = 6_000.0  # 66,000 overflows
     with torch.no_grad():
-        model[0][100:300] += 20_000.0  # of which there is room for 188
+        model[0][100:300] += 20_000.0  # 200 entries; the capacity is 188
     moved = weights(model)
     averager.average_parameters()
     assert torch.equal(weights(model), moved) and averager._bucket.codec.residual[7] == 6_000
     assert averager._base.count_nonzero() == 1 + 188
     with pytest.raises(RuntimeError, match="changes that overflow, in 0"):
-        averager.average_parameters()  # sends it
+        averager.average_parameters()  # sends the residual
     assert torch.equal(weights(model), moved)
     assert not averager._bucket.codec.residual[7]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 7e4, 0.0])
-def test_a_weight_that_its_dtype_cannot_hold_is_found_in_every_place(value):
+def test_all_representable_checks_every_position(value):
     dtypes = [torch.float32, torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
     sizes = [3, 0, 2, 4, 1]
     parameters = [nn.Parameter(torch.zeros(n, dtype=d)) for n, d in zip(sizes, dtypes, strict=True)]
     weights = FlatWeights("average_parameters", nn.ParameterList(parameters), None)
-    held = torch.cat([torch.full((n,), i) for i, n in enumerate(sizes)])
-    for place, of in enumerate(held.tolist()):
+    owners = torch.cat([torch.full((n,), i) for i, n in enumerate(sizes)])
+    for position, owner in enumerate(owners.tolist()):
         flat = torch.ones(10)
-        flat[place] = value
+        flat[position] = value
         assert weights.all_representable(flat) == bool(
-            torch.tensor(value).to(dtypes[of]).isfinite()
+            torch.tensor(value).to(dtypes[owner]).isfinite()
         )

@@ -1,6 +1,6 @@
-"""DCTAverager of modules that FSDP2 has cut: HSDP inside a node, local steps between nodes.
+"""DCTAverager with FSDP2: HSDP inside a node, local steps between nodes.
 
-Meshes are 2 replicas of 2 shards, on 4 ranks: rank r holds shard r % 2 of replica r // 2.
+Meshes have 2 replicas of 2 shards on 4 ranks. Rank r holds shard r % 2 of replica r // 2.
 """
 
 import pytest
@@ -24,18 +24,18 @@ from ranks import (
     through_a_file,
 )
 
-SHAPES = (301, 7), (1, 900), (31,), (2000, 2)  # rows that do not divide, and one for two shards
+SHAPES = (301, 7), (1, 900), (31,), (2000, 2)  # uneven rows; one row for two shards
 
 
 def _sharded(mesh, shapes=SHAPES):
-    """Cut; the third parameter, if there is one, is frozen. Different on every rank."""
+    """A sharded model whose weights differ per rank. The third parameter, if any, is frozen."""
     model = Dictated(shapes)
     for parameter in model.p[2:3]:
         parameter.requires_grad_(False)
     fully_shard(model, mesh=mesh["shard"])
     with torch.no_grad():
-        for own in _locals(model):
-            own += torch.randn(own.shape) + dist.get_rank()
+        for local in _locals(model):
+            local += torch.randn(local.shape) + dist.get_rank()
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
 
@@ -45,7 +45,7 @@ def _locals(model):
 
 
 def _flat(model):
-    return torch.cat([own.flatten() for own in _locals(model)])
+    return torch.cat([local.flatten() for local in _locals(model)])
 
 
 def _full(model):
@@ -65,17 +65,17 @@ def _train_step(model, optimizer, step):
 
 @pytest.mark.parametrize("shapes", [SHAPES, SHAPES[1:2]], ids=["uneven", "one-shard-is-empty"])
 @on_ranks(4)
-def test_it_averages_shards_as_it_does_whole_weights(rank, shapes):
-    """Bit for bit as averagers of modules that hold this rank's shards, and replicas are equal."""
+def test_shards_are_averaged_like_whole_weights(rank, shapes):
+    """The reference is an averager of an unsharded module that holds this rank's shards."""
     mesh = shard_mesh()
     group = mesh["replicate"].get_group()
     formats = ("ternary", "int4", "bfloat16", "float32") if shapes is SHAPES else ("float32",)
     for format, ahead in (*((format, False) for format in formats), ("ternary", True)):
         model, optimizer = _sharded(mesh, shapes)
-        own = _locals(model)
-        plain = nn.ParameterList(value.clone() for value in own)
-        for parameter, cut in zip(plain, model.parameters(), strict=True):
-            parameter.requires_grad_(cut.requires_grad)
+        local = _locals(model)
+        plain = nn.ParameterList(value.clone() for value in local)
+        for parameter, sharded in zip(plain, model.parameters(), strict=True):
+            parameter.requires_grad_(sharded.requires_grad)
         options = {"period": 2, "format": format, "process_group": group, "step_ahead": ahead}
         averager, other = DCTAverager(model, **options), DCTAverager(plain, **options)
         assert averager.wire_bytes == other.wire_bytes
@@ -83,12 +83,12 @@ def test_it_averages_shards_as_it_does_whole_weights(rank, shapes):
             _train_step(model, optimizer, step)
             ones = [torch.ones(p.shape) for p in model.parameters()]
             with torch.no_grad():
-                model(*ones)  # after this FSDP keeps what it has gathered
-                for parameter, value in zip(plain, own, strict=True):
+                model(*ones)  # FSDP keeps the gathered root parameters after this
+                for parameter, value in zip(plain, local, strict=True):
                     parameter.copy_(value)
             averager.average_parameters()
             other.average_parameters()
-            for parameter, value in zip(plain, own, strict=True):
+            for parameter, value in zip(plain, local, strict=True):
                 assert torch.equal(parameter, value), (format, step)
             with torch.no_grad():
                 total = model(*ones)
@@ -98,15 +98,15 @@ def test_it_averages_shards_as_it_does_whole_weights(rank, shapes):
                 assert_same(_full(model))
         averager.flush()
         other.flush()
-        assert all(map(torch.equal, plain, own))
+        assert all(map(torch.equal, plain, local))
         assert_same(_full(model))
         assert averager.stats() == other.stats()
         averager.plan()
 
 
 @on_ranks(4)
-def test_resumed_it_is_undisturbed_bit_for_bit(rank, tmp_path):
-    """From files and by DCP, between averagings."""
+def test_resumed_run_is_bitwise_equal(rank, tmp_path):
+    """Checkpoints are files or DCP folders, saved between averagings."""
     mesh = shard_mesh()
     options = {"density": 0.1, "period": 2, "process_group": mesh["replicate"].get_group()}
     replica = f"replica{rank // 2}"
@@ -118,7 +118,7 @@ def test_resumed_it_is_undisturbed_bit_for_bit(rank, tmp_path):
 
     def state(model, optimizer, averager):
         weights, steps = get_state_dict(model, optimizer)
-        # Under a name of the replica's own: replicas differ between averagings.
+        # Replicas differ between averagings, so each one has its own key.
         return {
             replica: {"model": weights, "optimizer": steps},
             "averager": averager.state_dict(),
@@ -138,7 +138,7 @@ def test_resumed_it_is_undisturbed_bit_for_bit(rank, tmp_path):
         model, optimizer, averager = resumed = made()
         loaded = saved
         if source == "dcp":
-            run(*resumed, range(1))  # so that the optimizer has its state, which DCP fills
+            run(*resumed, range(1))  # creates the optimizer's state, which DCP fills
             loaded = state(*resumed)
             dcp.load(loaded, checkpoint_id=tmp_path)
         set_state_dict(
@@ -154,23 +154,23 @@ def test_resumed_it_is_undisturbed_bit_for_bit(rank, tmp_path):
 
 
 @on_ranks(4)
-def test_nan_in_one_shard_stops_all_ranks_alike(rank):
-    """All raise, in every call; nothing else is lost, and training goes on. Twice."""
+def test_nan_in_one_shard_raises_on_all_ranks(rank):
+    """All ranks raise at both averagings with a NaN. No other change is lost."""
     mesh = shard_mesh()
     group = mesh["replicate"].get_group()
     model, _ = _sharded(mesh, SHAPES[::3])
     options = {"format": torch.float32, "density": 0.05, "process_group": group}
     with torch.no_grad():
-        for own in _locals(model):
-            own.zero_()
+        for local in _locals(model):
+            local.zero_()
     averager = DCTAverager(model, period=2, **options)
     generator, moved = torch.Generator().manual_seed(rank), torch.zeros_like(_flat(model))
     for step in range(1, 12):
         before = _flat(model)
         with torch.no_grad():
-            for own in _locals(model):
-                own += torch.randint(-8, 9, own.shape, generator=generator).float() / 8
-            _locals(model)[0][0, 0] = before[0]  # this one does not move
+            for local in _locals(model):
+                local += torch.randint(-8, 9, local.shape, generator=generator).float() / 8
+            _locals(model)[0][0, 0] = before[0]  # unchanged, because this entry becomes NaN
             moved[1:] += (_flat(model) - before)[1:]
             if (step, rank) in ((4, 3), (8, 0)):
                 _locals(model)[0][0, 0] = torch.nan
@@ -195,7 +195,7 @@ def test_nan_in_one_shard_stops_all_ranks_alike(rank):
 
 
 @on_ranks(4)
-def test_what_cannot_be_is_refused(rank):
+def test_unsupported_groups_modules_and_states_raise(rank):
     mesh = shard_mesh()
     group = mesh["replicate"].get_group()
 
@@ -215,11 +215,11 @@ def test_what_cannot_be_is_refused(rank):
     mixed = nn.ModuleList([model, nn.Linear(2, 2)])
     refused(rf"parameter 1\.weight {rule} one that is not sharded", mixed)
     refused(rf"parameter p\.0 {rule} .*Replicate", fully_shard(Dictated(SHAPES), mesh=mesh))
-    whole = distribute_tensor(torch.zeros(5), mesh["shard"], [Replicate()])
-    refused(rf"parameter 0 {rule} \(Replicate", nn.ParameterList([nn.Parameter(whole)]))
+    replicated = distribute_tensor(torch.zeros(5), mesh["shard"], [Replicate()])
+    refused(rf"parameter 0 {rule} \(Replicate", nn.ParameterList([nn.Parameter(replicated)]))
 
     averager = DCTAverager(model, period=1, process_group=group)
-    # Parts of one size, along the other dimension of a square.
+    # Shards of a square matrix by rows and by columns have the same size.
     squares = Dictated([(4, 4)]), Dictated([(4, 4)])
     fully_shard(squares[0], mesh=mesh["shard"])
     fully_shard(squares[1], mesh=mesh["shard"], shard_placement_fn=lambda _: Shard(1))
@@ -236,15 +236,15 @@ def test_what_cannot_be_is_refused(rank):
     with pytest.raises(ValueError, match=f"shard must be {rank} of 4, as in this run, {got}"):
         other.load_state_dict(averager.state_dict())
 
-    # One rank's refusal reaches all, at once; nothing works on these groups from then on.
+    # An error on one rank reaches all ranks immediately. These groups are unusable afterwards.
     wrong = {"period": 0} if rank == 1 else {}
     error, text = (ValueError, "period must be in") if rank == 1 else (RuntimeError, "from rank 1")
     refused(text, model, error, **wrong)
 
 
 @on_ranks(4)
-def test_changes_that_overflow_in_one_shard_are_refused_in_all(rank):
-    """Finite on both replicas; their sum is not, in the first row of p.0."""
+def test_overflow_in_one_shard_raises_on_all_ranks(rank):
+    """Changes in the first row of p.0 are finite on both replicas, but their sum overflows."""
     mesh = shard_mesh()
     model, _ = _sharded(mesh)
     averager = DCTAverager(model, period=1, process_group=mesh["replicate"].get_group())
@@ -256,8 +256,8 @@ def test_changes_that_overflow_in_one_shard_are_refused_in_all(rank):
         with pytest.raises(RuntimeError, match=f"or changes that overflow, in {where}$"):
             averager.average_parameters()
         assert torch.equal(_full(model), before)
-        for own in _locals(model):
-            own += 1
+        for local in _locals(model):
+            local += 1
         averager.average_parameters()
     averager.flush()
     assert_same(_full(model))

@@ -1,4 +1,4 @@
-"""Checkpoints at every entry point: resumed bit for bit, or moved to other transports and ranks."""
+"""Checkpoints at every entry point: bitwise resume, and loads with other transports and ranks."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from dct_parallel import DCTAverager, dct_fully_shard_hook, merge_states
 from entry_points import Hook, LocalSteps, NodeMesh, Sharded
-from nodes import TRANSPORTS, sum_of_all
+from nodes import TRANSPORTS, rank_sum
 from ranks import (
     assert_same_states,
     batch,
@@ -27,35 +27,35 @@ from ranks import (
     train_step,
 )
 
-# Rows that two shards cannot divide, one row for both, a small tensor, and more than one block.
+# Rows that do not divide by 2, one row for two shards, a small tensor, and more than one block.
 SIZES = ((301, 7), (1, 900), (31,), (20_000,))
 NUMEL = 2107 + 900 + 31 + 20_000
 
 
 def _numbers(step, rank):
-    """Integers: sums, and means over a power of two, are exact."""
+    """Integers, so sums and means over a power of two are exact."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(-60, 61, (NUMEL,), generator=generator).float()
 
 
-def _load(entry, way, saved, moved=False):
-    if way == "file":
+def _load(entry, source, saved, converted=False):
+    if source == "file":
         entry.load(saved)
-    elif way == "state alone":
+    elif source == "state only":
         entry.state.load_state_dict(saved["dct"])
-    elif moved and isinstance(entry, Sharded):
+    elif converted and isinstance(entry, Sharded):
         entry.state.load_merged(saved)
     else:
         dcp.load(entry.parts(), checkpoint_id=saved)
 
 
-def _resumes(rank, make, options, folder):
-    """From files and by DCP, saved before compression starts, and in the middle.
+def _check_resume(rank, make, options, folder):
+    """Compare resumed runs with an uninterrupted one, from files and DCP folders.
 
-    An averager that is ahead of the base also gets its weights back from the state alone, after an
-    averaging. Between averagings the user loads them.
+    After an averaging, the state alone restores the weights of an averager with step_ahead. Between
+    averagings the user loads the weights.
     """
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
+    warnings.filterwarnings("ignore", category=FutureWarning)  # raised by DCP
     for transport in TRANSPORTS:
         settings = {"density": 0.02, "transport": transport, **options}
         undisturbed, saving, saved, results = (
@@ -70,20 +70,20 @@ def _resumes(rank, make, options, folder):
                 dcp.save(saving.parts(), checkpoint_id=path)
                 saved[step] = {"file": saving.file(), "dcp": path}
                 if step == 3 and options["step_ahead"]:
-                    saved[step]["state alone"] = saved[step]["file"]
+                    saved[step]["state only"] = saved[step]["file"]
             results.append(undisturbed.step(_numbers(step, rank)))
             assert torch.equal(saving.step(_numbers(step, rank)), results[-1])
-        for start, ways in saved.items():
-            for way, checkpoint in ways.items():
+        for start, checkpoints in saved.items():
+            for source, checkpoint in checkpoints.items():
                 resumed = make(SIZES, **settings)
                 if "period" in options and start != 3:
-                    _load(resumed, "state alone", ways["file"])
+                    _load(resumed, "state only", checkpoints["file"])
                     assert not resumed.weights().any()
-                _load(resumed, way, checkpoint)
+                _load(resumed, source, checkpoint)
                 assert resumed.state.step == start
-                assert_same_states(resumed.state.state_dict(), ways["file"]["dct"])
+                assert_same_states(resumed.state.state_dict(), checkpoints["file"]["dct"])
                 for step in range(start, start + 4):
-                    assert torch.equal(resumed.step(_numbers(step, rank)), results[step]), way
+                    assert torch.equal(resumed.step(_numbers(step, rank)), results[step]), source
         last = saving.state.state_dict()
         assert_same_states(resumed.state.state_dict(), last)
         dcp.save({"app": {"dct": last}}, checkpoint_id=folder / f"{transport} deep")
@@ -108,53 +108,53 @@ SMALL = {"bucket_cap_mb": 0.02}
         (LocalSteps, 2, {"period": 3, "step_ahead": True, "dtype": torch.bfloat16}),
     ],
 )
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(make, ranks, options, tmp_path):
-    run_ranks(_resumes, ranks, make, options, tmp_path)
+def test_resumed_run_is_bitwise_equal(make, ranks, options, tmp_path):
+    run_ranks(_check_resume, ranks, make, options, tmp_path)
 
 
-def _near(now, before):
+def _assert_near(now, before):
     torch.testing.assert_close(now, before, rtol=0, atol=1e-6 * before.abs().max().item())
 
 
-def _moves(rank, make, folder):
-    """All numbers are applied or pending: before a checkpoint, after it, and when more arrive."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
-    float32, few_bits = {"density": 0.05, "format": "float32"}, {"density": 1, "format": "int4"}
+def _check_conversion(rank, make, folder):
+    """Check that all numbers are applied or pending before a checkpoint, after it, and later."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # raised by DCP
+    float32, int4 = {"density": 0.05, "format": "float32"}, {"density": 1, "format": "int4"}
     for settings, others, (saved, loaded) in (
         (float32, {"density": 0.05}, TRANSPORTS),
         (float32, {"density": 0.05}, TRANSPORTS[::-1]),
-        (few_bits, few_bits, TRANSPORTS[::-1]),
+        (int4, int4, TRANSPORTS[::-1]),
     ):
         entry, total = make(SIZES, transport=saved, **settings, start_step=0), 0
         for step in range(4):
             entry.step(_numbers(step, rank))
             total = total + _numbers(step, rank).double()
-        total, pending = sum_of_all(total) / dist.get_world_size(), entry.pending()
-        _near(entry.applied + pending, total)
+        total, pending = rank_sum(total) / dist.get_world_size(), entry.pending()
+        _assert_near(entry.applied + pending, total)
         assert pending.count_nonzero() > 0.8 * NUMEL
         path = folder / f"{saved} {settings}"
         dcp.save(entry.parts(), checkpoint_id=path)
-        for way, checkpoint in (("file", entry.file()), ("dcp", path)):
+        for source, checkpoint in (("file", entry.file()), ("dcp", path)):
             again = make(SIZES, transport=loaded, **others, start_step=0)
-            _load(again, way, checkpoint, moved=True)
+            _load(again, source, checkpoint, converted=True)
             again.applied = entry.applied
-            _near(again.pending(), pending)
+            _assert_near(again.pending(), pending)
             for _ in range(3):
                 again.step(torch.zeros(NUMEL))
-            _near(again.applied + again.pending(), total)
+            _assert_near(again.applied + again.pending(), total)
             assert (again.applied - entry.applied).count_nonzero() > 1000
-        _load(again, way, checkpoint, moved=True)  # into buckets that are in use
-        _near(again.pending(), pending)
+        _load(again, source, checkpoint, converted=True)  # into buckets that are in use
+        _assert_near(again.pending(), pending)
 
 
 @pytest.mark.parametrize("make, ranks", [(Hook, 2), (NodeMesh, 4), (Sharded, 4), (LocalSteps, 2)])
-def test_a_state_moves_to_the_other_transport_and_a_different_format(make, ranks, tmp_path):
-    run_ranks(_moves, ranks, make, tmp_path)
+def test_state_loads_into_a_different_transport_and_format(make, ranks, tmp_path):
+    run_ranks(_check_conversion, ranks, make, tmp_path)
 
 
 BY_OWNERS = {"transport": "reduce_scatter"}
-FEW_BITS = {"format": "int4", "density": 1}  # the default transport depends on the replicas
-MERGED = [  # (ranks, entry point, settings) that save, those that load the merged state
+INT4 = {"format": "int4", "density": 1}  # the default transport depends on the number of replicas
+MERGED = [  # (ranks, entry point, settings) of the saving run, and of each loading run
     ((1, Hook, {}), [(2, Hook, {})]),
     ((2, Hook, {}), [(1, Hook, {}), (4, Hook, {}), (4, NodeMesh, {})]),
     ((2, Hook, BY_OWNERS), [(1, Hook, BY_OWNERS), (4, NodeMesh, {}), (4, Hook, BY_OWNERS)]),
@@ -167,65 +167,65 @@ MERGED = [  # (ranks, entry point, settings) that save, those that load the merg
     ((4, LocalSteps, BY_OWNERS), [(2, LocalSteps, {})]),
     ((4, Sharded, {"mesh": (2, 2)}), [(2, Sharded, {"mesh": (2, 1)})]),
     ((4, Sharded, {"mesh": (4, 1)}), [(2, Sharded, {"mesh": (2, 1)})]),
-    ((4, Sharded, {"mesh": (4, 1)} | FEW_BITS), [(4, Sharded, {"mesh": (2, 2)} | FEW_BITS)]),
+    ((4, Sharded, {"mesh": (4, 1)} | INT4), [(4, Sharded, {"mesh": (2, 2)} | INT4)]),
 ]
 
 
-def _made(make, settings):
+def _make(make, settings):
     return make(SIZES, start_step=0, **{"density": 0.05} | settings)
 
 
-def _saved(rank, jobs):
-    """Of each job what was applied and is pending, the exact mean, and this rank's checkpoint."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
+def _save(rank, jobs):
+    """Return (applied, pending, the exact mean, this rank's checkpoint) of each job."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # raised by DCP
     found = []
     for make, settings, folder in jobs:
-        entry = _made(make, settings)
+        entry = _make(make, settings)
         for step in range(4):
             entry.step(_numbers(step, rank))
-        total = sum_of_all(sum(_numbers(step, rank).double() for step in range(4)))
+        total = rank_sum(sum(_numbers(step, rank).double() for step in range(4)))
         dcp.save({"app": {"dct": entry.state.state_dict()}}, checkpoint_id=folder)
-        file = None if make is Sharded else entry.file()  # its tensors need their mesh
+        file = None if make is Sharded else entry.file()  # DTensors need their mesh
         found.append((entry.applied, entry.pending(), total / dist.get_world_size(), file))
     return found
 
 
-def _loaded(rank, jobs):
+def _load_and_check(rank, jobs):
     for make, settings, folder, merged, (applied, pending, total, file) in jobs:
-        entry = _made(make, settings)
+        entry = _make(make, settings)
         if make is Sharded:
             entry.state.load_merged(folder, key="app.dct")
         else:
             entry.load({**file, "dct": merged})
         assert entry.state.step == 4
         entry.applied = applied
-        _near(entry.pending(), pending)
+        _assert_near(entry.pending(), pending)
         for _ in range(3):
             entry.step(torch.zeros(NUMEL))
-        _near(entry.applied + entry.pending(), total)
+        _assert_near(entry.applied + entry.pending(), total)
         assert (entry.applied - applied).count_nonzero() > 500, (make, settings)
 
 
-def test_what_is_pending_moves_to_other_numbers_of_ranks(tmp_path):
+def test_merged_state_loads_on_a_different_number_of_ranks(tmp_path):
     loads = {1: [], 2: [], 4: []}
     for ranks in loads:
         cases = [(saver[1:], loaders) for saver, loaders in MERGED if saver[0] == ranks]
         folders = [tmp_path / f"{ranks} {number}" for number in range(len(cases))]
         jobs = [(*saver, folder) for (saver, _), folder in zip(cases, folders, strict=True)]
-        by_rank = run_ranks(_saved, ranks, jobs)
+        by_rank = run_ranks(_save, ranks, jobs)
         for case, (_, loaders) in enumerate(cases):
             found, merged = by_rank[0][case], None
             if jobs[case][0] is not Sharded:
                 merged = merge_states(every[case][3]["dct"] for every in reversed(by_rank))
                 assert_same_states(merged, merge_states(folders[case], key="app.dct"))
                 for name, parts in entry(merged)["parameters"].items():
-                    own = entry(found[3]["dct"])["parameters"][name]
-                    assert parts["owner_residual"] == () and parts.keys() == own.keys()
-                    assert "base" not in own or torch.equal(parts["base"], own["base"])
+                    saved = entry(found[3]["dct"])["parameters"][name]
+                    assert parts["owner_residual"] == () and parts.keys() == saved.keys()
+                    assert "base" not in saved or torch.equal(parts["base"], saved["base"])
             for others, make, settings in loaders:
                 loads[others].append((make, settings, folders[case], merged, found))
     for ranks, jobs in loads.items():
-        run_ranks(_loaded, ranks, jobs)
+        run_ranks(_load_and_check, ranks, jobs)
 
 
 CALLS = {
@@ -235,7 +235,7 @@ CALLS = {
 }
 
 
-def _told(rank, make, settings):
+def _resume_at_different_steps(rank, make, settings):
     run, saved, calls = make(SIZES, density=0.05, start_step=0, **settings), [], CALLS[make]
     for step in range(4):
         saved.append(run.state.state_dict())
@@ -252,20 +252,20 @@ def _told(rank, make, settings):
             with pytest.raises(ValueError, match=f"dct::{op}: {text}"):
                 if op == "flush":
                     run.state.flush()
-                for step in range(2):  # ranks that average are a step apart
+                for step in range(2):  # period 2: ranks average in different calls
                     run.step(_numbers(step, rank))
 
 
 @pytest.mark.parametrize(
     "make, settings", [(Hook, {}), (Sharded, {"mesh": (2, 1)}), (LocalSteps, {"period": 2})]
 )
-def test_ranks_that_resume_at_different_steps_are_told(make, settings):
-    run_ranks(_told, 2, make, settings)
+def test_resuming_at_different_steps_raises(make, settings):
+    run_ranks(_resume_at_different_steps, 2, make, settings)
 
 
 @on_ranks(1)
-def test_a_state_of_a_compiled_module_is_loaded_without_compilation(rank):
-    """As torch.compile wraps a module; of the largest period."""
+def test_state_of_a_compiled_module_loads_into_an_eager_one(rank):
+    """torch.compile adds the `_orig_mod` prefix. The period is the largest that is allowed."""
     model = nn.Linear(30, 30)
     averager = DCTAverager(nn.ModuleDict({"_orig_mod": model}), period=2**31 - 1)
     averager.average_parameters()
@@ -275,8 +275,8 @@ def test_a_state_of_a_compiled_module_is_loaded_without_compilation(rank):
     assert list(entry(averager.state_dict())["parameters"]) == ["weight", "bias"]
 
 
-def _restarted(rank, folder, killed):
-    """Trains from the last complete checkpoint on, and may be killed, in a step or in a save."""
+def _train_from_last_checkpoint(rank, folder, killed):
+    """Resume from the last complete checkpoint; `killed` is (rank, step, "step" or "save")."""
     mesh, model = shard_mesh(2, 1), mlp(depth=2)
     fully_shard(model[0], mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
     fully_shard(model, mesh=mesh["shard"])
@@ -302,21 +302,21 @@ def _restarted(rank, folder, killed):
             if (rank, step, "save") == killed:
                 torch.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
             dcp.save(saved(), checkpoint_id=folder / str(step))
-    (own,) = state.state_dict()["replicas"].values()
-    pending = [part["residual"].to_local().flatten() for part in own["parameters"].values()]
+    (saved_entry,) = state.state_dict()["replicas"].values()
+    pending = [part["residual"].to_local().flatten() for part in saved_entry["parameters"].values()]
     weights = [parameter.full_tensor().detach().flatten() for parameter in model.parameters()]
     return began, torch.cat(weights), torch.cat(pending)
 
 
-def test_killed_and_started_again_is_the_undisturbed_run(tmp_path):
-    whole = run_ranks(_restarted, 2, tmp_path / "whole", None)
+def test_restart_after_a_kill_is_bitwise_equal(tmp_path):
+    uninterrupted = run_ranks(_train_from_last_checkpoint, 2, tmp_path / "whole", None)
     for killed, left in (((1, 4, "step"), 2), ((1, 5, "save"), 2), ((0, 8, "save"), 5)):
         with pytest.raises(RuntimeError, match=r"exit codes .*-9"):
-            run_ranks(_restarted, 2, tmp_path / "parts", killed)
+            run_ranks(_train_from_last_checkpoint, 2, tmp_path / "parts", killed)
         complete = sorted(path.parent.name for path in (tmp_path / "parts").glob("*/.metadata"))
         assert complete[-1] == str(left)
-    again = run_ranks(_restarted, 2, tmp_path / "parts", None)
-    for (_, weights, pending), (began, *same) in zip(whole, again, strict=True):
+    again = run_ranks(_train_from_last_checkpoint, 2, tmp_path / "parts", None)
+    for (_, weights, pending), (began, *same) in zip(uninterrupted, again, strict=True):
         assert began == 6
         assert all(map(torch.equal, (weights, pending), same))
         assert pending.count_nonzero() > 1000

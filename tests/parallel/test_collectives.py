@@ -1,4 +1,4 @@
-"""Collectives, the executor they run on, and the meter that counts them."""
+"""Collectives, the executors that run them, and the meter that counts their bytes."""
 
 import gc
 import threading
@@ -21,11 +21,11 @@ from wire_meter import WireMeter
 
 
 @on_ranks(2)
-def test_all_gather_under_its_old_and_its_new_name(rank):
+def test_all_gather_with_old_and_new_names(rank):
     expected = torch.arange(6, dtype=torch.float32).view(2, 3)
     for names in (("all_gather_single", "all_gather_into_tensor"), ("all_gather_into_tensor",)):
         if "all_gather_single" not in names and hasattr(dist, "all_gather_single"):
-            del dist.all_gather_single  # as before torch 2.13
+            del dist.all_gather_single  # absent before torch 2.13
             warnings.simplefilter("ignore", FutureWarning)
         output = torch.zeros(2, 3)
         collectives.all_gather(output, expected[rank].clone(), dist.group.WORLD)
@@ -47,8 +47,8 @@ def _job(done, index):
     return (lambda: done.append(("complete", index))) if index % 4 else None
 
 
-def test_a_worker_keeps_the_order_and_hands_on_errors():
-    """A job is complete before the next one starts."""
+def test_thread_executor_keeps_order_and_raises_errors():
+    """Each job is complete before the next one starts."""
     worker, done = ThreadExecutor(), []
     futures = [worker.submit(partial(_job, done, index), index) for index in range(10)]
     worker.submit_after(lambda: done.append("after")).wait()
@@ -63,7 +63,7 @@ def test_a_worker_keeps_the_order_and_hands_on_errors():
     assert done == [*expected, "after"]
 
 
-def test_inline_jobs_start_in_order_and_are_completed_in_order():
+def test_inline_executor_starts_and_completes_in_order():
     inline, done = InlineExecutor(), []
     name = threading.current_thread().name
     futures = [inline.submit(partial(_job, done, index), index) for index in range(4)]
@@ -76,13 +76,13 @@ def test_inline_jobs_start_in_order_and_are_completed_in_order():
     assert [future.wait() for future in futures] == [0, 1, 2, 3]
 
 
-def test_a_worker_ends_with_its_owner_and_keeps_nothing_alive():
-    before = set(threading.enumerate())  # some of these may end meanwhile
+def test_thread_executor_ends_with_its_owner_and_keeps_nothing_alive():
+    before = set(threading.enumerate())  # some of these may end during the test
     worker, owned = ThreadExecutor(), torch.ones(3)
     watch = weakref.ref(owned)
     worker.submit(lambda owned=owned: (owned.add_(1), None)[1], None).wait()
     del owned
-    for _ in range(100):  # the thread lets go of a job just after completing its future
+    for _ in range(100):  # the thread releases a job shortly after it completes the future
         gc.collect()
         if watch() is None:
             break
@@ -96,8 +96,8 @@ def test_a_worker_ends_with_its_owner_and_keeps_nothing_alive():
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @on_ranks("world_size")
-def test_the_meter_counts_what_a_rank_sends(rank):
-    """Bytes of every collective that this torch has, against the formulas, 840 bytes each."""
+def test_meter_counts_bytes_per_rank(rank):
+    """Compare the bytes of each collective with its formula, for a tensor of 840 bytes."""
     ranks = dist.get_world_size()
     x, parts = torch.ones(210), [torch.empty(210) for _ in range(ranks)]
     flat, short = torch.empty(210 * ranks), torch.empty(840 // 4 // ranks)
@@ -116,7 +116,7 @@ def test_the_meter_counts_what_a_rank_sends(rank):
         "broadcast": (reduce, lambda f: f(x.clone(), src=0)),
         "all_to_all_single": ((ranks - 1) * 240 // ranks, lambda f: f(torch.empty(12, 5), even)),
     }
-    if ranks == 4:  # 210 does not divide: 52 elements a rank
+    if ranks == 4:  # 210 does not divide by 4: 52 elements per rank
         calls["reduce_scatter_tensor"] = (3 * 208, calls["reduce_scatter_tensor"][1])
         calls["reduce_scatter_single"] = (3 * 208, calls["reduce_scatter_single"][1])
     warnings.simplefilter("ignore", FutureWarning)  # the old names
@@ -135,9 +135,9 @@ def test_the_meter_counts_what_a_rank_sends(rank):
             thread.join()
         assert inner.take() == meter.take() == 2 * (ranks - 1) * 400 // ranks
         assert meter.take() == 0
-        few = dist.new_group([0, 1])
-        warnings.simplefilter("ignore", UserWarning)  # what ranks outside are told
-        dist.all_reduce(torch.ones(100), group=few)
+        subgroup = dist.new_group([0, 1])
+        warnings.simplefilter("ignore", UserWarning)  # torch warns on ranks outside the group
+        dist.all_reduce(torch.ones(100), group=subgroup)
         assert meter.take() == (400 if dist.get_rank() in (0, 1) else 0)
     assert {name: getattr(dist, name, None) for name in calls} == originals
 
@@ -167,13 +167,13 @@ def _bytes_of_one_step(rank, sizes, compressed):
 
 
 @pytest.mark.parametrize("sizes", [DLRM, DLRM + TABLES], ids=["mlp", "mlp and tables"])
-def test_dlrm_sends_a_hundredth_of_the_bytes_of_a_float32_all_reduce(sizes):
+def test_dlrm_sends_150_times_fewer_bytes_than_float32(sizes):
     (dense, _), _ = run_ranks(_bytes_of_one_step, 2, sizes, False)
     (sent, buckets), (same, _) = run_ranks(_bytes_of_one_step, 2, sizes, True)
     assert dense == 4 * sum(sizes)
     assert sent == same
-    # The formula: entries of 2 + 2 bytes; and per bucket a header, a start for every 16,384
-    # elements and at most two roundings to 16 bytes.
+    # Formula: 2 + 2 bytes per entry. Each bucket adds a header, a start per 16,384 elements, and at
+    # most two roundings to 16 bytes.
     least = 4 * 1.25 * 0.005 * sum(sizes)
     framing = 64 * buckets + 4 * (sum(sizes) / 16384 + 2 * buckets) + 3 * 16 * buckets
     assert least < sent <= least + framing + 4 * buckets
@@ -181,8 +181,8 @@ def test_dlrm_sends_a_hundredth_of_the_bytes_of_a_float32_all_reduce(sizes):
 
 
 @on_ranks(1)
-def test_the_meter_leaves_ddp_as_it_found_it(rank):
-    """Nothing is counted, nor broken, once the meter is left."""
+def test_meter_restores_ddp(rank):
+    """After the meter exits, DDP works and the meter counts nothing."""
     with WireMeter() as meter:
         pass
     model = DDP(mlp())
@@ -190,6 +190,6 @@ def test_the_meter_leaves_ddp_as_it_found_it(rank):
     assert meter.take() == 0
 
 
-def test_a_meter_of_anything_but_a_group_is_refused():
+def test_meter_requires_a_process_group():
     with pytest.raises(TypeError, match=r"group must be a process group .*, got 3"):
         WireMeter(3)

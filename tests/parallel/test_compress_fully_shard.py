@@ -1,4 +1,4 @@
-"""compress_fully_shard: the bits that ranks compute with, and the sums of their gradients."""
+"""compress_fully_shard: bits of the gathered weights and of the reduced gradients."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def _trained(rank, compress, steps=3, **options):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks("ranks")
-def test_without_rounding_the_bits_are_those_of_torch(rank):
+def test_unrounded_formats_are_bitwise_equal_to_torch(rank):
     for dtype in (None, torch.bfloat16):
         for reshard in (True, False):
             options = {
@@ -48,7 +48,7 @@ def test_without_rounding_the_bits_are_those_of_torch(rank):
 
 
 class Recorded(torch.autograd.Function):
-    """x @ weight.T, and copies of the weight in `log` whenever it is read."""
+    """Computes x @ weight.T, and appends a copy of the weight to `log` for each use."""
 
     @staticmethod
     def forward(ctx, x, weight, log):
@@ -65,7 +65,7 @@ class Recorded(torch.autograd.Function):
 
 
 class Recording(nn.Module):
-    """Layers that record the weights that they compute with."""
+    """Layers that record the weights that they use."""
 
     def __init__(self, use_reentrant=None):
         super().__init__()
@@ -77,7 +77,7 @@ class Recording(nn.Module):
 
     def forward(self, x):
         if torch.is_grad_enabled():
-            x.requires_grad_()  # reentrant checkpoints need it
+            x.requires_grad_()  # required by reentrant checkpoints
         for block in self.blocks:
             if self._use_reentrant is None or not torch.is_grad_enabled():
                 x = block(x)
@@ -86,8 +86,8 @@ class Recording(nn.Module):
         return x
 
 
-def _one(copies):
-    """The one value that all copies are, on all ranks."""
+def _require_equal(copies):
+    """Check that all copies on all ranks are equal; return the first."""
     assert all(torch.equal(copy, copies[0]) for copy in copies)
     assert_same(copies[0])
     return copies[0]
@@ -95,10 +95,10 @@ def _one(copies):
 
 @pytest.mark.parametrize("format", ["int8", "int4", "bfloat16"])
 @on_ranks(2)
-def test_all_ranks_and_passes_of_a_step_compute_with_equal_bits(rank, format):
+def test_all_ranks_and_passes_use_bitwise_equal_weights(rank, format):
     for use_reentrant, dtype in ((None, None), (False, None), (True, torch.bfloat16)):
         if dtype is not None and format == "bfloat16":
-            continue  # that is torch's all-gather
+            continue  # torch gathers bfloat16 weights itself
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         model = sharded(Recording(use_reentrant), mp_policy=policy)
         state = compress_fully_shard(model, weights=format)
@@ -114,7 +114,7 @@ def test_all_ranks_and_passes_of_a_step_compute_with_equal_bits(rank, format):
             exact = [weight.to(dtype) for weight in full_weights(model).values()]
             for log, weight in zip(model.logs, exact, strict=True):
                 assert len(log) == reads
-                used = _one(log)
+                used = _require_equal(log)
                 rounded = not torch.equal(used, weight)
                 assert rounded == (format != "int4" or step > 0)
                 top = weight.abs().max() if format != "int4" else 2e-3
@@ -123,15 +123,15 @@ def test_all_ranks_and_passes_of_a_step_compute_with_equal_bits(rank, format):
                 )
                 log.clear()
             optimizer.step()
-        assert state.stats()["step"] == 4  # though the root has no gradients of its own
+        assert state.stats()["step"] == 4  # although the root has no parameters of its own
 
 
-# Rows that 3 ranks do not divide, one row for all of them, and small parameters between them.
+# Rows that do not divide by 3, a single row, and small parameters between them.
 SHAPES = ((61, 40), (37,), (1, 900), (5,), (64, 30))
 
 
 def _part(tensors, rank, ranks):
-    """A rank's part of what FSDP2 gathers or reduces: rows in equal chunks, filled up with 0."""
+    """Return a rank's shards as FSDP2 sends them: equal chunks of rows, zero-padded."""
     parts = []
     for tensor in tensors:
         rows = -(-len(tensor) // ranks)
@@ -142,7 +142,7 @@ def _part(tensors, rank, ranks):
 
 
 def _payload(parts, format):
-    """Of matrices, in the reference's eager code; of small parameters 0."""
+    """Return the reference's payload of the matrices, with zeros for small parameters."""
     flat = torch.cat([p * (len(s) > 1) for p, s in zip(parts, SHAPES, strict=True)])
     payload = torch.zeros(quantized_payload_bytes(len(flat), format), dtype=torch.uint8)
     reference.quantize_pack(None, flat, payload, format)
@@ -150,7 +150,7 @@ def _payload(parts, format):
 
 
 def _summed(by_rank, format, dtype, scale=1.0):
-    """The sum of these ranks' parts in rank order, as an owner should compute it."""
+    """Return the sum of the ranks' parts in rank order, as an owner computes it."""
     total = torch.empty(sum(map(len, by_rank[0])), dtype=dtype)
     payloads = torch.stack([_payload(parts, format) for parts in by_rank])
     reference.dequantize_sum(payloads, total, format, scale)
@@ -178,18 +178,18 @@ def test_owners_sum_gradients_in_rank_order_in_float32(rank, format):
                 Dictated(SHAPES), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)
             )
             compress_fully_shard(model, weights=None, gradients=format)
-            if factor is not None:  # torch on gloo cannot, unless it is forced to sum
+            if factor is not None:  # with gloo, torch supports this only for forced sums
                 model.set_gradient_divide_factor(factor)
             model(*_dictated_gradients(0, rank)).backward()
             everyone = [[g.to(dtype) for g in _dictated_gradients(0, r)] for r in range(3)]
             scale = 1 / (factor or 3)
-            parts = [_part(own, rank, 3) for own in everyone]
+            parts = [_part(grads, rank, 3) for grads in everyone]
             expected = _summed(parts, format, dtype, scale)
             for index, (parameter, sums) in enumerate(zip(model.p, expected, strict=True)):
                 grad = parameter.grad.to_local()
                 assert torch.equal(grad.flatten(), sums[: grad.numel()].float())
-                exact = sum(own[index].double() for own in everyone) * scale
-                top = sum(g.abs().max() for own in everyone for g in own) / 3
+                exact = sum(grads[index].double() for grads in everyone) * scale
+                top = sum(g.abs().max() for grads in everyone for g in grads) / 3
                 most = ROUNDING[format] * top * 3 * scale if grad.dim() > 1 else 0
                 most += (2**-7 if dtype == torch.bfloat16 else 1e-6) * exact.abs().max()
                 assert (parameter.grad.full_tensor() - exact).abs().max() <= most
@@ -197,8 +197,8 @@ def test_owners_sum_gradients_in_rank_order_in_float32(rank, format):
 
 @pytest.mark.parametrize("format", ["int8", "int4", "bfloat16"])
 @on_ranks(3)
-def test_gathered_weights_are_those_of_messages(rank, format):
-    """By the reference's eager code; in "int4" the changes of weights are messages."""
+def test_gathered_weights_match_the_reference(rank, format):
+    """In "int4" the messages contain changes of weights."""
     model = fully_shard(Dictated(SHAPES))
     compress_fully_shard(model, weights=format)
     kept = [None] * 3
@@ -222,8 +222,8 @@ def test_gathered_weights_are_those_of_messages(rank, format):
 
 
 @on_ranks(2)
-def test_rounding_errors_of_changes_do_not_add_up(rank):
-    """An error e is part of the next change d, so the next is at most ROUNDING * (d + e)."""
+def test_rounding_errors_do_not_accumulate(rank):
+    """An error e is added to the next change d, so the next error is at most ROUNDING * (d + e)."""
     model = sharded()
     compress_fully_shard(model, weights="int4")
 
@@ -235,20 +235,20 @@ def test_rounding_errors_of_changes_do_not_add_up(rank):
     assert error() == 0
 
     def move(size):
-        """Add a random change to all weights, the same on all ranks."""
+        """Add the same random change to all weights on all ranks."""
         weights = list(full_weights(model).values())
         set_weights(model, [w + torch.empty_like(w).uniform_(-size, size) for w in weights])
 
     torch.manual_seed(0)
-    half, most = ROUNDING["int4"], 0.0
+    rounding, most = ROUNDING["int4"], 0.0
     for _ in range(200):
         move(0.01)
-        most, found = half * (0.01 + most) + 1e-6, error()
-        assert 0.2 * half * 0.01 < found <= most
-    assert most < 1.1 * half * 0.01
-    assert error() == found  # nothing has moved
+        most, found = rounding * (0.01 + most) + 1e-6, error()
+        assert 0.2 * rounding * 0.01 < found <= most
+    assert most < 1.1 * rounding * 0.01
+    assert error() == found  # weights have not changed
     for _ in range(6):
         move(1e-7)
         last, found = found, error()
-        assert found <= half * (last + 1e-7) + 1e-6
+        assert found <= rounding * (last + 1e-7) + 1e-6
     assert found < 2e-6

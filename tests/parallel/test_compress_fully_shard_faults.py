@@ -1,4 +1,4 @@
-"""compress_fully_shard: bad numbers, damaged messages, ranks that are gone, and wrong calls."""
+"""compress_fully_shard: non-finite values, corrupted messages, killed ranks, and invalid calls."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def _step(model, step, rank, optimizer=None):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @on_ranks(2)
-def test_a_weight_that_is_not_finite_is_so_on_every_rank_until_it_is_repaired(rank, bad):
+def test_nonfinite_weight_reaches_every_rank_until_repaired(rank, bad):
     for format in FORMATS:
         for name in ("blocks.1.linear.weight", "blocks.0.norm.bias"):
             model = sharded()
@@ -44,20 +44,20 @@ def test_a_weight_that_is_not_finite_is_so_on_every_rank_until_it_is_repaired(ra
                 part.view(-1)[3] = bad
             for _ in range(2):
                 found = computed_weights(model)
-                few = name.endswith("weight") and format != "bfloat16"  # the 64 of a scale
-                assert 1 <= (~found[name].isfinite()).sum() <= (64 if few else 1)
+                quantized = name.endswith("weight") and format != "bfloat16"  # 64 share a scale
+                assert 1 <= (~found[name].isfinite()).sum() <= (64 if quantized else 1)
                 others = [weight for other, weight in found.items() if other != name]
-                assert sum((~w.isfinite()).sum() for w in others) <= 64 * few
+                assert sum((~w.isfinite()).sum() for w in others) <= 64 * quantized
                 assert_same(torch.stack([(~w.isfinite()).sum() for w in found.values()]))
             if rank == 1:
                 part.view(-1)[3] = good
-            found = computed_weights(model)  # in int4, what was lost starts from 0
+            found = computed_weights(model)  # in int4, lost entries are sent as changes from 0
             assert all((found[n] - exact[n]).abs().max() < 0.02 for n in exact)
             assert_same(torch.cat([weight.flatten() for weight in found.values()]))
 
 
 @on_ranks(2)
-def test_a_scaler_skips_gradients_that_are_not_finite(rank):
+def test_scaler_skips_nonfinite_gradients(rank):
     for format in FORMATS:
         model = sharded()
         state = compress_fully_shard(model, weights=format, gradients=format)
@@ -78,8 +78,8 @@ def test_a_scaler_skips_gradients_that_are_not_finite(rank):
         assert scaler.get_scale() == 2.0 and state.stats()["step"] == 4
 
 
-def _damage(patch, module, name, call):
-    """Rank 1 will receive rank 0's message in this call of a collective without its first byte."""
+def _corrupt(patch, module, name, call):
+    """In this call of a collective, rank 1 receives 0 as the first byte of rank 0's message."""
     collective, calls = getattr(module, name), []
 
     def in_flight(output, *args, **kwargs):
@@ -96,7 +96,7 @@ def _module_of(name):
 
 
 def _require_raised(state, model, rank, what, module):
-    """Rank 1 raises at the end of the next step, and from then on in every call."""
+    """Check that rank 1 raises at the end of the next step and in every later call."""
     if rank == 0:
         _step(model, 2, rank)
         state.close()
@@ -110,39 +110,39 @@ def _require_raised(state, model, rank, what, module):
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @on_ranks(2)
-def test_a_damaged_message_of_weights_adds_nothing(rank, format):
+def test_corrupted_weight_message_adds_nothing(rank, format):
     for call, module in enumerate(("(root)", "blocks.0", "blocks.1")):
         model = sharded()
         state = compress_fully_shard(model, weights=format)
         before = computed_weights(model)
         _step(model, 0, rank, torch.optim.AdamW(model.parameters(), lr=1e-3))
         with pytest.MonkeyPatch.context() as patch:
-            _damage(patch, shard_collectives, "all_gather", call)
+            _corrupt(patch, shard_collectives, "all_gather", call)
             found = computed_weights(model)
         for name, weight in found.items():
             if format == "int4" and weight.dim() < 2:
-                continue  # small parameters are sent themselves, not their changes
+                continue  # small parameters are not sent as changes
             without = before[name] if format == "int4" else torch.zeros_like(weight)
             rows = -(-len(weight) // 2)
             damaged = torch.equal(weight[:rows], without[:rows])
             assert damaged == (rank == 1 and _module_of(name) == module), (name, module)
-        _step(model, 1, rank)  # which these gathers are a part of
+        _step(model, 1, rank)  # this step includes the gathers above
         _require_raised(state, model, rank, "weights", module)
 
 
 @on_ranks(2)
-def test_a_damaged_message_of_gradients_adds_nothing(rank):
-    # In a callback at the end, where the inputs of a module have no gradient.
+def test_corrupted_gradient_message_adds_nothing(rank):
+    # Modules whose inputs have no gradient are reduced in a callback at the end of the pass.
     for call, module in enumerate(("blocks.1", "(root)", "blocks.0")):
         found = []
-        for factor in (0, 1):  # nothing comes from rank 0, or a message that is damaged
+        for factor in (0, 1):  # rank 0 sends zeros, or a corrupted message
             model = sharded()
             state = compress_fully_shard(model)
             _step(model, 0, rank)
             model.zero_grad()
             with pytest.MonkeyPatch.context() as patch:
                 if factor:
-                    _damage(patch, dist, "all_to_all_single", call)
+                    _corrupt(patch, dist, "all_to_all_single", call)
                 (loss_of(model, 1, rank) * (1 if rank == 1 else factor)).backward()
             found.append([p.grad.to_local().clone() for p in model.parameters()])
         for (name, _), without, damaged in zip(model.named_parameters(), *found, strict=True):
@@ -152,7 +152,7 @@ def test_a_damaged_message_of_gradients_adds_nothing(rank):
 
 
 class _NoReads(TorchDispatchMode):
-    """Fails where the host would wait for a tensor of a device."""
+    """Raises for ops that would synchronize the host with a device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func not in (
@@ -167,7 +167,7 @@ class _NoReads(TorchDispatchMode):
 
 
 @on_ranks(2)
-def test_the_host_does_not_wait_in_collectives(rank):
+def test_collectives_do_not_synchronize_the_host(rank):
     inside, calls, reads = [], [], []
     for kind in (shard_collectives.WeightGather, shard_collectives.GradientReduceScatter):
 
@@ -196,7 +196,7 @@ def test_the_host_does_not_wait_in_collectives(rank):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(3):
             _step(model, step, rank, optimizer)
-        assert reads == [False] * 2  # of the two steps before
+        assert reads == [False] * 2  # results of the two previous steps
         reads.clear()
     assert set(calls) == {"WeightGather", "GradientReduceScatter"} and len(calls) == 3 * 3 * 9
     with _NoReads(), pytest.raises(AssertionError):
@@ -213,14 +213,14 @@ def _killed(rank):
         _step(model, step, rank)
 
 
-def test_where_a_rank_is_killed_the_others_raise():
-    text = r"exit codes \[1, 1, -9\](.|\n)*(closed|reset) by peer|Timed out"
+def test_surviving_ranks_raise_after_a_kill():
+    text = r"exit codes \[1, 1, -9\](.|\n)*((closed|reset) by peer|Timed out)"
     with pytest.raises(RuntimeError, match=text):
         run_ranks(_killed, 3)
 
 
 @on_ranks(2)
-def test_what_cannot_be_compressed_is_refused(rank):
+def test_unsupported_models_and_arguments_raise(rank):
     mesh = shard_mesh(2, 1)
 
     def refuses(error, text, model, **options):

@@ -1,4 +1,4 @@
-"""compress_fully_shard: bytes, checkpoints, and beside the hook between replicas."""
+"""compress_fully_shard: bytes, checkpoints, and the combination with dct_fully_shard_hook."""
 
 import copy
 
@@ -37,7 +37,7 @@ def _flat(weights):
 
 
 def _row(plan, name):
-    """The bytes of a gather and of a reduce-scatter, in a line of a plan."""
+    """Return the bytes of a gather and of a reduce-scatter from a row of the plan."""
     (line,) = (line for line in plan.splitlines() if line.startswith(name))
     return [int(cell.replace(",", "")) for cell in line.split()[-2:]]
 
@@ -51,7 +51,7 @@ POLICIES = (
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks("ranks")
-def test_bytes_are_those_below_torch_distributed(rank, ranks):
+def test_reported_bytes_match_the_meter(rank, ranks):
     formats = [None, "float32", "bfloat16", "int8", "int4"]
     for policy in POLICIES:
         totals = []
@@ -66,22 +66,23 @@ def test_bytes_are_those_below_torch_distributed(rank, ranks):
                     _train(model, rank, [1])
                     sent = meter.take()
                 gather, reduce = _row(state.plan(), "total")
-                # Gathers for the backward pass send nothing in int4, and else as much again.
+                # The backward pass gathers the weights again, except in int4.
                 again = reshards and format != "int4"
                 assert sent == state.stats()["wire_bytes"] == gather * (1 + again) + reduce
             totals.append((gather, reduce))
         dtype, sums = policy.param_dtype or torch.float32, policy.reduce_dtype or policy.param_dtype
         numel = sum(p.numel() for p in model.parameters()) * (ranks - 1) / ranks
-        whole = numel * dtype.itemsize, numel * (sums or dtype).itemsize
+        torch_bytes = numel * dtype.itemsize, numel * (sums or dtype).itemsize
         assert totals[0] == totals[1]
-        assert all(0.98 < found / few < 1.05 for found, few in zip(totals[0], whole, strict=True))
+        assert all(0.98 < a / b < 1.05 for a, b in zip(totals[0], torch_bytes, strict=True))
         for (gathered, reduced), bits in zip(totals[2:], (16, 8.25, 4.25), strict=True):
-            for found, few, is_sum in ((gathered, whole[0], False), (reduced, whole[1], True)):
-                if bits == 16 and few == 2 * numel and not is_sum:
-                    assert found == totals[0][0]  # bfloat16 is torch's own
-                else:  # and small parameters, headers, and the rest of rows of 1,024 entries
-                    few = numel * bits / 8
-                    assert 0.98 * few < found < few + 3 * (ranks - 1) * 1024 * bits / 8 + 2500, bits
+            cases = (gathered, torch_bytes[0], False), (reduced, torch_bytes[1], True)
+            for found, uncompressed, is_sum in cases:
+                if bits == 16 and uncompressed == 2 * numel and not is_sum:
+                    assert found == totals[0][0]  # torch sends bfloat16 itself
+                else:  # allows for small parameters, headers, and padding to 1,024 entries
+                    expected, padding = numel * bits / 8, 3 * (ranks - 1) * 1024 * bits / 8
+                    assert 0.98 * expected < found < expected + padding + 2500, bits
         lines = state.plan().splitlines()
         kept = (ranks + 1) * sum(-(-len(p) // ranks) * p[0].numel() for p in model.parameters())
         assert lines[-1] == (
@@ -91,8 +92,8 @@ def test_bytes_are_those_below_torch_distributed(rank, ranks):
         assert dense[0] == 2 * kept // (ranks + 1) * (ranks - 1) > dense[1]
 
 
-def _saved(how, folder, model, state):
-    """A function that loads the model and the state into others."""
+def _saver(how, folder, model, state):
+    """Save the model and the state; return a function that loads them into another pair."""
     saved = {"model": model.state_dict(), "compressed": state.state_dict()}
     if how == "dcp":
         dcp.save(saved, checkpoint_id=folder)
@@ -111,12 +112,12 @@ def _saved(how, folder, model, state):
 
 
 @pytest.mark.parametrize("how", ["file", "dcp"])
-def test_a_run_resumes_bit_for_bit(how, tmp_path):
+def test_resumed_run_is_bitwise_equal(how, tmp_path):
     run_ranks(_resumed, 2, how, tmp_path)
 
 
 def _resumed(rank, how, folder):
-    shard_mesh(1, 2)  # it silences warnings of DCP
+    shard_mesh(1, 2)  # silences warnings of DCP
     for format in ("int8", "int4"):
         for steps in (0, 3):
             for evaluates in (False, True):
@@ -127,7 +128,7 @@ def _resumed(rank, how, folder):
                 if evaluates:
                     computed_weights(model)
                 path = folder / f"{format}{steps}{evaluates}"
-                load = _saved(how, path, model, state)
+                load = _saver(how, path, model, state)
                 other = sharded(**options)
                 other_state = compress_fully_shard(other, weights=format, gradients=format)
                 load(other, other_state)
@@ -137,7 +138,7 @@ def _resumed(rank, how, folder):
                         _train(each, rank, [step])
                     assert torch.equal(*map(_flat, map(full_weights, (model, other))))
                     assert torch.equal(*map(_flat, map(computed_weights, (model, other))))
-                    if step == 1:  # of another rank's file, or without one, bits would differ
+                    if step == 1:  # without the compressed state, int4 weights differ
                         anew = sharded(**options)
                         anew.load_state_dict(copy.deepcopy(model.state_dict()))
                         compress_fully_shard(anew, weights=format, gradients=format)
@@ -145,7 +146,7 @@ def _resumed(rank, how, folder):
                         assert same == (format == "int8")
 
 
-def test_kept_weights_on_another_mesh(tmp_path):
+def test_kept_weights_load_on_a_different_mesh(tmp_path):
     run_ranks(_resharded, 4, tmp_path)
 
 
@@ -155,7 +156,7 @@ def _resharded(rank, folder):
     state = compress_fully_shard(model, weights="int4", gradients="int4")
     _train(model, rank, range(3))
     kept = computed_weights(model)
-    load = _saved("dcp", folder, model, state)
+    load = _saver("dcp", folder, model, state)
     refused = state.state_dict()
 
     other = sharded(mesh=mesh)
@@ -165,7 +166,7 @@ def _resharded(rank, folder):
     assert torch.equal(_flat(exact), _flat(full_weights(model)))
     apart = max((kept[name] - exact[name]).abs().max() for name in exact)
     most = max((found[name] - exact[name]).abs().max() for name in exact)
-    assert 0 < most <= ROUNDING["int4"] * apart + 1e-7  # a change from what had been kept
+    assert 0 < most <= ROUNDING["int4"] * apart + 1e-7  # the kept weights were the starting point
     _train(other, rank, range(2))
     assert_same(_flat(computed_weights(other)))
 
@@ -178,7 +179,7 @@ def _resharded(rank, folder):
 
 
 @on_ranks(2)
-def test_states_that_are_refused_change_nothing(rank):
+def test_invalid_states_change_nothing(rank):
     model = sharded()
     state = compress_fully_shard(model, weights="int4")
     _train(model, rank, range(2))
@@ -198,10 +199,10 @@ def test_states_that_are_refused_change_nothing(rank):
     refuses("kept must be a dict with strings as keys, got 0", kept=0)
     refuses("kept must be .*, got nothing", saved={n: v for n, v in good.items() if n != "kept"})
     refuses("step must be an integer in .*, got -1", step=-1)
-    few = {name: value for name, value in good["kept"].items() if name != "head.bias"}
+    incomplete = {name: value for name, value in good["kept"].items() if name != "head.bias"}
     text = "kept must be the weights of this model, got a difference in head.bias"
-    refuses(text, kept=few)
-    refuses(text, kept={**few, "other": few["head.weight"]})
+    refuses(text, kept=incomplete)
+    refuses(text, kept={**incomplete, "other": incomplete["head.weight"]})
     plain = {**good["kept"], "head.weight": torch.zeros(61, 70)}
     text = r"kept of head.weight must be a torch.float32 DTensor of \[61, 70\], cut like the weight"
     refuses(text, kept=plain)
@@ -209,18 +210,18 @@ def test_states_that_are_refused_change_nothing(rank):
     refuses("step must be the same on every rank, got 2 on rank 0, 3 on rank 1", step=2 + rank)
     error, text = (ValueError, "version must be") if rank == 1 else (RuntimeError, "from rank 1")
     refuses(text, error, version=6 - rank)
-    state.load_state_dict({**good, "weights": "int8"})  # a different format starts anew
+    state.load_state_dict({**good, "weights": "int8"})  # a new format discards them
     assert torch.equal(_flat(computed_weights(model)), _flat(full_weights(model)))
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @on_ranks(4)
-def test_beside_the_hook_between_replicas(rank, format):
-    """Ranks 0 and 1 share the shards of a replica, ranks 2 and 3 those of the other."""
+def test_combined_with_the_hook_between_replicas(rank, format):
+    """Ranks 0 and 1 hold the shards of one replica, ranks 2 and 3 those of the other."""
     mesh = shard_mesh()
     model = sharded(mesh=mesh["shard"])
-    whole = {"density": 1.0, "format": "float32", "start_step": 0}
-    hook = dct_fully_shard_hook(model, mesh=mesh, **whole)
+    lossless = {"density": 1.0, "format": "float32", "start_step": 0}
+    hook = dct_fully_shard_hook(model, mesh=mesh, **lossless)
     state = compress_fully_shard(model, weights=format, gradients=format)
     for step in range(3):
         _train(model, rank, [step])
@@ -232,7 +233,7 @@ def test_beside_the_hook_between_replicas(rank, format):
         loss_of(model, 5, rank).backward()
         sent = meter.take()
     assert state.stats()["step"] == hook.stats()["step"] == 4
-    assert 0 < sent <= state.stats()["wire_bytes"]  # gathers of weights came before
+    assert 0 < sent <= state.stats()["wire_bytes"]  # the weights were gathered earlier
     by_rank = plain_gradients(Net(), weights, [(5, r) for r in range(4)])
     require_close(gradients(model), by_rank, format)
     state.close()

@@ -1,9 +1,9 @@
-"""Tests of torch for FSDP2, ported to gloo with the default formats on top.
+"""torch's tests of FSDP2, ported to gloo with compress_fully_shard in its default formats.
 
-From test/distributed/_composable/fsdp of torch, by their names there. Each rank trains a whole
-reference beside the shards, with gradients that an all-reduce averages. torch's tests ask for equal
-losses. Here weights and gradients are rounded to 8 bits, so a loss may differ by the fraction LOSS.
-Frozen parameters and full state dicts are not rounded, so they must be equal.
+Test names are those in torch's test/distributed/_composable/fsdp. Each rank also trains an
+unsharded reference with averaged gradients. torch's tests require equal losses. Here the relative
+difference may be up to LOSS, because weights and gradients are rounded to 8 bits. Frozen parameters
+and full state dicts are not rounded, so they must be equal.
 """
 
 import copy
@@ -29,7 +29,7 @@ from dct_parallel import compress_fully_shard
 from ranks import on_ranks, shard_mesh
 
 LOSS = 0.01
-NORM = 0.01  # of a gradient, relatively
+NORM = 0.01  # relative difference of gradient norms
 
 
 class MLP(nn.Module):
@@ -42,7 +42,7 @@ class MLP(nn.Module):
 
 
 class Transformer(nn.Module):
-    """2 layers; with `tied`, the output layer has the matrix of the embedding."""
+    """2 layers; `tied` shares the embedding's matrix with the output layer."""
 
     def __init__(self, tied=False, vocab=40, dim=32, length=12):
         super().__init__()
@@ -75,7 +75,7 @@ def _transformer(tied=False):
 
 
 def _shard(model, **options):
-    """Every block by itself, and the root; with the default formats."""
+    """Shard each block and the root, and compress in the default formats."""
     for block in model.layers if isinstance(model, Transformer) else model:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -106,7 +106,7 @@ def _require_near(loss, expected):
 
 
 def _train(reference, model, loss_of, rank, steps=10):
-    """Trains both with Adam, the reference with mean gradients; losses must be near each other."""
+    """Train both with Adam; check that losses stay close to those of the reference."""
     optimizers = [torch.optim.Adam(m.parameters(), lr=3e-3) for m in (reference, model)]
     first = None
     for step in range(steps):
@@ -161,7 +161,7 @@ def test_train_parity_with_shared_params_and_activation_checkpointing(rank, tied
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2)
 def test_compute_and_reduce_dtype(rank, reduce_dtype):
-    """Forward and backward in bfloat16; a master copy in float32."""
+    """Forward and backward passes are in bfloat16, and the master weights in float32."""
     model = _mlps()
     master = copy.deepcopy(model)
     reference = copy.deepcopy(model).bfloat16()
@@ -179,16 +179,16 @@ def test_compute_and_reduce_dtype(rank, reduce_dtype):
             loss = (out - x.flip(1).bfloat16()).float().square().mean()
             loss.backward()
             losses.append(loss.detach())
-        for own, computed in pairs:
-            own.grad = computed.grad.to(reduce_dtype).float()
+        for master_parameter, computed in pairs:
+            master_parameter.grad = computed.grad.to(reduce_dtype).float()
             computed.grad = None
         _average(master)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            for own, computed in pairs:
-                computed.copy_(own)
+            for master_parameter, computed in pairs:
+                computed.copy_(master_parameter)
         _require_near(losses[1], losses[0])
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
@@ -196,7 +196,7 @@ def test_compute_and_reduce_dtype(rank, reduce_dtype):
 @pytest.mark.parametrize("reshard_after_backward", [True, False])
 @on_ranks(2)
 def test_gradient_accumulation(rank, reshard_after_backward):
-    """Of 3 micro-batches, of which the last one reduces gradients."""
+    """Only the last of 3 micro-batches reduces gradients."""
     model = _mlps()
     reference = copy.deepcopy(model)
     state = _shard(model)
@@ -221,7 +221,7 @@ def test_gradient_accumulation(rank, reshard_after_backward):
 
 @on_ranks(2)
 def test_train_mixed_requires_grad_per_group(rank):
-    """Biases are frozen; so is a whole layer, which is gathered all the same."""
+    """Biases and one whole layer are frozen. The frozen layer is still gathered."""
     model = _mlps()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("bias" not in name and not name.startswith("1."))
@@ -253,7 +253,7 @@ def test_clip_grad_norm_1d(rank, max_norm):
 
 @on_ranks(2)
 def test_dp_state_dict_save_load(rank):
-    """Full state dicts are not rounded, and a model that loads one trains with the same bits."""
+    """Full state dicts are not rounded. A model that loads one trains with the same bits."""
     model = _mlps()
     start = copy.deepcopy(model).state_dict()
     _shard(model)
@@ -271,20 +271,20 @@ def test_dp_state_dict_save_load(rank):
     for loss in losses:
         loss.backward()
     assert torch.equal(*losses)
-    for own, parameter in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(own.grad.to_local(), parameter.grad.to_local())
+    for parameter, resumed in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter.grad.to_local(), resumed.grad.to_local())
 
 
 @on_ranks(2)
 def test_multi_forward_and_non_root_forward_backward(rank):
-    """Blocks that run by themselves, and twice in a step, beside the root."""
+    """In each step, a block also runs twice outside the root's forward pass."""
     model = _mlps()
     reference = copy.deepcopy(model)
     state = _shard(model)
 
     def several(step, rank, model):
         x = torch.randn(16, 32, generator=torch.Generator().manual_seed(100 * step + rank))
-        model(x).sum() * 0  # torch starts from a forward pass of the root
+        model(x).sum() * 0  # FSDP2 requires that the root runs first
         nested = model[0](x)
         return _regression(step, rank, model) + (model[0](nested) - x).square().mean()
 

@@ -1,6 +1,6 @@
-"""compress_fully_shard beside everything that FSDP2 does: losses and gradients are as they should.
+"""compress_fully_shard combined with the features of FSDP2.
 
-A model on one rank, with the weights that the ranks compute with, says what they are.
+The reference is an unsharded model that has the gathered weights.
 """
 
 import copy
@@ -29,8 +29,8 @@ from dct_parallel import compress_fully_shard
 from ranks import assert_same, on_ranks, shard_mesh
 
 
-def _require_step(model, rank, ranks, format, plain=None, most=1e-5, factor=1.0, micro=1):
-    """One step of `micro` backward passes; fails unless its gradients are as they should be."""
+def _check_step(model, rank, ranks, format, plain=None, most=1e-5, factor=1.0, micro=1):
+    """Run `micro` backward passes; compare the gradients with an unsharded model."""
     weights = computed_weights(model)
     for weight in weights.values():
         assert_same(weight)
@@ -44,7 +44,7 @@ def _require_step(model, rank, ranks, format, plain=None, most=1e-5, factor=1.0,
     batches = [(step, r) for r in range(ranks) for step in range(micro)]
     by_batch = plain_gradients(plain or Net(), weights, batches)
     by_rank = [
-        {name: sum(own[name] for own in by_batch[r * micro :][:micro]) for name in by_batch[0]}
+        {name: sum(grads[name] for grads in by_batch[r * micro :][:micro]) for name in by_batch[0]}
         for r in range(ranks)
     ]
     require_close(found, by_rank, format, most, factor)
@@ -57,19 +57,19 @@ def _train(model, optimizer, rank, steps=2):
         optimizer.step()
 
 
-def _trained(model, rank):
-    """With weights that differ from those of the start, so that int4 has changes to send."""
+def _train_with_adamw(model, rank):
+    """Change the weights, so that int4 has changes to send."""
     _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank)
 
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FLOAT16 = MixedPrecisionPolicy(param_dtype=torch.float16)  # divided before and after the sum
-FEW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # gradients are reduced in bfloat16
-# {name: options of fully_shard, passes that are accumulated, relative error of other roundings}
+ALL_BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # also reduces in bfloat16
+# {name: (options of fully_shard, accumulated passes, relative error of dtypes and sums)}
 VARIANTS = {
     "float32": ({}, 1, 1e-5),
     "bfloat16": ({"mp_policy": BFLOAT16}, 1, 1e-5),
-    "bfloat16 reduced": ({"mp_policy": FEW}, 1, 2**-7),
+    "bfloat16 reduced": ({"mp_policy": ALL_BFLOAT16}, 1, 2**-7),
     "float16": ({"mp_policy": FLOAT16}, 1, 2**-9),
     "kept gathered": ({"reshard_after_forward": False}, 1, 1e-5),
     "accumulated": ({}, 3, 1e-5),
@@ -83,8 +83,8 @@ def test_mixed_precision_accumulation_and_offloading(rank, format):
     for options, micro, most in VARIANTS.values():
         model = sharded(**options)
         state = compress_fully_shard(model, weights=format, gradients=format)
-        _trained(model, rank)
-        _require_step(model, rank, 3, format, most=most, micro=micro)
+        _train_with_adamw(model, rank)
+        _check_step(model, rank, 3, format, most=most, micro=micro)
         assert state.stats()["step"] == 3
 
 
@@ -98,7 +98,7 @@ class _Checkpointed(Net):
 
 
 class _Compiled(Net):
-    """Blocks are compiled each by itself; hooks of FSDP2 run outside of them."""
+    """Each block is compiled separately; hooks of FSDP2 run outside the compiled code."""
 
     def __init__(self):
         super().__init__()
@@ -129,8 +129,8 @@ def _asynchronous(model):
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @on_ranks(2)
-def test_checkpoints_prefetching_asynchronous_gathers_and_compiled_blocks(rank, format):
-    warnings.filterwarnings("ignore", message="The .grad attribute")  # of dynamo
+def test_checkpointing_prefetching_async_gathers_and_compile(rank, format):
+    warnings.filterwarnings("ignore", message="The .grad attribute")  # raised by dynamo
     variants = [(kind(), None) for kind in (_Checkpointed, _Reentrant, _Compiled)]
     variants += [(Net(), _prefetching), (Net(), _asynchronous)]
     for model, prepare in variants:
@@ -138,44 +138,44 @@ def test_checkpoints_prefetching_asynchronous_gathers_and_compiled_blocks(rank, 
         state = compress_fully_shard(model, weights=format, gradients=format)
         if prepare is not None:
             prepare(model)
-        _trained(model, rank)
-        _require_step(model, rank, 2, format)
+        _train_with_adamw(model, rank)
+        _check_step(model, rank, 2, format)
         assert state.stats()["step"] == 3, type(model)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @on_ranks(4)
-def test_meshes(rank, format):
-    """HSDP, where torch averages over replicas, and backward gathers within half of the ranks."""
+def test_hsdp_and_resharding_within_half_of_the_ranks(rank, format):
+    """The second model has reshard_after_forward=2: backward gathers within half of the ranks."""
     model = sharded(mesh=shard_mesh())
     compress_fully_shard(model, weights=format, gradients=format)
-    _trained(model, rank)
-    # Ranks 0 and 1 are one replica, in which each rank's gradient is rounded.
-    _require_step(model, rank, 4, format)
+    _train_with_adamw(model, rank)
+    # Each rank's gradient is rounded before the sum over its replica's ranks.
+    _check_step(model, rank, 4, format)
     model = sharded(mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
     state = compress_fully_shard(model, weights=format, gradients=format)
-    _trained(model, rank)
-    _require_step(model, rank, 4, format)
-    # The backward pass gathers half of the rounded weights from one rank, as torch does.
+    _train_with_adamw(model, rank)
+    _check_step(model, rank, 4, format)
+    # As in torch, the backward pass gathers half of the rounded weights from one other rank.
     blocks = sum(4 * (inputs + 3) * outputs for inputs, outputs in ((50, 71), (71, 70)))
     assert state.stats()["wire_bytes"] > blocks / 2
 
 
 @on_ranks(2)
-def test_columns(rank):
-    """Shards of columns, which divide by the ranks, beside shards of rows."""
+def test_shards_of_columns(rank):
+    """One weight is sharded by columns, which divide evenly; the others by rows."""
     by_columns = {"shard_placement_fn": lambda p: Shard(1) if p.shape == (71, 50) else None}
     for format in ("int8", "int4"):
         model = sharded(**by_columns)
         assert model.blocks[0].linear.weight.placements == (Shard(1),)
         compress_fully_shard(model, weights=format, gradients=format)
-        _trained(model, rank)
-        _require_step(model, rank, 2, format)
+        _train_with_adamw(model, rank)
+        _check_step(model, rank, 2, format)
 
 
 @on_ranks(2)
-def test_divide_factors(rank):
-    """Set before the call or after it. gloo itself can only divide if torch is forced to sum."""
+def test_gradient_divide_factors(rank):
+    """The factor is set before or after compress_fully_shard, with and without forced sums."""
     for forced in (False, True):
         for before in (False, True):
             model = sharded()
@@ -186,11 +186,11 @@ def test_divide_factors(rank):
                 module.set_force_sum_reduction_for_comms(forced)
             if before:
                 compress_fully_shard(model)
-            _require_step(model, rank, 2, "int8", factor=2 / 5)
+            _check_step(model, rank, 2, "int8", factor=2 / 5)
 
 
 class _Adapted(nn.Module):
-    """A frozen bfloat16 layer, and a trained one, in float32, of lower rank."""
+    """A frozen bfloat16 layer with a trained low-rank adapter in float32."""
 
     def __init__(self):
         super().__init__()
@@ -213,7 +213,7 @@ def test_weights_of_several_dtypes_are_gathered_by_torch(rank):
         model = sharded(_WithAdapter())
         state = compress_fully_shard(model, weights=format, gradients=format)
         assert "\nblocks.2: weights of several dtypes, which torch gathers." in state.plan()
-        _trained(model, rank)
+        _train_with_adamw(model, rank)
         weights, exact = computed_weights(model), full_weights(model)
         adapter = [name for name in exact if name.startswith("blocks.2")]
         assert len(adapter) == 4 and all(torch.equal(weights[n], exact[n]) for n in adapter)
@@ -235,17 +235,17 @@ def test_weights_of_several_dtypes_are_gathered_by_torch(rank):
 def test_frozen_and_unused_parameters(rank):
     model = sharded()
     state = compress_fully_shard(model)
-    few = state.plan()
+    full_plan = state.plan()
     model.blocks[0].linear.weight.requires_grad_(False)
     model.head.bias.requires_grad_(False)
-    assert state.plan() != few
+    assert state.plan() != full_plan
     plain = Net()
     plain.blocks[0].linear.weight.requires_grad_(False)
     plain.head.bias.requires_grad_(False)
-    _require_step(model, rank, 2, "int8", plain)
+    _check_step(model, rank, 2, "int8", plain)
     model.requires_grad_(True)
-    assert state.plan() == few
-    _require_step(model, rank, 2, "int8")
+    assert state.plan() == full_plan
+    _check_step(model, rank, 2, "int8")
 
     class Part(Net):
         def forward(self, x):
@@ -261,7 +261,7 @@ def test_frozen_and_unused_parameters(rank):
     plain.load_state_dict(weights)
     plain.blocks[0].linear(x).tanh().sum().backward()
     found = model.blocks[0].linear.weight.grad.full_tensor()
-    # Reduced by torch, because nobody says which parameters the flat gradient is of.
+    # torch reduces this gradient, because its parameters cannot be identified.
     torch.testing.assert_close(found, plain.blocks[0].linear.weight.grad)
 
 
@@ -286,37 +286,37 @@ def test_modules_wrapped_together_and_shared_parameters(rank):
             "(root)",
             "blocks.0",
         ]
-        _trained(model, rank)
-        _require_step(model, rank, 2, format, Tied())
+        _train_with_adamw(model, rank)
+        _check_step(model, rank, 2, format, Tied())
         assert state.stats()["step"] == 3
 
 
 @on_ranks(2)
 def test_models_that_change_after_the_call(rank):
-    """Materialized, cast, loaded, closed and compressed again."""
+    """Models are materialized, cast, loaded, or closed and compressed again."""
     for format in ("int8", "int4"):
         options = {"weights": format, "gradients": format}
         with torch.device("meta"):
             model = Net()
         model = sharded(model)
         state = compress_fully_shard(model, **options)
-        bytes_of = {"float32": state.plan()}
+        float32_plan = state.plan()
         model.to_empty(device="cpu")
         start = {name: p.full_tensor() for name, p in sharded().named_parameters()}
         for name, parameter in model.named_parameters():
             parameter.to_local().detach().copy_(
                 start[name].chunk(2)[rank] if len(start[name]) > 1 else start[name]
             )
-        assert state.plan() == bytes_of["float32"]
-        _trained(model, rank)
-        _require_step(model, rank, 2, format)
+        assert state.plan() == float32_plan
+        _train_with_adamw(model, rank)
+        _check_step(model, rank, 2, format)
 
         for assign in (False, True):
             model.load_state_dict(copy.deepcopy(sharded().state_dict()), assign=assign)
             found, exact = computed_weights(model), dict(Net().named_parameters())
             tops = {name: weight.abs().max() for name, weight in exact.items()}
             assert all((found[n] - exact[n]).abs().max() <= 0.1 * tops[n] for n in exact)
-            _require_step(model, rank, 2, format)
+            _check_step(model, rank, 2, format)
 
         state.close()
         found, exact = computed_weights(model), full_weights(model)
@@ -324,21 +324,21 @@ def test_models_that_change_after_the_call(rank):
         assert all(unit.gather.kept is None for unit in state._units)
         state.close()
         again = compress_fully_shard(model, **options)
-        _trained(model, rank)
-        _require_step(model, rank, 2, format)
+        _train_with_adamw(model, rank)
+        _check_step(model, rank, 2, format)
         assert again.stats()["step"] == 3
 
         model = sharded()
         state = compress_fully_shard(model, **options)
         model.to(torch.bfloat16)
-        assert state.plan() != bytes_of["float32"]
-        _trained(model, rank)
-        _require_step(model, rank, 2, format, most=2**-6)
+        assert state.plan() != float32_plan
+        _train_with_adamw(model, rank)
+        _check_step(model, rank, 2, format, most=2**-6)
 
 
 @on_ranks(2)
-def test_evaluations_change_nothing(rank):
-    """Between any steps, in inference mode or without gradients."""
+def test_evaluation_does_not_change_training(rank):
+    """Evaluations run in inference mode and with no_grad, between steps."""
     for format in ("int8", "int4"):
         found = []
         for evaluates in (False, True):
@@ -360,14 +360,14 @@ def test_evaluations_change_nothing(rank):
 
 
 @on_ranks(1)
-def test_one_rank(rank):
+def test_one_rank_matches_torch(rank):
     for format in ("int8", "int4"):
         results = []
         for compressed in (False, True):
             model = sharded()
             if compressed:
                 state = compress_fully_shard(model, weights=format, gradients=format)
-            _trained(model, rank)
+            _train_with_adamw(model, rank)
             results.append(torch.cat([w.flatten() for w in full_weights(model).values()]))
         assert torch.equal(*results)
         assert not state.stats()["wire_bytes"]

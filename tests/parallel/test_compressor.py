@@ -1,4 +1,4 @@
-"""The compressor alone: no network, several payloads made in one process."""
+"""Compressor without a network: payloads of several ranks are made in one process."""
 
 import math
 
@@ -15,43 +15,43 @@ def grads(numel, seed, scale=1.0):
 
 
 def sent_by(compressor):
-    """What the last payload holds, dense."""
+    """Return the entries of the last payload as a dense tensor."""
     out = torch.empty(compressor.residual.numel())
     assert compressor.unpack(compressor.payload.unsqueeze(0), out).tolist() == [0]
     return out
 
 
 def largest(values, count):
-    """The magnitude that so many reach."""
+    """Return the magnitude that `count` entries reach."""
     return values.abs().sort().values[-count].item()
 
 
-def test_the_threshold_is_that_of_what_is_packed_in_every_step():
+def test_fresh_threshold_matches_the_accumulated_gradient():
     c = Compressor(64, density=0.25)
     for step in range(50):
         grad = grads(64, step, scale=0.9**step)
-        owed = c.residual + grad
+        accumulated = c.residual + grad
         c.pack(grad)
-        assert c.threshold.tolist() == [largest(owed, 16)]
+        assert c.threshold.tolist() == [largest(accumulated, 16)]
         assert c.seen.tolist() == [16]
 
 
-def test_a_fixed_threshold_is_sampled_at_once_and_in_every_refresh_every_th_step():
+def test_fixed_threshold_is_sampled_first_and_every_refresh_every_steps():
     c = Compressor(64, density=0.25, policy="fixed", refresh_every=7)
-    c.step = 3  # as after a load
+    c.step = 3  # as after load_state_dict
     sampled = []
     for step in range(3, 30):
         grad = grads(64, step)
-        owed, before = c.residual + grad, c.threshold.clone()
+        accumulated, before = c.residual + grad, c.threshold.clone()
         c.pack(grad)
         if not torch.equal(c.threshold, before):
             sampled.append(step)
-            assert c.threshold.tolist() == [largest(owed, 16)]
+            assert c.threshold.tolist() == [largest(accumulated, 16)]
     assert sampled == [3, 7, 14, 21, 28]
 
 
 @pytest.mark.parametrize("density, picks", [(0.005, 4096), (0.02, 4096), (0.001, 16_000)])
-def test_so_many_are_picked_that_sixteen_pass_and_4096_at_least(density, picks):
+def test_sample_has_4096_entries_or_enough_for_16_to_pass(density, picks):
     c = Compressor(200_000, density)
     grad = grads(200_000, 0)
     c.pack(grad)
@@ -59,7 +59,7 @@ def test_so_many_are_picked_that_sixteen_pass_and_4096_at_least(density, picks):
     assert torch.equal(c.threshold, by_picks)
 
 
-def test_a_sample_is_the_magnitude_that_density_reaches_per_range():
+def test_each_range_has_its_own_threshold():
     c = Compressor(20_000, density=0.01, ranges=3, max_samples=20_000)
     grad = torch.cat([grads(BLOCK, 0), grads(20_000 - BLOCK, 1, scale=100.0)])
     c.pack(grad)
@@ -70,12 +70,12 @@ def test_a_sample_is_the_magnitude_that_density_reaches_per_range():
 
 @pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("capacity", [None, 7], ids=["default", "overflowing"])
-def test_what_was_sent_and_what_is_left_is_all_there_was(value_dtype, capacity):
+def test_sent_plus_residual_equals_all_gradients(value_dtype, capacity):
     c = Compressor(500, density=0.1, value_dtype=value_dtype, capacity=capacity)
     total, sent = torch.zeros(500), torch.zeros(500)
     overflowed = False
     for step in range(60):
-        grad = (64 * grads(500, step)).round()  # integers: every sum below is exact in float32
+        grad = (64 * grads(500, step)).round()  # integers, so all sums are exact in float32
         payload = c.pack(grad)
         overflowed |= payload_info(payload).overflow
         sent += sent_by(c)
@@ -85,27 +85,27 @@ def test_what_was_sent_and_what_is_left_is_all_there_was(value_dtype, capacity):
     assert overflowed or capacity is None
 
 
-def test_default_capacity_is_five_quarters_of_the_density_of_the_largest_range():
+def test_default_capacity_is_five_quarters_of_the_density():
     assert Compressor(100_000, density=0.01).capacity == 1250
-    assert Compressor(100_000, density=0.01, ranges=2).capacity == 820  # 4 blocks'
+    assert Compressor(100_000, density=0.01, ranges=2).capacity == 820  # 4 blocks
     assert Compressor(1000, density=0.0001).capacity == 1
     assert Compressor(1000, density=0.9).capacity == 1000
 
 
-def test_a_part_with_gradients_r_times_smaller_waits_for_some_70_r_steps():
-    """At 0.5 % and with gradients that repeat: the law of docs/guide/ddp.md."""
+def test_gradients_r_times_smaller_are_sent_after_about_70_r_steps():
+    """Checks the rule in docs/guide/ddp.md at density 0.5 %, with constant gradients."""
     small, ratio = 40, 10
     grad = grads(4000, 0)
     grad[:small] /= ratio
     c = Compressor(4000, density=0.005, value_dtype=torch.float32)
-    owed = torch.zeros(small)
-    while torch.equal(c.residual[:small], owed) and c.step < 3000:
-        owed = c.residual[:small] + grad[:small]
+    accumulated = torch.zeros(small)
+    while torch.equal(c.residual[:small], accumulated) and c.step < 3000:
+        accumulated = c.residual[:small] + grad[:small]
         c.pack(grad)
     assert 50 * ratio < c.step < 100 * ratio
 
 
-def test_fresh_holds_the_density_when_gradients_shrink_and_fixed_starves():
+def test_fresh_keeps_the_density_when_gradients_shrink_and_fixed_does_not():
     passed = {}
     for policy in ("fresh", "fixed"):
         c = Compressor(20_000, density=0.01, refresh_every=500, policy=policy)
@@ -113,26 +113,27 @@ def test_fresh_holds_the_density_when_gradients_shrink_and_fixed_starves():
             c.pack(grads(20_000, step, scale=1.0 if step < 600 else 0.1))
             passed.setdefault(policy, []).append(int(c.seen) / 200)
     late = {policy: sum(p[650:700]) / 50 for policy, p in passed.items()}
-    assert min(passed["fresh"][:10]) > 0.9 and max(passed["fresh"]) < 1.8  # 14 % of error a sample
+    # Each sample has an error of 14 %.
+    assert min(passed["fresh"][:10]) > 0.9 and max(passed["fresh"]) < 1.8
     assert 0.97 < sum(passed["fresh"]) / 900 < 1.03
-    assert max(passed["fixed"][:500]) > 3  # what waits grows, and the threshold does not
+    assert max(passed["fixed"][:500]) > 3  # residuals grow, and the threshold does not
     assert 0.97 < late["fresh"] < 1.03
     assert late["fixed"] < 0.5
 
 
-def test_where_most_is_not_finite_only_that_passes():
+def test_only_nonfinite_entries_pass_if_they_exceed_the_density():
     c = Compressor(100, density=0.1, capacity=100, value_dtype=torch.float32)
     c.pack(grads(100, 0))
-    owed, grad = c.residual.clone(), grads(100, 1)
+    accumulated, grad = c.residual.clone(), grads(100, 1)
     grad[:20] = math.nan
     info = payload_info(c.pack(grad))
     assert c.threshold.tolist() == [math.inf] and (info.count, info.non_finite) == (20, True)
-    assert torch.equal(c.residual, torch.where(grad.isfinite(), owed + grad, owed))
+    assert torch.equal(c.residual, torch.where(grad.isfinite(), accumulated + grad, accumulated))
     c.pack(torch.zeros(100))
     assert c.threshold.isfinite().all()
 
 
-def test_a_fixed_threshold_outlives_a_sample_that_is_not_finite():
+def test_fixed_threshold_is_kept_after_a_nonfinite_sample():
     c = Compressor(100, density=0.1, policy="fixed", refresh_every=3)
     first = grads(100, 0)
     for step in range(8):
@@ -142,31 +143,31 @@ def test_a_fixed_threshold_outlives_a_sample_that_is_not_finite():
     assert c.residual.isfinite().all()
 
 
-def test_before_the_first_finite_sample_a_fixed_threshold_lets_nothing_finite_pass():
+def test_fixed_threshold_passes_no_finite_entry_before_a_finite_sample():
     c = Compressor(100, density=0.1, policy="fixed", refresh_every=1000)
     c.pack(torch.full((100,), math.nan))
     assert c.threshold.tolist() == [math.inf] and not c.residual.any()
     c.pack(grads(100, 0))
     assert c.seen.tolist() == [0] and torch.equal(c.residual, grads(100, 0))
-    c.take_back()  # as a scaler does whose step was skipped: the next sample is at once
+    c.take_back()  # as for a step that a scaler skips; the next step samples again
     c.pack(grads(100, 1))
     assert c.threshold.tolist() == [largest(grads(100, 0) + grads(100, 1), 10)]
 
 
-def test_where_most_is_zero_every_other_entry_passes():
+def test_all_nonzero_entries_pass_if_most_are_zero():
     c = Compressor(1000, density=0.1, capacity=100, value_dtype=torch.float32)
     rare = torch.zeros(1000)
     rare[:20] = 1.0
     for _ in range(3):
         c.pack(rare)
         assert c.threshold.tolist() == [0.0]
-        assert c.seen.tolist() == [20]  # fewer than 100: all of them
+        assert c.seen.tolist() == [20]  # all nonzero entries, because they are fewer than 100
         assert torch.equal(sent_by(c), rare)
     c.pack(grads(1000, 0))
     assert c.threshold.tolist() == [largest(grads(1000, 0), 100)]
 
 
-def test_density_one_sends_everything_and_never_samples():
+def test_density_1_sends_everything_without_sampling():
     c = Compressor(1000, density=1, value_dtype=torch.float32)
     assert c.capacity == 1000
     for step in range(5):
@@ -177,7 +178,7 @@ def test_density_one_sends_everything_and_never_samples():
         assert c.residual.count_nonzero() == 0
 
 
-def test_unpack_writes_the_mean_in_the_units_of_out_scale():
+def test_unpack_writes_the_mean_times_out_scale():
     ranks = [Compressor(50, density=1, value_dtype=torch.float32) for _ in range(3)]
     payloads = torch.stack([c.pack(grads(50, rank)) for rank, c in enumerate(ranks)])
     total = torch.zeros(50)
@@ -190,7 +191,7 @@ def test_unpack_writes_the_mean_in_the_units_of_out_scale():
     assert torch.equal(out, total * factor)
 
 
-def test_scaled_gradients_pack_like_unscaled_ones():
+def test_scaled_gradients_are_packed_like_unscaled_ones():
     plain, scaled = (Compressor(500, density=0.1) for _ in range(2))
     for step in range(4):
         a = plain.pack(grads(500, step)).clone()
@@ -200,13 +201,13 @@ def test_scaled_gradients_pack_like_unscaled_ones():
         assert torch.equal(plain.threshold, scaled.threshold)
 
 
-def test_take_back_undoes_the_sending_exactly():
+def test_take_back_restores_the_residual_exactly():
     c = Compressor(200, density=0.1, capacity=20)
     c.pack(grads(200, 0))
     history = c.residual.clone()
     grad = grads(200, 1, scale=10.0)
     grad[3], grad[7] = math.inf, math.nan
-    c.density = 1  # no sample: everything passes, which is more than there is room for
+    c.density = 1  # without a sample all entries pass, which exceeds the capacity
     c.threshold.zero_()
     info = payload_info(c.pack(grad))
     assert info.overflow and info.non_finite and info.count == 20
@@ -238,12 +239,12 @@ def test_take_back_undoes_the_sending_exactly():
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_mistakes_are_explained(kwargs, error, text):
+def test_invalid_arguments(kwargs, error, text):
     with pytest.raises(error, match=text):
         Compressor(**{"numel": 10, **kwargs})
 
 
-def test_tensors_that_do_not_fit_are_refused_before_anything_is_written():
+def test_invalid_tensors_raise_before_anything_is_written():
     compressor = Compressor(100, density=0.1)
     before = compressor.payload.clone()
     with pytest.raises(

@@ -1,6 +1,6 @@
-"""Every gradient is applied or pending: for every way of dealing buckets out, and in skipped steps.
+"""Every gradient is applied or pending, for all bucket layouts and in skipped steps.
 
-Gradients are small integers and means are over powers of two, so that all sums are exact.
+All sums are exact, because gradients are small integers and means are over powers of two.
 """
 
 import pytest
@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
 from entry_points import Hook, NodeMesh, Sharded
-from nodes import ALL_SIZES, SIZES, TRANSPORTS, sum_of_all
+from nodes import ALL_SIZES, SIZES, TRANSPORTS, rank_sum
 from ranks import assert_same, entry, integers, run_ranks
 
-BLOCKS = (20_000, 100, 30_000)  # 4 blocks: two owners cut through parameters, four own one each
-ONE_BLOCK = (2_000, 30, 5_000)  # only rank 0 owns something
-THREE_BLOCKS = (40_000,)  # of four ranks the last owns nothing
+BLOCKS = (20_000, 100, 30_000)  # 4 blocks: two owners split parameters, four own one block each
+ONE_BLOCK = (2_000, 30, 5_000)  # only rank 0 owns a block
+THREE_BLOCKS = (40_000,)  # the last of four ranks owns nothing
 OWNERS = {(2, BLOCKS): 2, (4, BLOCKS): 4, (2, ONE_BLOCK): 1, (4, THREE_BLOCKS): 3}
 
 
-def _conserves(rank, make, cases):
+def _check_conservation(rank, make, cases):
     ranks = dist.get_world_size()
     for sizes, settings in cases:
         for transport in TRANSPORTS:
@@ -31,13 +31,13 @@ def _conserves(rank, make, cases):
                 buckets = point.state._buckets.in_order()
                 layouts.add(tuple(bucket.plan.names for bucket in buckets))
             pending = point.pending()
-            mean = sum_of_all(total).double() / ranks
+            mean = rank_sum(total).double() / ranks
             assert torch.equal(point.applied + pending, mean), (sizes, settings)
-            assert bool(pending.any()) == (sum(sizes) > 1)
-            assert len(layouts) == 2 or "bucket_cap_mb" not in settings  # dealt out again by DDP
+            assert pending.any()
+            assert len(layouts) == 2 or "bucket_cap_mb" not in settings  # DDP rebuilds its buckets
             saved = entry(point.state.state_dict())["parameters"].values()
             held = sum(int(parts["residual"].count_nonzero()) for parts in saved)
-            assert held <= -(-sum(sizes) // (point.local_size or 1)) + 8  # of its own part
+            assert held <= -(-sum(sizes) // (point.local_size or 1)) + 8  # only this rank's part
             if make is Hook and transport == "reduce_scatter" and (ranks, sizes) in OWNERS:
                 kept = sum(int(o.count_nonzero()) for p in saved for o in p["owner_residual"])
                 assert (kept > 100) == (rank < OWNERS[ranks, sizes])
@@ -58,20 +58,20 @@ FLOAT32 = {"format": "float32"}
     ],
 )
 def test_every_gradient_is_applied_or_pending(make, ranks, cases):
-    run_ranks(_conserves, ranks, make, cases)
+    run_ranks(_check_conservation, ranks, make, cases)
 
 
-PARAMETERS = (2000, 30, 5000, 20_000)  # the last one is longer than a block: two owners
-POISON = {  # where the last rank's gradient is infinite
-    "one": [2030 + 17],  # an entry that a payload has room for
-    "flood": list(range(2031, 7030)),  # more than it has room for
-    "whole": [2003],  # in a parameter of which everything is sent
+PARAMETERS = (2000, 30, 5000, 20_000)  # the last one exceeds a block, so it has two owners
+POISON = {  # positions at which the last rank's gradient is infinite
+    "one": [2030 + 17],  # fits into the payload
+    "flood": list(range(2031, 7030)),  # exceeds the capacity
+    "whole": [2003],  # in a parameter that is sent completely
     "last": [27_029],  # in the last part of a bucket
 }
 BAD_STEP = 5
 
 
-def _skips(rank, make, cases):
+def _check_skipped_step(rank, make, cases):
     ranks = dist.get_world_size()
     for transport, by_scaler, poison in cases:
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=by_scaler)
@@ -86,21 +86,21 @@ def _skips(rank, make, cases):
             scaler.scale(point.loss(everyone[rank])).backward()
             if by_scaler:
                 if step == BAD_STEP and poison == "flood":
-                    point.state.take_back()  # as the scaler does: once
+                    point.state.take_back()  # the scaler's skip must not take back a second time
                 scaler.step(point.optimizer)
                 scaler.update()
             elif _norm(point).isfinite():
                 point.optimizer.step()
             else:
                 point.state.take_back()
-                point.state.take_back()  # again: nothing
+                point.state.take_back()  # no effect
             assert torch.equal(point.weights(), before) == (step == BAD_STEP)
-            size = point.local_size or 1  # a node's mean is infinite where one of its ranks' is
+            size = point.local_size or 1  # one infinite rank makes its node's mean infinite
             nodes = [torch.stack(everyone[r : r + size]).mean(0) for r in range(0, ranks, size)]
             total += torch.stack(nodes).nan_to_num(posinf=0).mean(0)
         assert_same(point.weights())
         off = (point.pending() - point.weights() - total).abs().max()
-        # In parts of a node, an owner takes back to rounding.
+        # With nodes, take_back on an owner is exact only up to rounding.
         assert off <= (1e-3 if make is NodeMesh and transport == "reduce_scatter" else 0), poison
         assert scaler.get_scale() == (32.0 if by_scaler else 1.0)
 
@@ -124,5 +124,5 @@ GATHER, OWNERS_SUM = TRANSPORTS
         (Sharded, 4, [(GATHER, True, "last"), (GATHER, False, "one")]),
     ],
 )
-def test_a_skipped_step_loses_nothing_finite(make, ranks, cases):
-    run_ranks(_skips, ranks, make, cases)
+def test_skipped_step_loses_no_finite_gradient(make, ranks, cases):
+    run_ranks(_check_skipped_step, ranks, make, cases)

@@ -1,8 +1,8 @@
-"""A payload that is damaged in flight: its receiver raises in the next call, and in all later ones.
+"""A payload is corrupted in flight: the receiver raises in the next call and in all later ones.
 
-A call is one that reads results: the next backward pass, at its end, or `stats` and the like.
+Only calls that read results raise: the end of the next backward pass, `stats` and others.
 
-Other ranks are not notified: they fail when the receiver exits, or when their group times out.
+Other ranks are not notified. They fail when the receiver exits, or when their group times out.
 """
 
 import functools
@@ -17,13 +17,13 @@ from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
 from dct_parallel.exchange import transport as by_all_gather
 from dct_parallel.local_steps import averager
 from entry_points import Hook, LocalSteps, NodeMesh, Sharded
-from nodes import sum_of_all
+from nodes import rank_sum
 from ranks import assert_same, entry, on_ranks, run_ranks, set_timeout, shorten_timeouts
 
 SIZES = (20_000, 100, 30_000)
 NUMEL = 50_100
 STARTS = 64
-PLACES = {  # byte of the payload -> status
+PLACES = {  # {name: (byte of the payload, expected status)}
     "magic": (0, 1),
     "version": (4, 1),
     "flags": (7, 1),
@@ -32,31 +32,31 @@ PLACES = {  # byte of the payload -> status
     "starts": (STARTS + 7, 2),
     "position": (payload_layout(50_100, 3225, torch.bfloat16).positions, 4),
 }
-PHASES = ("gather", "to the owner", "of the owner")  # the last two of a reduce-scatter
-STEP = 4  # the one that is damaged
+PHASES = ("gather", "to the owner", "of the owner")  # the last two belong to reduce_scatter
+STEP = 4  # payloads of this step are corrupted
 GONE = r"(?i)timed? ?out|closed by peer|reset by peer"
 
 
 class Network:
-    """The collectives of this process; the victims receive a damaged payload from the last rank."""
+    """Patches collectives so that `victims` receive a corrupted payload from the last rank."""
 
     def __init__(self, victims):
-        set_timeout(20)  # if a receiver does not raise, it waits
-        self.bad = False  # whether payloads are damaged now
+        set_timeout(20)  # a receiver that does not raise would wait
+        self.bad = False  # whether payloads are corrupted now
         self._is_victim = dist.get_rank() in victims
         self._original = dist.all_to_all_single
 
-    def damage(self, phase, byte=0):
-        """In the gather of payloads, or on the way "to the owner" of a range, or from there."""
+    def corrupt(self, phase, byte=0):
+        """Corrupt payloads in one of the PHASES."""
         gather, scatter = collectives.all_gather, self._original
         if phase == "to the owner":
-            scatter = self._damaging(scatter, byte)
+            scatter = self._corrupting(scatter, byte)
         else:
-            gather = self._damaging(gather, byte)
+            gather = self._corrupting(gather, byte)
         by_all_gather.all_gather = by_reduce_scatter.all_gather = gather
         dist.all_to_all_single = scatter
 
-    def _damaging(self, collective, byte):
+    def _corrupting(self, collective, byte):
         def in_flight(output, *args, **kwargs):
             work = collective(output, *args, **kwargs)
             if not (self.bad and self._is_victim):
@@ -70,7 +70,7 @@ class Network:
 
 
 class _Late:
-    """The work of a collective whose result is damaged once it has arrived."""
+    """The work of a collective. `wait` corrupts its result."""
 
     def __init__(self, work, output, byte):
         self._work, self._output, self._byte = work, output, byte
@@ -85,10 +85,10 @@ def _numbers(step):
     return torch.randn(NUMEL, generator=generator)
 
 
-def _trained(network, phase, byte=0, make=Hook, **settings):
-    """An entry point after the damaged step."""
+def _train_with_corruption(network, phase, byte=0, make=Hook, **settings):
+    """Return an entry point after the corrupted step."""
     transport = "all_gather" if phase == "gather" else "reduce_scatter"
-    network.damage(phase, byte)
+    network.corrupt(phase, byte)
     point = make(SIZES, density=0.05, transport=transport, **settings)
     for step in range(STEP + 1):
         network.bad = step == STEP
@@ -110,44 +110,44 @@ def _raises(text, *calls):
             call()
 
 
-def _raises_for_ever(point, text):
+def _raises_in_all_calls(point, text):
     state = point.state
     calls = [state.stats, state.parameter_stats, state.state_dict, state.plan, state.take_back]
-    if not isinstance(point, Sharded):  # whose forward pass is collective
+    if not isinstance(point, Sharded):  # its forward pass is collective
         calls.append(lambda: point.step(_numbers(STEP + 1)))
     _raises(text, *calls, lambda: state.load_state_dict({}), state.close, state.close)
 
 
 @on_ranks(2)
-def test_damage_in_any_place_is_an_error_and_adds_nothing(rank):
+def test_corruption_anywhere_raises_and_adds_nothing(rank):
     network = Network(victims=[0])
     for phase in PHASES:
         for place in PLACES if phase == "gather" else ("magic", "starts"):
             byte, status = PLACES[place]
-            point = _trained(network, phase, byte)
+            point = _train_with_corruption(network, phase, byte)
             buckets = point.state._buckets.in_order()
             residuals = [bucket.codec.residual.clone() for bucket in buckets]
             if rank == 0:
-                _raises_for_ever(point, _text(1, status, phase))
+                _raises_in_all_calls(point, _text(1, status, phase))
                 for bucket, before in zip(buckets, residuals, strict=True):
                     assert torch.equal(bucket.codec.residual, before)
                     assert before.count_nonzero() > 15_000, place
 
 
-ASKED_FIRST = ["stats", "state_dict", "parameter_stats", "take_back", "close"]
+FIRST_CALLS = ["stats", "state_dict", "parameter_stats", "take_back", "close"]
 
 
 def _each_call_raises(rank, make, victims, senders, phases):
     network = Network(victims)
     for phase in phases:
-        for ask in ASKED_FIRST if phase == "gather" else ASKED_FIRST[:1]:
-            point = _trained(network, phase, make=make)
+        for call in FIRST_CALLS if phase == "gather" else FIRST_CALLS[:1]:
+            point = _train_with_corruption(network, phase, make=make)
             if rank in victims:
-                _raises(_text(senders[rank], 1, phase), getattr(point.state, ask))
-                _raises_for_ever(point, _text(senders[rank], 1, phase))
-            else:  # is not notified
+                _raises(_text(senders[rank], 1, phase), getattr(point.state, call))
+                _raises_in_all_calls(point, _text(senders[rank], 1, phase))
+            else:  # other ranks are not notified
                 assert point.state.stats()["step"] == STEP + 1
-    point = _trained(network, "gather", make=make)
+    point = _train_with_corruption(network, "gather", make=make)
     if rank in victims:
         _raises(_text(senders[rank]), lambda: point.step(_numbers(STEP + 1)))
         return
@@ -166,21 +166,21 @@ TWO_BUCKETS = functools.partial(Hook, bucket_cap_mb=0.1)
     "make, victims, senders, phases",
     [
         (TWO_BUCKETS, [1, 2], [3, 3, 3, 3], PHASES[:1]),
-        (TWO_BUCKETS, [3], [3, 3, 3, 3], PHASES[:1]),  # the sender alone
+        (TWO_BUCKETS, [3], [3, 3, 3, 3], PHASES[:1]),  # only the sender receives it
         (NodeMesh, [0, 3], [2, 3, 2, 3], PHASES),
         (Sharded, [1], [2, 3, 2, 3], PHASES),
     ],
-    ids=["hook", "its own", "nodes", "shards"],
+    ids=["hook", "own payload", "nodes", "shards"],
 )
-def test_a_receiver_raises_in_its_first_call_and_in_later_ones(make, victims, senders, phases):
+def test_receiver_raises_in_its_first_call_and_in_later_ones(make, victims, senders, phases):
     run_ranks(_each_call_raises, 4, make, victims, senders, phases)
 
 
 @on_ranks(2)
-def test_damage_with_accumulation(rank):
-    """Two passes a step, the first of them not exchanged: it does not raise."""
+def test_corruption_with_gradient_accumulation(rank):
+    """The first of two passes per step is not exchanged, so it does not raise."""
     network = Network(victims=[0])
-    network.damage("gather")
+    network.corrupt("gather")
     point = Hook(SIZES, density=0.05)
 
     def first_pass(step):
@@ -193,13 +193,13 @@ def test_damage_with_accumulation(rank):
         point.step(_numbers(step))
     first_pass(STEP + 1)
     if rank == 0:
-        _raises_for_ever(point, _text(1))
+        _raises_in_all_calls(point, _text(1))
 
 
 @on_ranks(2)
-def test_damage_in_a_step_that_a_scaler_skips(rank):
+def test_corruption_in_a_skipped_step(rank):
     scaler, network = torch.amp.GradScaler("cpu", init_scale=16.0), Network(victims=[0])
-    network.damage("gather")
+    network.corrupt("gather")
     point = Hook(SIZES, density=0.05, grad_scaler=scaler)
     for step in range(STEP + 1):
         numbers, network.bad = _numbers(step), step == STEP
@@ -210,14 +210,14 @@ def test_damage_in_a_step_that_a_scaler_skips(rank):
         scaler.update()
     assert scaler.get_scale() == 8.0
     if rank == 0:
-        _raises_for_ever(point, _text(1))
+        _raises_in_all_calls(point, _text(1))
 
 
 @on_ranks(2)
-def test_damage_received_by_a_rank_that_has_joined(rank):
-    """Rank 0 has no more batches when it receives damage; its error ends its join."""
+def test_corruption_received_by_a_joined_rank(rank):
+    """Rank 0 has no batches left when it receives the payload. It raises and leaves `join`."""
     network = Network(victims=[0])
-    network.damage("gather")
+    network.corrupt("gather")
     point = Hook(SIZES, density=0.05)
     reduce = point.state._reduce
 
@@ -241,9 +241,9 @@ def test_damage_received_by_a_rank_that_has_joined(rank):
 
 
 @on_ranks(2)
-def test_a_checkpoint_in_a_new_state_is_the_way_back(rank):
+def test_new_state_resumes_from_a_checkpoint(rank):
     network = Network(victims=[0])
-    network.damage("gather")
+    network.corrupt("gather")
     point = Hook(SIZES, density=0.05)
     for step in range(STEP + 1):
         if step == STEP - 1:
@@ -251,7 +251,7 @@ def test_a_checkpoint_in_a_new_state_is_the_way_back(rank):
         network.bad = step == STEP
         point.step(_numbers(step))
     if rank == 0:
-        _raises_for_ever(point, _text(1))
+        _raises_in_all_calls(point, _text(1))
     network.bad = False
     again = Hook(SIZES, density=0.05)
     again.load(saved)
@@ -260,17 +260,17 @@ def test_a_checkpoint_in_a_new_state_is_the_way_back(rank):
     assert entry(again.state.state_dict())["step"] == STEP + 2
 
 
-def _gone(*arguments):
+def _timed_out(*arguments):
     raise RuntimeError("as at the timeout")
 
 
 @on_ranks(2)
-def test_local_steps_that_cannot_be_averaged_are_kept(rank):
-    """Rank 0 raises within the averaging, which no rank applies. The base stays, moves wait."""
+def test_local_steps_are_kept_if_averaging_fails(rank):
+    """Rank 0 raises within the averaging, so no rank applies it. All changes stay pending."""
     network = Network(victims=[0])
     averaging = f"dct::DCTAverager: every payload of averaging {STEP + 1} must be intact, got"
     for phase, ahead in (("gather", False), ("gather", True), ("to the owner", False)):
-        network.damage(phase)
+        network.corrupt(phase)
         transport = "all_gather" if phase == "gather" else "reduce_scatter"
         settings = {"density": 0.05, "transport": transport, "step_ahead": ahead}
         point, moved = LocalSteps(SIZES, **settings), 0
@@ -284,8 +284,8 @@ def test_local_steps_that_cannot_be_averaged_are_kept(rank):
                 continue
             text = f"{averaging} status 1 from rank 1" if rank == 0 else "as at the timeout"
             with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=text):
-                if rank == 1:  # which learns nothing, as rank 0 does not come
-                    patch.setattr(averager, "on_any", _gone)
+                if rank == 1:  # rank 0 does not call the collective, so rank 1 would time out
+                    patch.setattr(averager, "on_any", _timed_out)
                 point.step(numbers)
             break
         network.bad = False
@@ -295,6 +295,6 @@ def test_local_steps_that_cannot_be_averaged_are_kept(rank):
             state = point.state
             calls = [state.average_parameters, state.flush, state.state_dict, state.stats]
             _raises(text, *calls, state.plan, lambda state=state: state.load_state_dict({}))
-        owed = torch.zeros(NUMEL, dtype=torch.float64)
-        point.state._bucket.add_pending(owed)
-        assert torch.equal(sum_of_all(moved.double() - owed), 2 * base.double())
+        pending = torch.zeros(NUMEL, dtype=torch.float64)
+        point.state._bucket.add_pending(pending)
+        assert torch.equal(rank_sum(moved.double() - pending), 2 * base.double())

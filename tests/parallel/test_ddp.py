@@ -1,4 +1,4 @@
-"""What training with the hook computes: bit for bit, on 2 and 4 ranks."""
+"""Training with the hook on 1 to 4 ranks: exact results, equality of ranks, and overlap."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ from ranks import (
 
 
 def _dense_in_rank_order(state, bucket):
-    """What density 1 must equal: bfloat16 for two steps, then a float32 sum in rank order / P."""
+    """A hook that averages in bfloat16 for two steps, and then in float32 in rank order."""
     buffer, ranks = bucket.buffer(), dist.get_world_size()
     if state["step"] < 2:
         mean = buffer.to(torch.bfloat16).div_(ranks)
@@ -59,7 +59,7 @@ def _train(rank, make_state, hook, steps):
 
 
 @on_ranks(4)
-def test_density_one_in_float32_trains_bit_equal_to_dense(rank):
+def test_density_1_in_float32_is_bitwise_equal_to_dense(rank):
     def lossless(model):
         return DCTState(model, density=1, format=torch.float32)
 
@@ -74,8 +74,8 @@ def test_density_one_in_float32_trains_bit_equal_to_dense(rank):
     [(4, 40, "all_gather"), (2, 60, "reduce_scatter")],
 )
 @on_ranks("world_size")
-def test_ranks_stay_bitwise_equal_whatever_their_pace(rank, steps, transport):
-    """Every rank dawdles at other moments, on both sides of every collective."""
+def test_ranks_stay_bitwise_equal_with_random_delays(rank, steps, transport):
+    """Each rank sleeps for random times in the hook and before each gather."""
     dice = random.Random(rank)
     model = ddp(mlp(depth=6))
     state = DCTState(model, density=0.1, transport=transport)
@@ -97,7 +97,7 @@ def test_ranks_stay_bitwise_equal_whatever_their_pace(rank, steps, transport):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):
         train_step(model, optimizer, *batch(step, rank))
-        dist.all_reduce(torch.ones(1))  # on the default group, beside ours
+        dist.all_reduce(torch.ones(1))  # on the default group, concurrently
     assert max(indices) >= 2, "fewer than 3 buckets"
     assert_same(weights(model))
     assert weights(model).isfinite().all()
@@ -112,8 +112,8 @@ def _residuals(state):
 
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(2)
-def test_a_payload_sends_what_is_largest_in_all_of_it(rank, transport):
-    """What every payload sends of integer gradients is what is largest in all of it."""
+def test_payload_contains_the_largest_entries(rank, transport):
+    """Every payload contains the largest entries of its range, up to its capacity."""
     model, state = hooked(
         ddp(Dictated(SIZES)), density=0.05, transport=transport, format=torch.float32
     )
@@ -127,24 +127,24 @@ def test_a_payload_sends_what_is_largest_in_all_of_it(rank, transport):
         after = _residuals(state)
         for plan in state._buckets.plans():
             index = [int(name.split(".")[1]) for name in plan.names]
-            owed = torch.cat([before[f"p.{i}"] + grads[i] for i in index])
-            sent = owed != torch.cat([after[f"p.{i}"] for i in index])
+            accumulated = torch.cat([before[f"p.{i}"] + grads[i] for i in index])
+            sent = accumulated != torch.cat([after[f"p.{i}"] for i in index])
             for low, high in itertools.pairwise(plan.range_bounds):
-                acc = owed[low:high].abs()
+                acc = accumulated[low:high].abs()
                 count = math.ceil(0.05 * (high - low))
-                if high - low > 4096:  # a sample decides
+                if high - low > 4096:  # a sample determines the threshold
                     assert 0.7 * count < sent[low:high].sum() <= plan.capacity
                 elif high > low:
                     threshold = acc.sort().values[-count]
                     passed = ((acc >= threshold) & (acc > 0)).nonzero().flatten()
                     expected = torch.zeros(high - low, dtype=torch.bool)
-                    expected[passed[: plan.capacity]] = True  # in order, as long as there is room
+                    expected[passed[: plan.capacity]] = True  # in order, up to the capacity
                     assert torch.equal(sent[low:high], expected)
     assert len(state._buckets.plans()) >= 2
 
 
 @on_ranks(1)
-def test_one_rank_alone_trains_and_sends_nothing(rank):
+def test_single_rank_trains_and_sends_nothing(rank):
     model, state = hooked(ddp(mlp()), density=0.05)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = [train_step(model, optimizer, *batch(step % 4, rank)).item() for step in range(60)]
@@ -156,7 +156,7 @@ def test_one_rank_alone_trains_and_sends_nothing(rank):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @on_ranks(2)
 def test_half_precision_models(rank, dtype):
-    """Small integers are exact in every dtype, and so is a density of 1."""
+    """The mean is exact: gradients are small integers, and the density is 1."""
     model, _ = hooked(ddp(Dictated(SIZES).to(dtype)), density=1, format="bfloat16")
     for step in range(4):
         model.zero_grad()
@@ -168,15 +168,15 @@ def test_half_precision_models(rank, dtype):
 
 
 @on_ranks(4)
-def test_process_group_limits_the_averaging(rank):
-    """Two groups of two ranks, each with its own DDP and state: nothing crosses between them."""
+def test_process_group_limits_averaging(rank):
+    """Two groups of two ranks exchange nothing with each other."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = groups[rank // 2]
-    whole = ddp(Dictated(SIZES))
+    outer = ddp(Dictated(SIZES))
     inner = ddp(Dictated(SIZES), process_group=group)
     options = {"density": 1, "format": "bfloat16"}
-    states = [DCTState(whole, process_group=group, **options), DCTState(inner, **options)]
-    for model, state in zip((whole, inner), states, strict=True):
+    states = [DCTState(outer, process_group=group, **options), DCTState(inner, **options)]
+    for model, state in zip((outer, inner), states, strict=True):
         model.register_comm_hook(state, dct_hook)
         for _ in range(4):
             model.zero_grad()
@@ -187,8 +187,8 @@ def test_process_group_limits_the_averaging(rank):
 
 
 @on_ranks(2)
-def test_a_nan_is_passed_on_but_not_kept(rank):
-    """Without a GradScaler a NaN reaches the weights' gradients, as it would without the hook."""
+def test_nan_is_sent_but_not_kept(rank):
+    """Without a GradScaler, a NaN reaches the gradients, as without the hook."""
     model, state = hooked(ddp(Dictated(SIZES)), density=0.05)
     total, applied = torch.zeros(SIZES[0]), torch.zeros(SIZES[0])
     for step in range(4):
@@ -202,7 +202,7 @@ def test_a_nan_is_passed_on_but_not_kept(rank):
     left = entry(state.state_dict())["parameters"]["p.0"]["residual"]
     dist.all_reduce(left)
     dist.all_reduce(total)
-    assert torch.equal(2 * applied + left, total)  # what was sent counts: nothing skipped the step
+    assert torch.equal(2 * applied + left, total)  # the step was not skipped
     bad = [parameter.grad.isnan().nonzero().flatten().tolist() for parameter in model.module.p]
     residual = torch.cat([s["residual"] for s in entry(state.state_dict())["parameters"].values()])
     assert bad == [[], [], [11], [], [], []] and residual.isfinite().all()
@@ -223,17 +223,17 @@ def test_a_compiled_model_trains_like_an_eager_one(rank):
 
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(2)
-def test_exchanges_run_beside_the_backward_pass(rank, transport):
-    """No exchange ends before the backward pass has come to the last bucket."""
+def test_exchanges_overlap_the_backward_pass(rank, transport):
+    """Each exchange waits until the backward pass has reached the last bucket."""
     model = ddp(mlp(depth=6))
     state = DCTState(model, density=0.1, transport=transport)
-    came = threading.Event()
+    reached_last_bucket = threading.Event()
     exchanged = []
 
     def hook(state, bucket):
         future = dct_hook(state, bucket)
         if bucket.is_last():
-            came.set()
+            reached_last_bucket.set()
         return future
 
     all_gather = by_all_gather.all_gather
@@ -243,8 +243,8 @@ def test_exchanges_run_beside_the_backward_pass(rank, transport):
             self.exchange = partial(all_gather, *args, **options)
 
         def wait(self):
-            # In vain, if the backward pass waited for this exchange.
-            exchanged.append(came.wait(20))
+            # This would time out if the backward pass waited for this exchange.
+            exchanged.append(reached_last_bucket.wait(20))
             return self.exchange()
 
     def waiting(*args, async_op=False):
@@ -253,8 +253,8 @@ def test_exchanges_run_beside_the_backward_pass(rank, transport):
 
     model.register_comm_hook(state, hook)
     for step in range(4):
-        if step == 2:  # compressed from here on, in DDP's last buckets
+        if step == 2:  # the first compressed step; buckets are final
             by_all_gather.all_gather = by_reduce_scatter.all_gather = waiting
-        came.clear()
+        reached_last_bucket.clear()
         model(batch(step, rank)[0]).sum().backward()
     assert len(exchanged) == 2 * len(state._buckets.in_order()) >= 6 and all(exchanged)

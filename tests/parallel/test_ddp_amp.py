@@ -1,5 +1,4 @@
-"""A GradScaler in front of the hook: its scale never enters the residual, its skipped steps leave
-nothing behind."""
+"""The hook with a GradScaler: residuals are unscaled, and skipped steps lose no finite gradient."""
 
 import contextlib
 
@@ -32,7 +31,7 @@ def _residuals(state):
 @pytest.mark.parametrize("no_sync", [False, True])
 @on_ranks(2)
 def test_accumulation_with_an_overflow_loses_no_finite_gradient(rank, no_sync, bad_micro):
-    """Two backward passes a step; one rank's overflow in either of them skips the step."""
+    """One rank overflows in one of the step's two backward passes, so the step is skipped."""
     model = ddp(Dictated(SIZES))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -44,25 +43,25 @@ def test_accumulation_with_an_overflow_loses_no_finite_gradient(rank, no_sync, b
         optimizer.zero_grad()
         for micro in range(2):
             grads = integers(SIZES, 10 * step + micro, rank)
-            for own, grad in zip(total, grads, strict=True):
-                own += grad
+            for expected, grad in zip(total, grads, strict=True):
+                expected += grad
             if (step, micro) in ((5, bad_micro), (6, bad_micro)) and rank == 0:
                 grads[1][3] = grads[2][17] = torch.inf
             with model.no_sync() if no_sync and micro == 0 else contextlib.nullcontext():
                 scaler.scale(model(*grads)).backward()
-        assert 0 <= state.stats()["overflow"] <= 1  # looked at before the scaler decides
+        assert 0 <= state.stats()["overflow"] <= 1  # read before the scaler decides
         before, scale = weights(model), scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
         if scaler.get_scale() < scale:
             skipped += 1
             assert torch.equal(weights(model), before)
-    for own, (name, index) in zip(total, NAMES.items(), strict=True):
+    for expected, (name, index) in zip(total, NAMES.items(), strict=True):
         left = _residuals(state)[name]
         dist.all_reduce(left)
-        dist.all_reduce(own)
-        kept = left - 2 * model.module.p[index].detach() == own
-        # Lost may be the entry that overflowed, and the bucket's first, which tells of it.
+        dist.all_reduce(expected)
+        kept = left - 2 * model.module.p[index].detach() == expected
+        # Lost entries either overflowed or are the bucket's first, which reports the overflow.
         lost = kept.logical_not().nonzero().flatten().tolist()
         assert set(lost) <= [set(), {3}, {0, 17}][index], (name, lost)
     assert skipped == 2
@@ -70,7 +69,7 @@ def test_accumulation_with_an_overflow_loses_no_finite_gradient(rank, no_sync, b
 
 @on_ranks(2)
 def test_float16_autocast_trains_through_overflowing_first_steps(rank):
-    """float16 autocast whose first scales overflow: several steps in a row are skipped."""
+    """The initial scales overflow, so several consecutive steps are skipped."""
     model = ddp(mlp())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=1000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""The state around training: plan, statistics, and what users get wrong."""
+"""DCTState: plan, statistics, warnings and invalid calls."""
 
 import math
 import re
@@ -29,13 +29,13 @@ SIZES = (2000, 30, 5000)
 
 
 def _make(density=0.8, **kwargs):
-    # At density 0.8 everything has room, so that results do not depend on how buckets are dealt.
+    # At density 0.8 all entries fit, so results do not depend on the bucket layout.
     model, state = hooked(ddp(mlp()), density=density, **kwargs)
     return model, state, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 @on_ranks(2)
-def test_plan_and_stats_tell_what_a_step_costs(rank):
+def test_plan_and_stats_report_bytes_per_step(rank):
     model, state, optimizer = _make(density=0.01)
     before = state.plan()
     train(model, optimizer, rank, range(6))
@@ -49,11 +49,12 @@ def test_plan_and_stats_tell_what_a_step_costs(rank):
         for plan in (before, after)
     )
     assert last == stats["wire_bytes"]
-    # A header of 64 bytes, two starts of 4, an entry of 2 + 2, all three rounded up to 16.
+    # Each bucket adds a header of 64 bytes, two starts of 4 and an entry of 2 + 2, each rounded up
+    # to 16.
     assert last - first == pytest.approx(112 * (buckets - 1), rel=0.3)
     rows = {line.split()[0]: line.split() for line in after.splitlines()}
     assert before.count("\n0: 0.weight ... 8.bias  ") == 1
-    # 1.25 * 0.01 * 8320 entries of 2 + 2 bytes, 72 before them, all rounded up to 16.
+    # 72 bytes and 1.25 * 0.01 * 8320 entries of 2 + 2 bytes, each part rounded up to 16.
     assert re.search(r"^1: 2.bias ... 0.weight +4 +8,320 +104 +496$", after, re.M), after
     assert rows["total"] == ["total", "10", "16,705", f"{stats['wire_bytes']:,}"]
     assert rows["float32"][-1] == f"{16_705 * 4:,}"
@@ -64,7 +65,7 @@ def test_plan_and_stats_tell_what_a_step_costs(rank):
 
 
 @on_ranks(2)
-def test_parameter_stats_tell_what_each_parameter_does(rank):
+def test_parameter_stats_match_payloads_and_residuals(rank):
     model, state, optimizer = _make(density=0.05)
     assert state.parameter_stats() == {}
     train(model, optimizer, rank, range(8))
@@ -80,16 +81,16 @@ def test_parameter_stats_tell_what_each_parameter_does(rank):
     for bucket in state._buckets.in_order():
         thresholds = {stats[name]["threshold"] for name in bucket.plan.names}
         assert thresholds == {bucket.codec.threshold.item()} and min(thresholds) > 0
-    for name, own in stats.items():
-        assert list(own) == ["density", "threshold", "residual_norm"]
-        assert own["residual_norm"] == pytest.approx(residuals[name].norm().item(), rel=1e-5)
-    assert len({own["density"] for own in stats.values()}) > 3
+    for name, figures in stats.items():
+        assert list(figures) == ["density", "threshold", "residual_norm"]
+        assert figures["residual_norm"] == pytest.approx(residuals[name].norm().item(), rel=1e-5)
+    assert len({figures["density"] for figures in stats.values()}) > 3
     state.load_state_dict(state.state_dict())
     assert state.parameter_stats() == {}
     assert stats.keys() == residuals.keys()
 
 
-def test_overflow_as_a_rule_warns_once():
+def test_frequent_overflow_warns_once():
     def step(overflowed):
         return [ExchangeResult([], False, [1], 100, overflowed, 4)]
 
@@ -106,7 +107,7 @@ def test_overflow_as_a_rule_warns_once():
 
 
 @on_ranks(1)
-def test_mistakes_are_explained(rank):
+def test_invalid_arguments(rank):
     model = ddp(Dictated(SIZES))
     for kwargs, error, text in [
         ({"density": 0}, ValueError, r"density must be in \(0, 1\], got 0"),
@@ -115,11 +116,6 @@ def test_mistakes_are_explained(rank):
         ({"policy": "tracked"}, ValueError, "policy must be 'fresh' or 'fixed', got 'tracked'"),
         ({"transport": "ring"}, ValueError, "None, 'all_gather' or 'reduce_scatter', got 'ring'"),
         ({"transport": {}}, ValueError, "None, 'all_gather' or 'reduce_scatter', got {}"),
-        (
-            {"format": torch.int8},
-            ValueError,
-            "format must be 'float32', 'bfloat16', 'int8', 'int4' or 'ter",
-        ),
         ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
         ({"start_step": -1}, ValueError, "start_step must be in"),
         ({"grad_scaler": 2.0}, TypeError, "grad_scaler must be a torch.amp.GradScaler, got 2.0"),
@@ -130,7 +126,7 @@ def test_mistakes_are_explained(rank):
 
 
 @on_ranks(2)
-def test_a_state_of_another_model_is_refused_at_once(rank):
+def test_state_of_a_different_ddp_raises(rank):
     model, other = ddp(Dictated(SIZES)), ddp(Dictated(SIZES))
     other.register_comm_hook(DCTState(model), dct_hook)
     with pytest.raises(ValueError, match="state must be made from the DDP that the hook is"):
@@ -138,7 +134,7 @@ def test_a_state_of_another_model_is_refused_at_once(rank):
 
 
 @on_ranks(1)
-def test_a_hook_without_a_state_says_what_to_pass(rank):
+def test_hook_without_a_state_raises(rank):
     for wrong, name in ((None, "None"), ({"step": 0}, "dict")):
         model = ddp(Dictated(SIZES))
         model.register_comm_hook(wrong, dct_hook)
@@ -148,26 +144,26 @@ def test_a_hook_without_a_state_says_what_to_pass(rank):
 
 
 @on_ranks(1)
-def test_a_state_that_was_not_registered_warns_once_there_are_gradients(rank):
+def test_unregistered_state_warns_after_the_first_gradients(rank):
     model = ddp(Dictated(SIZES))
     state = DCTState(model)
-    assert state.stats()["step"] == 0  # nobody has trained yet: no warning
+    assert state.stats()["step"] == 0  # no warning before training
     model(*integers(SIZES, 0, rank)).backward()
     with pytest.warns(UserWarning, match=r"no hook is registered .*: call ddp.register_comm"):
         state.stats()
-    assert state.stats()["wire_bytes"] is None  # once
+    assert state.stats()["wire_bytes"] is None  # warns only once
     late = DCTState(model)
     model.register_comm_hook(late, dct_hook)
     late.state_dict()
-    second = DCTState(model)  # the one that is registered is not this one
+    second = DCTState(model)  # is not the registered state
     with pytest.warns(UserWarning, match=r"no hook is registered .* for this state"):
         second.stats()
 
 
 @pytest.mark.parametrize("make", [Hook, partial(Sharded, mesh=(1, 1))])
 @on_ranks(1)
-def test_bytes_are_known_once_a_step_was_compressed(rank, make):
-    """Also after a load: a hook that is not registered does not report bytes."""
+def test_wire_bytes_are_none_until_a_step_is_compressed(rank, make):
+    """After a load, wire_bytes is None again until the next compressed step."""
     point, numbers = make(SIZES, density=0.05, start_step=1), torch.ones(sum(SIZES))
     for expected in (None, None, 0):
         assert point.state.stats()["wire_bytes"] == expected
@@ -179,9 +175,9 @@ def test_bytes_are_known_once_a_step_was_compressed(rank, make):
 
 
 @on_ranks(1)
-def test_a_copy_of_a_ddp_does_not_count_as_registered(rank):
+def test_copied_ddp_does_not_count_as_registered(rank):
     model, _ = hooked(ddp(Dictated(SIZES)))
-    copy = deepcopy(model)  # DDP copies its note of the hook; the reducer of the copy has none
+    copy = deepcopy(model)  # DDP copies `_comm_hooks`, but the copy's reducer has no hook
     state = DCTState(copy)
     copy(*integers(SIZES, 0, rank)).backward()
     with pytest.warns(UserWarning, match=r"no hook is registered .*: call ddp.register_comm"):
@@ -189,7 +185,7 @@ def test_a_copy_of_a_ddp_does_not_count_as_registered(rank):
 
 
 @on_ranks(2)
-def test_sparse_gradients_are_refused(rank):
+def test_sparse_gradients_raise(rank):
     model = DDP(nn.EmbeddingBag(100, 16, sparse=True))
     with pytest.raises(ValueError, match=r"gradients of ddp must be dense .*, got sparse ones"):
         DCTState(model)

@@ -1,4 +1,4 @@
-"""What users do around the hook: accumulate, join, copy, compile, register before a DDP exists."""
+"""The hook with accumulation, join, copies, torch.compile, and states created before their DDP."""
 
 import contextlib
 import copy
@@ -34,19 +34,19 @@ SIZES = (2000, 30, 5000)
 
 
 def _integers(step, rank, micro=0):
-    """Small enough to be exact in bfloat16, too."""
+    """Integers small enough to be exact in bfloat16."""
     generator = torch.Generator().manual_seed(10_000 * micro + 100 * step + rank)
     return [torch.randint(-8, 9, (n,), generator=generator).float() for n in SIZES]
 
 
-def _left(state, index):
+def _residual(state, index):
     return entry(state.state_dict())["parameters"][f"p.{index}"]["residual"]
 
 
 def _assert_conserved(model, state, total):
-    """All that every rank's gradients were is in the weights (SGD, rate 1) or still to be sent."""
+    """Check that all ranks' gradients are in the weights (SGD, lr=1) or in residuals."""
     for index, parameter in enumerate(model.module.p):
-        left = _left(state, index)
+        left = _residual(state, index)
         dist.all_reduce(left)
         dist.all_reduce(total[index])
         applied = -dist.get_world_size() * parameter.detach()
@@ -57,7 +57,7 @@ def _assert_conserved(model, state, total):
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("no_sync", [False, True])
 @on_ranks(2)
-def test_accumulation_loses_nothing(rank, no_sync, view):
+def test_gradient_accumulation_loses_nothing(rank, no_sync, view):
     model, state = hooked(
         ddp(Dictated(SIZES), gradient_as_bucket_view=view), density=0.05, start_step=0
     )
@@ -77,7 +77,7 @@ def test_accumulation_loses_nothing(rank, no_sync, view):
 
 
 @on_ranks(2)
-def test_uneven_inputs_under_join(rank):
+def test_uneven_inputs_with_join(rank):
     """Rank 0 has 8 batches, rank 1 has 12."""
     model, state = hooked(ddp(Dictated(SIZES)), density=0.05, start_step=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -90,14 +90,14 @@ def test_uneven_inputs_under_join(rank):
             optimizer.zero_grad()
             model(*grads).backward()
             optimizer.step()
-    # A rank that has joined takes the others' weights as they end.
+    # At the end of `join`, DDP broadcasts the weights of the last active rank.
     assert_same(weights(model))
     _assert_conserved(model, state, total)
     assert state.step == 12
 
 
 class Squares(Dictated):
-    """Of which the gradient depends on the weights: p * x^2."""
+    """A model whose gradient p * x^2 depends on its weights."""
 
     def forward(self, x):
         return (self.p[0] * x).square().sum() / 2
@@ -105,7 +105,7 @@ class Squares(Dictated):
 
 @on_ranks(2)
 def test_backward_with_create_graph(rank):
-    """DDP takes models of one parameter then, and averages first derivatives alone."""
+    """With create_graph, DDP supports one parameter and averages only first derivatives."""
     warnings.filterwarnings("ignore", "Using backward.. with create_graph")
     model, state = hooked(ddp(Squares([300])), density=0.05, start_step=1)
     parameter = model.module.p[0]
@@ -118,7 +118,7 @@ def test_backward_with_create_graph(rank):
         assert parameter.grad.requires_grad  # as without a hook
         applied += parameter.grad.detach()
         total += parameter.detach() * x.square()
-    left = _left(state, 0)
+    left = _residual(state, 0)
     dist.all_reduce(left)
     dist.all_reduce(total)
     assert torch.equal(2 * applied + left, total)
@@ -127,8 +127,8 @@ def test_backward_with_create_graph(rank):
 
 @pytest.mark.parametrize("format", ["bfloat16", "int4", "ternary"])
 @on_ranks(2)
-def test_what_is_sent_of_a_parameter_that_no_rank_uses_is_lost(rank, format):
-    """A limit: DDP drops the mean. Of the largest entries few are sent; in few bits nearly all."""
+def test_sent_residual_of_an_unused_parameter_is_lost(rank, format):
+    """A known limit, because DDP discards the mean. Sparse formats send few entries, dense most."""
     model = DDP(Dictated((3000, 1500)), find_unused_parameters=True)
     model, state = hooked(model, format=format, density=0.2 if format == "bfloat16" else 1)
     generator, second = torch.Generator().manual_seed(rank), model.module.p[1]
@@ -138,9 +138,9 @@ def test_what_is_sent_of_a_parameter_that_no_rank_uses_is_lost(rank, format):
         parts = list(model.module.p)[: 1 + used]
         grads = [torch.randn(part.shape, generator=generator) for part in parts]
         model.module.forward = lambda: sum((p * g).sum() for p, g in zip(parts, grads, strict=True))
-        before = _left(state, 1)
+        before = _residual(state, 1)
         model().backward()
-        return before, _left(state, 1), grads[1] if used else torch.zeros(1500)
+        return before, _residual(state, 1), grads[1] if used else torch.zeros(1500)
 
     for _ in range(5):
         step(used=True)
@@ -151,7 +151,7 @@ def test_what_is_sent_of_a_parameter_that_no_rank_uses_is_lost(rank, format):
         assert torch.equal(lost, passes) and 20 < lost.sum() < 700
     else:
         assert after.norm() < {"int4": 0.2, "ternary": 0.8}[format] * before.norm()
-    before, after, grad = step(used=rank == 0)  # used on one rank: nothing is lost
+    before, after, grad = step(used=rank == 0)  # nothing is lost if one rank uses it
     total = before + grad - after
     dist.all_reduce(total)
     torch.testing.assert_close(total, 2 * second.grad, rtol=1e-5, atol=1e-5)
@@ -162,8 +162,8 @@ def _residuals_of(state):
 
 
 @on_ranks(2)
-def test_parts_of_a_model_may_have_densities_of_their_own(rank):
-    """Two parts of a model, each a DDP with a state of its own: one sends everything it has."""
+def test_parts_of_a_model_can_have_different_densities(rank):
+    """Each of two parts is a DDP with its own state. The second one has density 1."""
     model = nn.Sequential(ddp(mlp(depth=1)), ddp(nn.Linear(1, 1)))
     states = [
         DCTState(part, density=density, format="bfloat16")
@@ -173,14 +173,14 @@ def test_parts_of_a_model_may_have_densities_of_their_own(rank):
         part.register_comm_hook(state, dct_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     train(model, optimizer, rank, range(6))
-    owed = [sum(int(p.count_nonzero()) for p in _residuals_of(state)) for state in states]
+    pending = [sum(int(p.count_nonzero()) for p in _residuals_of(state)) for state in states]
     assert_same(weights(model))
-    assert owed[0] > 1000 and states[1].stats()["density"] == 1.0
+    assert pending[0] > 1000 and states[1].stats()["density"] == 1.0
 
 
 @on_ranks(2)
-def test_take_back_where_nothing_was_sent(rank):
-    """Before compression, and between a load and the next step."""
+def test_take_back_before_anything_is_sent(rank):
+    """take_back has no effect before compression, or between a load and the next step."""
     with pytest.raises(ValueError, match="dct::take_back: state must be bound to its DDP"):
         DCTState(density=0.05).take_back()
     model, state = hooked(ddp(Dictated(SIZES)), density=0.05, start_step=1)
@@ -200,8 +200,8 @@ def test_take_back_where_nothing_was_sent(rank):
 
 
 @on_ranks(2)
-def test_a_copy_has_the_settings_only(rank):
-    """As AveragedModel makes it. The original trains as before; a copy says what to do."""
+def test_copied_state_has_only_the_settings(rank):
+    """AveragedModel makes such copies. Calls on a copy raise, and the original keeps training."""
     scaler, model = torch.amp.GradScaler("cpu"), ddp(mlp())
     optimizer = torch.optim.SGD(model.parameters())
     model, state = hooked(model, density=0.8, grad_scaler=scaler, optimizer=optimizer)
@@ -222,8 +222,8 @@ def test_a_copy_has_the_settings_only(rank):
 
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(2)
-def test_a_checkpoint_is_for_any_memory_format(rank, transport):
-    """What was sent and what waits is every gradient, in a checkpoint for any memory format."""
+def test_checkpoint_loads_into_any_memory_format(rank, transport):
+    """Sent plus pending entries equal the gradient after loads into other memory formats."""
     shape = (16, 32, 3, 3)
     grad = torch.arange(16 * 32 * 9).view(shape).sub(1000).float()
     formats = (torch.channels_last, torch.contiguous_format, torch.channels_last)
@@ -241,14 +241,14 @@ def test_a_checkpoint_is_for_any_memory_format(rank, transport):
         model(grad * (step == 0)).backward()
         sent += model.module.p[0].grad
         saved = state.state_dict()
-        waiting = sum(gathered(owed(saved)["p.0"])) / 2
-        assert torch.equal(sent + waiting.view(shape), grad), step
+        pending = sum(gathered(owed(saved)["p.0"])) / 2
+        assert torch.equal(sent + pending.view(shape), grad), step
     assert sent.count_nonzero() < sent.numel()
 
 
 @on_ranks(1)
-def test_wrappers_do_not_enter_names(rank):
-    """However the model is wrapped, its parameters keep their names, and checkpoints fit."""
+def test_parameter_names_do_not_include_wrappers(rank):
+    """Checkpoints load into models with other wrappers."""
     plain = DCTState(DDP(mlp()), density=0.8)
     names = list(entry(plain.state_dict())["parameters"])
     layers = (0, 2, 4, 6, 8)
@@ -281,8 +281,8 @@ class _Tied(nn.Module):
 
 @pytest.mark.parametrize("ignored", [["first.weight"], ["last.weight"], ["middle.weight"], []])
 @on_ranks(2)
-def test_it_takes_the_parameters_that_ddp_averages(rank, ignored):
-    """DDP ignores one name of a tied weight, which it averages; requires_grad changes later."""
+def test_state_covers_the_parameters_that_ddp_averages(rank, ignored):
+    """DDP ignores one name of a tied weight but averages it. requires_grad changes afterwards."""
     gradients = []
     for compressed in (False, True):
         torch.manual_seed(1)
@@ -290,7 +290,7 @@ def test_it_takes_the_parameters_that_ddp_averages(rank, ignored):
         DDP._set_params_and_buffers_to_ignore_for_model(module, ignored)
         model = DDP(module, find_unused_parameters=True)
         module.frozen.requires_grad_(True)  # DDP does not average it
-        module.middle.weight.requires_grad_(not ignored)  # but this one, unless it is ignored
+        module.middle.weight.requires_grad_(not ignored)  # DDP averages it unless it is ignored
         if compressed:
             hooked(model, density=1, format="float32", start_step=0)
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
@@ -305,21 +305,21 @@ def test_it_takes_the_parameters_that_ddp_averages(rank, ignored):
 
 
 @on_ranks(2)
-def test_a_state_made_before_its_ddp(rank):
-    """The state is handed over first, as Lightning's DDPStrategy does."""
+def test_state_created_before_its_ddp(rank):
+    """The state is registered first, as in Lightning's DDPStrategy."""
     state = DCTState(density=0.8)
     for call in (state.state_dict, state.stats, state.plan, lambda: state.load_state_dict({})):
         with pytest.raises(ValueError, match=r"state must be bound to its DDP by state.bind\("):
             call()
-    state.close()  # nothing yet
+    state.close()  # no effect yet
     model, other = ddp(mlp()), ddp(mlp())
     early = DCTState(other, density=0.8)
     state.bind(model)
     assert "0.weight" in state.plan()
     with pytest.raises(ValueError, match="state must be bound to one DDP only, got a second"):
         state.bind(other)
-    for ddp_model, its in ((model, state), (other, early)):
-        ddp_model.register_comm_hook(its, dct_hook)
+    for ddp_model, hook_state in ((model, state), (other, early)):
+        ddp_model.register_comm_hook(hook_state, dct_hook)
         optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05)
         train(ddp_model, optimizer, rank, range(6))
     assert torch.equal(weights(model), weights(other))
@@ -331,7 +331,7 @@ def test_a_state_made_before_its_ddp(rank):
 
 
 @on_ranks(1)
-def test_a_state_that_was_not_bound_says_so(rank):
+def test_unbound_state_raises(rank):
     model = ddp(mlp())
     model.register_comm_hook(DCTState(density=0.8), dct_hook)
     with pytest.raises(
@@ -341,7 +341,7 @@ def test_a_state_that_was_not_bound_says_so(rank):
 
 
 @on_ranks(1)
-def test_a_parameter_that_cannot_be_compressed_is_named_at_once(rank):
+def test_unsupported_parameter_dtype_raises(rank):
     for dtype in (torch.float64, torch.complex64):
         last = nn.Linear(4, 4, dtype=dtype)
         model = DDP(nn.Sequential(nn.Linear(4, 4), last))
@@ -349,11 +349,11 @@ def test_a_parameter_that_cannot_be_compressed_is_named_at_once(rank):
         with pytest.raises(TypeError, match=text):
             DCTState(model)
     model.module[1].requires_grad_(False)
-    DCTState(DDP(model.module))  # it is not exchanged
+    DCTState(DDP(model.module))  # frozen parameters are not exchanged
 
 
 @on_ranks(1)
-def test_dynamos_python_reducer_is_refused(rank):
+def test_dynamo_python_reducer_raises(rank):
     torch._dynamo.config.optimize_ddp = "python_reducer"
     model, _ = hooked(DDP(mlp()))
     with pytest.raises(TypeError, match=r"GradBucket, got tuple, as with .*'python_reducer'"):
@@ -378,8 +378,8 @@ class _Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(2)
-def test_the_order_of_hooks_and_ends_of_passes_changes_nothing(rank, transport):
-    """With static_graph DDP calls the first hooks after the pass; reentrant passes are nested."""
+def test_static_graph_and_reentrant_checkpoints_change_nothing(rank, transport):
+    """With static_graph, DDP calls the first hooks after the pass. Reentrant passes are nested."""
     results = {}
     for static_graph, use_reentrant in itertools.product((False, True), (None, False, True)):
         model = DDP(_Checkpointed(use_reentrant), bucket_cap_mb=0.02, static_graph=static_graph)
@@ -392,5 +392,5 @@ def test_the_order_of_hooks_and_ends_of_passes_changes_nothing(rank, transport):
         assert state.stats()["step"] == 6
         grads = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         state.close()
-        # The first step compresses other buckets with static_graph than without.
+        # Buckets of the first step are different with static_graph.
         assert grads.any() and torch.equal(grads, results.setdefault(static_graph, grads))

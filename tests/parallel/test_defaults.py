@@ -1,4 +1,4 @@
-"""torch.set_default_dtype and set_default_device change no bit of what an entry point does."""
+"""torch.set_default_dtype and set_default_device do not change any result of an entry point."""
 
 import warnings
 
@@ -39,9 +39,9 @@ from dct_parallel import (
 from entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from ranks import run_ranks, shard_mesh, through_a_file
 
-SIZES, NUMEL = ((40, 25), (17,), (70_000,)), 71_017  # whole blocks for several owners
+SIZES, NUMEL = ((40, 25), (17,), (70_000,)), 71_017  # several owners have blocks
 ROWS, WIDTH, BATCH = (20, 11), 6, 3
-FEW = RowFormat("int4", backward="sign")
+INT4_SIGN = RowFormat("int4", backward="sign")
 
 
 def _random(*size, seed=0):
@@ -64,7 +64,7 @@ def _steps(rank, _, make, **settings):
 
 
 def _folders(rank, folder, make, **settings):
-    """By torch.distributed.checkpoint: this rank's own state, and the mean of all of them."""
+    """Load this rank's state and the merged state from a folder of DCP."""
     entry, resumed = (make(SIZES, start_step=0, **settings) for _ in range(2))
     results = [_step(rank, entry, 0)]
     dcp.save(entry.parts(), checkpoint_id=folder)
@@ -123,8 +123,8 @@ def _substitution(rank, _, make, **settings):
         return rows, EquivalentSubstitution(rows, operators, **settings), optimizer
 
     rows, layer, optimizer = made()
-    of = 0 if settings else rank  # with "all_reduce" all ranks pass the same batch
-    ids = torch.randint(ROWS[0], (4 * BATCH,), generator=torch.Generator().manual_seed(of))
+    seed = 0 if settings else rank  # with "all_reduce" all ranks pass the same batch
+    ids = torch.randint(ROWS[0], (4 * BATCH,), generator=torch.Generator().manual_seed(seed))
     results = layer(ids, torch.full((2, BATCH), 2))
     sum(result.sin().sum() for result in results).backward()
     optimizer.step()
@@ -141,11 +141,12 @@ def _substitution(rank, _, make, **settings):
     return *results, again.state_dict(), [p.grad.to_dense() for p in layer.parameters()]
 
 
-def _tables(rank, _, settings, **of_bags):
+def _tables(rank, _, settings, **bag_options):
     tables = [_random(rows, WIDTH) for rows in ROWS]
     mesh = shard_mesh()
     bags, resumed = (
-        ShardedEmbeddingBags(tables, plan_shards(ROWS, 2, [1]), mesh, **of_bags) for _ in range(2)
+        ShardedEmbeddingBags(tables, plan_shards(ROWS, 2, [1]), mesh, **bag_options)
+        for _ in range(2)
     )
     optimizer = MomentumScaledRowWiseAdagrad([bags.weight], 0.1, scale=2, delayed=True)
     sync, results = ReplicaSync(bags, optimizer=optimizer, **settings), []
@@ -175,9 +176,9 @@ ENTRY_POINTS = [
     *((_folders, {"make": make} | SPARSE | OWNERS) for make in (Hook, Sharded, LocalSteps)),
     (_all_reduce, {"format": "int4"}),
     (_all_reduce, {"format": "ternary", "op": dist.ReduceOp.AVG}),
-    *((_rows, {"format": format}) for format in ("int8", FEW, RowFormat(density=0.4))),
+    *((_rows, {"format": format}) for format in ("int8", INT4_SIGN, RowFormat(density=0.4))),
     (_modules, {"encode": RowPack(k=2), "decode": RowUnpack(WIDTH)}),
-    (_modules, {"encode": RowQuantize(FEW), "decode": RowDequantize(WIDTH, FEW)}),
+    (_modules, {"encode": RowQuantize(INT4_SIGN), "decode": RowDequantize(WIDTH, INT4_SIGN)}),
     *((_compressor, {"policy": policy}) for policy in ("fresh", "fixed")),
     (_substitution, {"make": lambda: DynamicFeatureRows(1 + WIDTH, 100, 0.3, seed=3)}),
     (_substitution, {"make": _fixed_rows}),
@@ -188,8 +189,8 @@ ENTRY_POINTS = [
 ]
 
 
-def _same_bits(rank, dtype, device, folder):
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
+def _compare_bits(rank, dtype, device, folder):
+    warnings.filterwarnings("ignore", category=FutureWarning)  # raised by DCP
     for number, (entry_point, settings) in enumerate(ENTRY_POINTS):
         expected = _bits(entry_point(rank, folder / f"{number}", **settings))
         with seen_by_packages(dtype, device):
@@ -204,7 +205,7 @@ def _raw(tensor):
 
 
 def _bits(results):
-    """(dtype, device, bytes) of each tensor, and each number; texts hold run ids."""
+    """Return (dtype, device, bytes) of each tensor, and numbers; omit strings such as run ids."""
     leaves = (getattr(leaf, "_local_tensor", leaf) for leaf in tree_leaves(results))
     return [
         (leaf.dtype, leaf.device, _raw(leaf)) if isinstance(leaf, torch.Tensor) else leaf
@@ -218,5 +219,5 @@ def _bits(results):
     "dtype, device",
     [(torch.float64, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "meta")],
 )
-def test_every_entry_point_gives_the_same_bits(dtype, device, tmp_path):
-    run_ranks(_same_bits, 4, dtype, device, tmp_path, timeout=300)
+def test_torch_defaults_change_no_bit(dtype, device, tmp_path):
+    run_ranks(_compare_bits, 4, dtype, device, tmp_path, timeout=300)

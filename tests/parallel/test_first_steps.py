@@ -1,5 +1,7 @@
-"""What the first step of an optimizer shows: second moments of sparse gradients, a scaler that the
-state was not given. Each warns once, at the user's line, with the line to write instead."""
+"""Warnings in an optimizer's first step: second moments of sparse gradients, and a missing scaler.
+
+Each warns once, at the user's line, and contains the line to write instead.
+"""
 
 import gc
 import re
@@ -29,7 +31,7 @@ def _scaler(**options):
 
 
 def _steps(point, *optimizers, scaler=None, compiled=False, steps=2):
-    """Train; return the warnings, which name a line of this file."""
+    """Train; return the texts of the warnings, which must point to this file."""
     watched = len(_global_optimizer_post_hooks)
     calls = [optimizer.step for optimizer in optimizers]
     if compiled:
@@ -62,7 +64,7 @@ def _steps(point, *optimizers, scaler=None, compiled=False, steps=2):
         *((partial(SGD, momentum=0.9), SPARSE, False), (torch.optim.Adagrad, SPARSE, False)),
     ],
 )
-def test_second_moments_of_sparse_gradients(one_rank, call, make, settings, warns):
+def test_second_moments_of_sparse_gradients_warn(one_rank, call, make, settings, warns):
     point = POINTS[call](SIZES, **settings)
     optimizer = make(point.parameters)
     texts = _steps(point, optimizer)
@@ -72,7 +74,7 @@ def test_second_moments_of_sparse_gradients(one_rank, call, make, settings, warn
         assert text.endswith(f'write {call}format="int4").')
 
 
-SCALERS = [  # the scaler that the state has, the one that steps, the warning
+SCALERS = [  # (scaler passed to the state, options of the scaler that steps, warning)
     (None, {}, "a GradScaler that was not passed .* Write {}grad_scaler=scaler, optimizer=optimi"),
     ({}, {}, "a GradScaler that was not passed as grad_scaler"),
     (None, {"enabled": False}, None),
@@ -82,7 +84,7 @@ SCALERS = [  # the scaler that the state has, the one that steps, the warning
 
 @pytest.mark.parametrize("call", POINTS)
 @pytest.mark.parametrize("given, steps, expected", SCALERS)
-def test_a_scaler_that_was_not_passed(one_rank, call, given, steps, expected):
+def test_scaler_that_was_not_passed_warns(one_rank, call, given, steps, expected):
     scaler, settings = _scaler(**steps), {"density": 1, "format": "int4"}
     if given is not None:
         settings["grad_scaler"] = scaler if given == "same" else _scaler()
@@ -94,8 +96,8 @@ def test_a_scaler_that_was_not_passed(one_rank, call, given, steps, expected):
 
 
 @pytest.mark.parametrize("listed", [1, 2])
-def test_an_optimizer_that_was_not_passed(one_rank, listed):
-    """Every optimizer of the first step is checked; one that shares listed parameters is fine."""
+def test_optimizer_that_was_not_passed_warns(one_rank, listed):
+    """An optimizer that was not passed warns, unless the passed ones hold its parameters."""
     scaler, point = _scaler(), Hook(SIZES, **SPARSE)
     point.state.close()
     optimizers = [SGD([parameter]) for parameter in point.parameters]
@@ -110,24 +112,24 @@ def test_an_optimizer_that_was_not_passed(one_rank, listed):
         assert line in text
 
 
-def test_a_compiled_step_and_one_without_gradients(one_rank):
-    """The check is no part of what is compiled, and waits for gradients."""
+def test_check_with_a_compiled_step_and_without_gradients(one_rank):
+    """The check runs outside compiled code, in the first step that has gradients."""
     point = Hook(SIZES, **SPARSE)
     optimizer = AdamW(point.parameters, foreach=True)
     optimizer.step()
     assert len(_steps(point, optimizer, compiled=True)) == 1
 
 
-def test_an_optimizer_in_the_backward_pass(one_rank):
+def test_check_with_an_optimizer_in_the_backward_pass(one_rank):
     point = Hook(SIZES, **SPARSE)
-    own = {p: AdamW([p]) for p in point.parameters}
-    for parameter in own:
-        parameter.register_post_accumulate_grad_hook(lambda p: own[p].step())
+    optimizers = {p: AdamW([p]) for p in point.parameters}
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
     assert len(_steps(point)) == 1
 
 
-def test_a_check_that_waits_refers_to_nothing_of_the_user(one_rank):
-    """No weak reference, which would refuse torch.utils.swap_tensors; and a state can end."""
+def test_pending_check_holds_no_references(one_rank):
+    """Weak references to parameters would break torch.utils.swap_tensors."""
     point = Hook(SIZES, **SPARSE)
     parameters, alive = point.parameters, weakref.ref(point.state._ledger.first_step)
     assert not any(map(weakref.getweakrefs, parameters))

@@ -1,4 +1,4 @@
-"""The one word for what is sent, at every entry point; and states do not know of it."""
+"""The `format` argument of the entry points."""
 
 import inspect
 import warnings
@@ -20,20 +20,20 @@ from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook
         (3, TypeError, "a string or a torch.dtype, got 3"),
     ],
 )
-def test_others_are_refused(format, error, got):
+def test_unsupported_formats_raise(format, error, got):
     with pytest.raises(error, match=f"dct::DCTState: format must be .*{got}"):
         DCTState(format=format)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_a_dtype_is_its_name(name):
+def test_dtype_is_the_same_as_its_name(name):
     assert DCTState(format=getattr(torch, name)).settings == DCTState(format=name).settings
 
 
 def test_entry_points_take_the_same_arguments_by_keyword_in_the_same_order():
     orders = []
-    for door in (DCTState, DCTAverager, dct_fully_shard_hook):
-        first, *others = inspect.signature(door).parameters.values()
+    for entry_point in (DCTState, DCTAverager, dct_fully_shard_hook):
+        first, *others = inspect.signature(entry_point).parameters.values()
         assert first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         assert all(other.kind is inspect.Parameter.KEYWORD_ONLY for other in others)
         orders.append([other.name for other in others])
@@ -43,10 +43,10 @@ def test_entry_points_take_the_same_arguments_by_keyword_in_the_same_order():
     assert set(averager) - set(ddp) == {"period", "step_ahead"}
 
 
-def test_a_density_of_1_that_may_mean_1_percent_is_told():
-    with pytest.warns(UserWarning, match=r"density is a fraction, .* 1 % is 0.01") as told:
+def test_density_1_without_format_warns():
+    with pytest.warns(UserWarning, match=r"density is a fraction, .* 1 % is 0.01") as caught:
         DCTState(density=1)
-    assert len(told) == 1 and told[0].filename == __file__
+    assert len(caught) == 1 and caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for settings in ({"format": "bfloat16"}, {"format": torch.float32}, {"format": "int4"}):
@@ -55,7 +55,7 @@ def test_a_density_of_1_that_may_mean_1_percent_is_told():
 
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16"])
-def test_a_plan_says_that_a_density_of_1_saves_nothing(one_rank, format):
+def test_plan_reports_that_density_1_saves_nothing(one_rank, format):
     ddp = DDP(torch.nn.Linear(4, 4))
     line = f"Density is a fraction: 1 sends every entry in {format}, as many bytes as a plain "
     plans = [

@@ -1,6 +1,6 @@
-"""FSDP2 inside a shard group, DCT between replicas: what arrives, what waits, and what is refused.
+"""dct_fully_shard_hook: FSDP2 inside a shard group, compressed exchange between replicas.
 
-Meshes are 2 replicas of 2 shards, on 4 ranks: rank r holds shard r % 2 of replica r // 2.
+Meshes have 2 replicas of 2 shards on 4 ranks. Rank r holds shard r % 2 of replica r // 2.
 """
 
 import pytest
@@ -13,12 +13,12 @@ from dct_parallel import dct_fully_shard_hook
 from ranks import Dictated, assert_same, batch, gathered, mlp, on_ranks, shard_mesh, train_step
 from wire_meter import WireMeter
 
-# Rows that do not divide by 2, one row for two ranks, and one that is sent whole.
+# Rows that do not divide by 2, one row for two ranks, and a small tensor that is sent completely.
 SHAPES = ((301, 7), (1, 900), (31,), (2000, 2))
 
 
 def _wrap(model, mesh, **options):
-    """Every layer with parameters by itself, and the rest."""
+    """Apply fully_shard to each layer with parameters and to the model."""
     for module in model.children():
         if any(True for _ in module.parameters(recurse=False)):
             fully_shard(module, mesh=mesh["shard"], **options)
@@ -35,12 +35,12 @@ def _uneven():
 
 
 def _mean_gradients(model, batches):
-    """Of a model on one rank, over the batches of all."""
+    """Return the gradients of an unsharded model, averaged over all batches."""
     losses = [(model(x) - y).square().mean() for x, y in batches]
     return torch.autograd.grad(sum(losses) / len(losses), list(model.parameters()))
 
 
-# reduce_dtype, passes accumulated, a divide factor for the shard group, the dimension that is cut
+# (reduce_dtype, accumulated passes, divide factor of the shard group, sharded dimension)
 VARIANTS = {
     "float32": (None, 1, None, 0),
     "bfloat16": (torch.bfloat16, 1, None, 0),
@@ -75,7 +75,7 @@ def test_density_1_is_the_dense_mean(rank):
         batches = [batch(micro, r, width=8) for micro in range(passes) for r in range(4)]
         expected = _mean_gradients(_uneven(), batches)
         shards_mean = 1.0 if factor is None else 2 / factor
-        # Of bfloat16 the reduce-scatter's rounding, and its sum's.
+        # The reduce-scatter rounds its inputs and its sum to bfloat16.
         most = 3 * 2**-8 if variant == "bfloat16" else 1e-6
         for p, e in zip(model.parameters(), expected, strict=True):
             error = (p.grad.full_tensor() - shards_mean * e).abs().max()
@@ -89,7 +89,7 @@ def _gradients(step, rank):
 
 
 def _two_modules(mesh):
-    """`Dictated` twice: of all shapes, once wrapped by itself and once in the root."""
+    """Return a model with all shapes twice: in a wrapped submodule and in the root."""
 
     class Both(Dictated):
         def __init__(self):
@@ -104,57 +104,56 @@ def _two_modules(mesh):
     return fully_shard(model, mesh=mesh["shard"])
 
 
-def _owed(state, mesh):
-    """{parameter: what all replicas owe to their mean gradient}, in full."""
+def _pending(state, mesh):
+    """Return {name: unsharded pending gradient of all replicas, in units of the mean}."""
     replicas, shards = mesh.shape
     (entry,) = state.state_dict()["replicas"].values()
-    owed = {}
+    pending = {}
     for name, saved in entry["parameters"].items():
-        own = saved["residual"].full_tensor().double()
+        residual = saved["residual"].full_tensor().double()
         if "owner_residual" in saved:  # in units of the mean
-            own = own + replicas * saved["owner_residual"].full_tensor().double()
-        owed[name] = sum(gathered(own)[::shards]) / replicas
-    return owed
+            residual = residual + replicas * saved["owner_residual"].full_tensor().double()
+        pending[name] = sum(gathered(residual)[::shards]) / replicas
+    return pending
 
 
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(4)
-def test_what_is_not_delivered_waits(rank, transport):
-    """Over some steps, of every parameter: what went in, and what came out or waits."""
+def test_every_gradient_is_applied_or_pending(rank, transport):
     mesh, steps = shard_mesh(), 9
     model = _two_modules(mesh)
     options = {"format": torch.bfloat16, "transport": transport, "start_step": 0}
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.05, **options)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    went, came = ({n: torch.zeros(s, dtype=torch.float64) for n, s in shapes.items()} for _ in "ab")
+    total, applied = ({n: torch.zeros(s).double() for n, s in shapes.items()} for _ in "ab")
     with WireMeter(mesh["replicate"].get_group()) as meter:
         for step in range(steps):
             model.zero_grad()
             model(_gradients(step, rank)).backward()
             for name, p in model.named_parameters():
-                came[name] += p.grad.full_tensor()
+                applied[name] += p.grad.full_tensor()
             for gradients in (_gradients(step, r) for r in range(4)):
                 for index, gradient in enumerate(gradients):
-                    went[f"p.{index}"] += gradient / 4
-                    went[f"inner.p.{index}"] += 2 * gradient / 4
+                    total[f"p.{index}"] += gradient / 4
+                    total[f"inner.p.{index}"] += 2 * gradient / 4
         sent = meter.take()
     assert transport == "reduce_scatter" or sent == steps * state.stats()["wire_bytes"]
     stats = state.parameter_stats()
     held = {name: p.to_local().numel() for name, p in model.named_parameters()}
     sent, numels = sum(stats[n]["density"] * held[n] for n in held), sum(held.values())
-    assert 0.02 < sent / numels < 0.13, sent / numels  # capacity counts filling, too
+    assert 0.02 < sent / numels < 0.13, sent / numels  # the capacity also counts padding
     for name, numel in held.items():
         assert (numel == 0) == (rank % 2 == 1 and "p.1" in name)
-        if numel == 0:  # filling alone
+        if numel == 0:  # only padding
             assert stats[name]["density"] == 0 and stats[name]["residual_norm"] == 0
         else:
             assert 0 <= stats[name]["density"] < 0.2 and stats[name]["residual_norm"] > 100
-    owed = _owed(state, mesh)
-    assert went.keys() == came.keys() == owed.keys()
-    for name in went:
-        # Means of bfloat16 values are exact here, their sums in the owners' compressor, too.
-        assert torch.equal(went[name], came[name] + owed[name]), name
-        assert came[name].count_nonzero() > 0.02 * came[name].numel()
+    pending = _pending(state, mesh)
+    assert total.keys() == applied.keys() == pending.keys()
+    for name in total:
+        # Means of these bfloat16 values are exact, and so are their sums on the owners.
+        assert torch.equal(total[name], applied[name] + pending[name]), name
+        assert applied[name].count_nonzero() > 0.02 * applied[name].numel()
 
 
 @on_ranks(4)
@@ -189,7 +188,7 @@ def test_replicas_stay_bitwise_equal(rank):
 
 
 @on_ranks(2)
-def test_accumulation_that_would_stop_nothing_is_refused(rank):
+def test_accumulation_with_set_requires_all_reduce_raises(rank):
     mesh = shard_mesh(2, 1)
     model = _wrap(mlp(), mesh)
     dct_fully_shard_hook(model, mesh=mesh, density=0.05)

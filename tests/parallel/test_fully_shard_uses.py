@@ -1,4 +1,4 @@
-"""dct_fully_shard_hook beside what users do: scaled losses, other orders, wrong calls."""
+"""dct_fully_shard_hook: order and reuse of modules, nested backward passes, and invalid calls."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def _step(model, step, rank):
 
 
 class Twice(nn.Module):
-    """Two layers of one size, in one order or the other."""
+    """Two layers of the same size; `flipped` swaps their order."""
 
     def __init__(self, mesh):
         super().__init__()
@@ -39,21 +39,21 @@ class Twice(nn.Module):
 
 
 @on_ranks(2)
-def test_ranks_that_go_through_modules_in_another_order_are_told(rank):
+def test_different_order_of_modules_raises(rank):
     mesh = shard_mesh(2, 1)
     model = Twice(mesh)
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.1, start_step=0)
     x, _ = batch(0, rank, width=32)
     model(x, flipped=False).sum().backward()
     model(x, flipped=rank == 1).sum().backward()
-    assert state.stats()["step"] == 2  # though the layers have no root in common
+    assert state.stats()["step"] == 2  # although the layers have no common root
     with pytest.raises(RuntimeError, match="every rank must go backward through the same modules"):
         model(x, flipped=False).sum().backward()
 
 
 @on_ranks(2)
-def test_a_module_used_twice(rank):
-    """A layer that is used twice is exchanged twice, and both add up."""
+def test_module_used_twice(rank):
+    """A layer that is used twice is exchanged twice, and its gradients are added."""
     mesh = shard_mesh(2, 1)
     layer = fully_shard(nn.Linear(32, 32, bias=False), mesh=mesh["shard"])
     state = dct_fully_shard_hook(layer, mesh=mesh, density=1.0, format=torch.float32, start_step=0)
@@ -66,7 +66,7 @@ def test_a_module_used_twice(rank):
 
 
 class Checkpointed(nn.Module):
-    """Layers that are computed again in the backward pass, all sharded by themselves."""
+    """Separately sharded layers with activation checkpointing."""
 
     def __init__(self, mesh, use_reentrant):
         super().__init__()
@@ -84,7 +84,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("save", [False, True])
 @on_ranks(2)
-def test_a_backward_pass_within_one_is_no_step_of_its_own(rank, save):
+def test_nested_backward_pass_is_not_a_step(rank, save):
     mesh = shard_mesh(2, 1)
     results, compared = [], []
     agree = fsdp2_state.agree
@@ -110,7 +110,7 @@ def _wrapped(mesh):
 
 
 @on_ranks(2)
-def test_what_cannot_be_is_refused_by_name(rank):
+def test_unsupported_models_and_arguments_raise(rank):
     mesh = shard_mesh(2, 1)
 
     def refuses(error, text, model, given=mesh, **options):
@@ -118,7 +118,7 @@ def test_what_cannot_be_is_refused_by_name(rank):
             dct_fully_shard_hook(model, mesh=given, **options)
 
     refuses(TypeError, "model must be a module that fully_shard was applied to", mlp())
-    # torch would reduce over both dimensions itself, densely, and call the hook after that
+    # torch would reduce densely over both dimensions before it calls the hook.
     native = fully_shard(mlp(depth=1), mesh=mesh)
     text = r'parameter 0.weight must be wrapped by fully_shard\(module, mesh=mesh\["shard"\]\)'
     refuses(ValueError, text, native)
@@ -160,9 +160,7 @@ def test_what_cannot_be_is_refused_by_name(rank):
     text = r"density must be the same on every rank, got 0.1 on rank 0, 0.2 on rank 1"
     refuses(ValueError, text, model, density=0.1 * (rank + 1))
 
-    state = dct_fully_shard_hook(
-        model, mesh=mesh, density=0.1
-    )  # what was refused left nothing behind
+    state = dct_fully_shard_hook(model, mesh=mesh, density=0.1)  # no failed call left a hook
     model[2].bias.requires_grad_(False)
     text = "gradient must have 4225 elements, of all parameters of the root module .*, got 4224"
     with pytest.raises(ValueError, match=text):

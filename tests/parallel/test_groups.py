@@ -1,4 +1,4 @@
-"""The process group of a state: whatever other groups there are, and until it is closed."""
+"""The process group of a state: creation next to other groups, timeout, and release."""
 
 import gc
 import os
@@ -36,9 +36,9 @@ def _train(rank, model, state, steps=4):
 
 @on_ranks(3)
 def test_ranks_may_have_different_numbers_of_groups(rank):
-    """Groups of some ranks only, made before the states of all ranks and of some ranks."""
+    """Some ranks create additional groups before the states of all ranks and of a subgroup."""
     some = dist.new_group([0, 2])
-    dist.new_group([2], use_local_synchronization=True)  # now only rank 2 has one more
+    dist.new_group([2], use_local_synchronization=True)  # only rank 2 has this group
     model = ddp(mlp())
     _train(rank, model, DCTState(model, density=0.1))
     assert_same(weights(model))
@@ -52,7 +52,7 @@ def test_ranks_may_have_different_numbers_of_groups(rank):
 
 
 @on_ranks(3)
-def test_a_separate_group_has_the_same_ranks_and_a_timeout_of_its_own(rank):
+def test_separate_group_has_the_same_ranks_and_its_own_timeout(rank):
     group = dist.new_group([1, 2])
     if rank != 0:
         made = [separate_group(group, name, timedelta(seconds=50)) for name in ("a", "b")]
@@ -65,31 +65,31 @@ def test_a_separate_group_has_the_same_ranks_and_a_timeout_of_its_own(rank):
             dist.all_reduce(total, group=separate)
             assert total.item() == 3
         assert made[0].group_name != made[1].group_name
-    dist.barrier(dist.new_group([0, 1, 2]))  # separate groups do not change the names of later ones
+    dist.barrier(dist.new_group([0, 1, 2]))  # later groups still have equal names on all ranks
 
 
-@pytest.mark.parametrize(("transport", "own"), [("all_gather", 0), ("reduce_scatter", 1)])
+@pytest.mark.parametrize(("transport", "started"), [("all_gather", 0), ("reduce_scatter", 1)])
 @on_ranks(2)
-def test_close_ends_thread_and_group(rank, transport, own):
-    """A state has a thread of its own if an exchange is more than one collective."""
+def test_close_releases_thread_and_group(rank, transport, started):
+    """A state starts a thread if an exchange has more than one collective."""
     model = ddp(mlp())
     state = DCTState(model, density=0.1, transport=transport)
     _train(rank, model, state)
 
-    def held():
+    def resources():
         names = [thread.name for thread in threading.enumerate()]
         return names.count("dct"), len(dist.distributed_c10d._world.pg_names)
 
-    threads, groups = held()
+    threads, groups = resources()
     before = state.state_dict()
     for _ in range(2):
         state.close()
-        assert held() == (threads - own, groups - 1)
+        assert resources() == (threads - started, groups - 1)
     assert_same_states(before, state.state_dict())
     assert "DCT: density 0.1" in state.plan() and state.stats()["step"] == 4
     with pytest.raises(ValueError, match="state must be open, got a closed one"):
         model(torch.ones(1, 64)).sum().backward()
-    # A new state can follow, and can be closed after all groups are destroyed.
+    # A new state can be created, and can be closed after all groups are destroyed.
     model = ddp(mlp())
     state = DCTState(model, density=0.1)
     _train(rank, model, state)
@@ -106,41 +106,41 @@ POINTS = [Hook, NodeMesh, partial(Sharded, mesh=(2, 1)), LocalSteps]
 
 @pytest.mark.parametrize("point", POINTS)
 @on_ranks(2)
-def test_without_groups_a_state_still_answers_and_can_be_saved(rank, point):
-    """After destroy_process_group, between a step and the next one, as programs end."""
+def test_state_can_be_read_and_saved_after_groups_are_destroyed(rank, point):
+    """destroy_process_group runs after the last step, as at the end of a program."""
     other = point([5000], start_step=0, density=0.1)
     run = point([5000], start_step=0, density=0.1)
     numbers = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
     for training in (other, run):
         training.step(numbers)
-    told = {name: getattr(other.state, name)() for name in ("plan", "stats", "state_dict")}
+    before = {name: getattr(other.state, name)() for name in ("plan", "stats", "state_dict")}
     dist.destroy_process_group()
-    assert run.state.plan() == told["plan"] and run.state.stats() == told["stats"]
+    assert run.state.plan() == before["plan"] and run.state.stats() == before["stats"]
     saved, expected = (
         next(iter(state.get("ranks", state.get("replicas")).values()))
-        for state in (run.state.state_dict(), told["state_dict"])
+        for state in (run.state.state_dict(), before["state_dict"])
     )
     assert saved.keys() == expected.keys()
     for name, values in expected["parameters"].items():
         found = saved["parameters"][name]["residual"]
-        assert torch.equal(_own(found), _own(values["residual"])) and _own(found).any()
+        assert torch.equal(_local(found), _local(values["residual"])) and _local(found).any()
     if point is LocalSteps:
         text = "dct::load_state_dict: group must exist, got one that was destroyed"
         with pytest.raises(ValueError, match=text):
-            run.state.load_state_dict(told["state_dict"])
+            run.state.load_state_dict(before["state_dict"])
     else:
         run.state.close()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _own(tensor):
+def _local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @pytest.mark.parametrize("swap", [False, True])
 @on_ranks(2)
 def test_modules_can_be_moved_and_converted(rank, swap):
-    """Sharded ones are always swapped, which torch refuses for tensors with weak references."""
+    """torch always swaps sharded parameters, which fails for tensors with weak references."""
     mesh, unsharded = shard_mesh(2, 1), nn.Linear(16, 4)
     torch.__future__.set_swap_module_params_on_conversion(swap)
     sharded, averaged = (
@@ -154,11 +154,11 @@ def test_modules_can_be_moved_and_converted(rank, swap):
         DCTAverager(unsharded),
     ]
     for module in (sharded, averaged, unsharded):
-        before = [_own(p).clone() for p in module.parameters()]
+        before = [_local(p).clone() for p in module.parameters()]
         module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()})
         module.to("cpu").to(torch.bfloat16).to(torch.float32)
         for parameter, value in zip(module.parameters(), before, strict=True):
-            assert torch.equal(_own(parameter), value.bfloat16().float())
+            assert torch.equal(_local(parameter), value.bfloat16().float())
     del states
 
 
@@ -183,10 +183,10 @@ def _averager(mesh):
 
 @pytest.mark.parametrize("made", [_dct_state, _sharded_state, _averager])
 @on_ranks(2)
-def test_what_is_dropped_without_close_gives_back_threads_and_files(rank, made):
+def test_garbage_collection_releases_threads_and_files(rank, made):
     mesh = shard_mesh(2, 1)
 
-    def held():
+    def resources():
         gc.collect()
         threads, files = (len(os.listdir(f"/proc/self/{of}")) for of in ("task", "fd"))
         return threads, files, len(dist.distributed_c10d._world.pg_names)
@@ -197,8 +197,8 @@ def test_what_is_dropped_without_close_gives_back_threads_and_files(rank, made):
         for _ in range(3):
             model(torch.ones(1, 64)).sum().backward()
         del model
-        before = before or held()  # what the first one alone starts is torch's
-    deadline = time.monotonic() + 20  # threads end when the system lets them
-    while any(now > then for now, then in zip(held(), before, strict=True)):
-        assert time.monotonic() < deadline, (held(), before)
+        before = before or resources()  # excludes what torch starts once
+    deadline = time.monotonic() + 20  # threads end with a delay
+    while any(now > then for now, then in zip(resources(), before, strict=True)):
+        assert time.monotonic() < deadline, (resources(), before)
         time.sleep(0.05)

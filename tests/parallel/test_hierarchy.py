@@ -1,4 +1,4 @@
-"""A mesh of nodes: gradients cross whole inside a node, and compressed, in parts, between nodes."""
+"""A mesh of nodes: dense reduction inside a node, compressed exchange of parts between nodes."""
 
 import re
 from datetime import timedelta
@@ -13,7 +13,7 @@ from dct_parallel import DCTState, node_mesh
 from dct_parallel.ddp.node import Node
 from dct_parallel.exchange.plan import Slice, step_bytes
 from dct_parallel.groups import timeout_of
-from nodes import SIZES, meshed_model, owed_by_all, same_step, sum_of_all
+from nodes import SIZES, all_pending, meshed_model, rank_sum, same_step
 from ranks import (
     Dictated,
     assert_same,
@@ -29,7 +29,7 @@ from wire_meter import WireMeter
 
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(2)
-def test_nodes_of_one_rank_are_as_no_mesh_bit_for_bit(rank, transport):
+def test_nodes_of_one_rank_are_bitwise_equal_to_no_mesh(rank, transport):
     flat, state = meshed_model(SIZES, None, transport=transport)
     nodes, parted = meshed_model(SIZES, 1, transport=transport)
     for step in range(8):
@@ -44,7 +44,7 @@ def test_nodes_of_one_rank_are_as_no_mesh_bit_for_bit(rank, transport):
 
 @on_ranks(4)
 def test_uneven_inputs_and_accumulation(rank):
-    """Ranks have 3 to 6 batches, of two passes each, of which only the second is exchanged."""
+    """Ranks have 3 to 6 batches of two passes. Only the second pass is exchanged."""
     model, state = meshed_model(SIZES, 2, start_step=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     total = torch.zeros(sum(SIZES))
@@ -58,13 +58,13 @@ def test_uneven_inputs_and_accumulation(rank):
             optimizer.step()
             total += torch.cat(first) + torch.cat(second)
     assert_same(weights(model))
-    assert torch.equal(owed_by_all(state.state_dict()) - weights(model), sum_of_all(total) / 4)
+    assert torch.equal(all_pending(state.state_dict()) - weights(model), rank_sum(total) / 4)
     assert state.step == 6
 
 
 @on_ranks(4)
-def test_bytes_between_nodes_are_a_part_of_those_without_a_mesh(rank):
-    """Bytes of a step between nodes, as the formula has them, and those without a mesh."""
+def test_bytes_between_and_inside_nodes(rank):
+    """Compare the bytes with `stats` and `plan`, and with a sixth of those without a mesh."""
     model, state = meshed_model(SIZES, 2)
     groups = state._topology.between, state._topology.node.group
     for step in range(4):
@@ -76,13 +76,13 @@ def test_bytes_between_nodes_are_a_part_of_those_without_a_mesh(rank):
     assert f"of part {rank % 2} of 2 of every bucket" in plan
     assert f"this rank sends {inside.take():,} bytes" in plan
     flat = step_bytes(DCTState(DDP(Dictated(SIZES)), density=0.05)._buckets.plans())
-    # Of half the elements, to one rank instead of three.
+    # A sixth: half the elements, sent to one rank instead of three.
     assert counted == pytest.approx(flat / 6, rel=0.05)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 1000])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_parts_are_aligned_and_together_everything(numel, size):
+def test_slices_are_aligned_and_cover_everything(numel, size):
     sizes = [numel // 3, 0, numel - numel // 3]
     covered = [[], [], []]
     for rank in range(size):
@@ -97,7 +97,7 @@ def test_parts_are_aligned_and_together_everything(numel, size):
 
 
 @on_ranks(2)
-def test_wrong_meshes_and_states_are_named(rank):
+def test_invalid_meshes_and_states_raise(rank):
     model = DDP(Dictated(SIZES))
     mesh = node_mesh(2, "cpu")
     assert mesh.mesh.tolist() == [[0, 1]] and mesh.mesh_dim_names == ("node", "local")
@@ -136,37 +136,37 @@ def test_wrong_meshes_and_states_are_named(rank):
 
 
 @on_ranks(4)
-def test_nodes_are_of_the_same_ranks_for_all(rank):
-    """Meshes of one shape, of which some have other ranks in a node."""
+def test_different_ranks_per_node_raise(rank):
+    """The meshes have the same shape, but their nodes contain different ranks."""
     model, mesh = DDP(Dictated(SIZES)), node_mesh(2, "cpu")
     across = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=mesh.mesh_dim_names)
     text = re.escape("got [[0, 1], [2, 3]] on rank 0, [[0, 2], [1, 3]] on rank 1")
     with pytest.raises(ValueError, match=text):
         DCTState(model, mesh=mesh if rank == 0 else across)
-    # Torch numbers a group's ranks by their own: in the second node others than the mesh says.
+    # torch sorts the ranks of a group, so group ranks in the second node differ from the mesh.
     turned = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=mesh.mesh_dim_names)
     with pytest.raises(ValueError, match=r"mesh must have ascending ranks .*, got \[\[0, 1\], "):
         DCTState(model, mesh=turned)
 
 
 @on_ranks(4)
-def test_waits_end_at_the_shortest_timeout(rank):
+def test_groups_have_the_shortest_timeout(rank):
     cpu, short = torch.device("cpu"), timedelta(seconds=50)
 
-    def of(mesh):
-        """Of the groups of a mesh, and of those that a state makes from it."""
+    def timeouts(mesh):
+        """Timeouts of the mesh's groups, and of the groups that a state creates from it."""
         state = DCTState(DDP(Dictated(SIZES)), mesh=mesh)
         groups = [*mesh.get_all_groups(), state._topology.between, state.node_group]
         return [timeout_of(group, cpu) for group in groups]
 
-    of_torch = timeout_of(dist.new_group(), cpu)
+    default = timeout_of(dist.new_group(), cpu)
     set_timeout(50)
-    assert of(node_mesh(2, "cpu")) == [short] * 4
+    assert timeouts(node_mesh(2, "cpu")) == [short] * 4
     by_hand = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
-    assert of(by_hand) == [of_torch] * 2 + [short] * 2
+    assert timeouts(by_hand) == [default] * 2 + [short] * 2
     set_timeout(70)
     set_timeout(50, by_hand.get_group("local"))
-    assert of(by_hand) == [of_torch, short, short, short]
+    assert timeouts(by_hand) == [default, short, short, short]
 
 
 @on_ranks(3)

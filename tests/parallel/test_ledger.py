@@ -1,4 +1,4 @@
-"""The ledger of a step without a network: results of buckets, and when they are read."""
+"""StepLedger without a network: bucket results, and when they are read."""
 
 import contextlib
 from functools import partial
@@ -16,7 +16,7 @@ FINE = ExchangeResult([], False, [1], 10, 0, 1)
 
 
 class _Bucket:
-    """Is reduced already, with this result; its own transport."""
+    """A reduced bucket that has this result and is its own transport."""
 
     words = (torch.zeros(1, 2, dtype=torch.int32),)
 
@@ -33,7 +33,7 @@ class _Bucket:
         self.taken_back += 1
 
 
-def _begun():
+def _ledger_and_skip():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.zeros(()))
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -54,9 +54,9 @@ def _begun():
 
 @pytest.mark.parametrize("damaged", [0, 1])
 @on_ranks(1)
-def test_results_of_a_step_that_are_read_before_its_end(rank, damaged):
-    """Somebody asks for statistics between two buckets; either is damaged."""
-    ledger, _ = _begun()
+def test_corruption_is_reported_if_results_are_read_early(rank, damaged):
+    """Results are read after each of two buckets, one of which is corrupted."""
+    ledger, _ = _ledger_and_skip()
     result = FINE._replace(non_finite=True, damaged=["a hole from rank 3"])
     for number in range(2):
         ledger.sent[number] = _Bucket(result if number == damaged else FINE)
@@ -69,10 +69,10 @@ def test_results_of_a_step_that_are_read_before_its_end(rank, damaged):
 
 
 @on_ranks(1)
-def test_damage_raises_at_the_end_of_the_next_backward_pass(rank):
-    """Or where the next step begins, if nobody sees the end of a pass."""
+def test_corruption_raises_at_the_end_of_the_next_backward_pass(rank):
+    """If the end of the pass is not observed, the beginning of the next step raises."""
     for seen in (True, False):
-        ledger, _ = _begun()
+        ledger, _ = _ledger_and_skip()
         ledger.sent[0] = _Bucket(FINE._replace(damaged=["a hole from rank 3"]))
         begin = partial(ledger.begin, "test")
         calls = [ledger.end, begin, ledger.end] if seen else [begin, begin]
@@ -84,8 +84,8 @@ def test_damage_raises_at_the_end_of_the_next_backward_pass(rank):
 
 
 @on_ranks(1)
-def test_a_skipped_step_is_taken_back_once(rank):
-    ledger, skip = _begun()
+def test_skipped_step_is_taken_back_once(rank):
+    ledger, skip = _ledger_and_skip()
     buckets = [_Bucket(FINE._replace(non_finite=True)), _Bucket(FINE)]
     for number, bucket in enumerate(buckets):
         ledger.sent[number] = bucket
@@ -97,8 +97,8 @@ def test_a_skipped_step_is_taken_back_once(rank):
         assert [bucket.taken_back for bucket in buckets] == [1, 1]
 
 
-def test_a_step_without_payloads_is_not_in_the_statistics():
-    """As on a rank whose parts of all buckets are empty."""
+def test_step_without_payloads_is_not_in_the_statistics():
+    """This happens on a rank whose parts of all buckets are empty."""
     recent = RecentStats()
     recent.add([FINE._replace(counts=[0, 0], numel=0, payloads=0)])
     assert recent.density is None

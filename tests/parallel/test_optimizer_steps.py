@@ -1,6 +1,6 @@
-"""Which steps count as skipped by a GradScaler: that is what optimizers did, not what a DDP saw.
+"""Detection of steps that a GradScaler skips, based on what the optimizers did.
 
-Every gradient must then be in the weights, by SGD with rate 1, or in a residual.
+Every gradient must be in the weights (SGD, lr=1) or in a residual afterwards.
 """
 
 import gc
@@ -14,7 +14,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
 from dct_parallel.exchange.loss_scale import LossScale
 from entry_points import Hook, Sharded
-from nodes import owed_by_all, sum_of_all
+from nodes import all_pending, rank_sum
 from ranks import Dictated, ddp, hooked, integers, on_ranks, run_ranks, shard_mesh, weights
 
 SIZES = (2000, 30)
@@ -31,23 +31,23 @@ def _numbers(step, rank, sizes=SIZES):
 
 
 def _assert_conserved(pending, applied, total):
-    mean = sum_of_all(total).double() / dist.get_world_size()
+    mean = rank_sum(total).double() / dist.get_world_size()
     torch.testing.assert_close(pending - applied.double(), mean, rtol=1e-5, atol=1e-4)
 
 
-PROGRAMS = [  # fused, the step that overflows, the scale that a user sets, whether a pass follows
+PROGRAMS = [  # (fused, step that overflows, scale set by the user, whether another pass follows)
     *((False, BAD, None, False), (True, BAD, None, False), (False, 0, None, False)),
     *((False, BAD, 2.0, False), (False, BAD, 1024.0, False)),
     *((False, BAD, None, True), (True, BAD, None, True)),
 ]
 
 
-def _overflows_outside(rank, make, settings, programs):
+def _overflow_outside(rank, make, settings, programs):
     for fused, bad, new_scale, again in programs:
         scaler = _scaler()
         options = settings | ({"fused": True} if fused else {})
         point = make(SIZES, start_step=0, grad_scaler=scaler, **options)
-        gc.freeze()  # no search for the optimizer would find it
+        gc.freeze()  # hides the optimizer from gc.get_objects()
         outside = torch.nn.Parameter(torch.zeros(()))
         point.optimizer.add_param_group({"params": [outside]})
         total = torch.zeros(sum(SIZES))
@@ -59,7 +59,7 @@ def _overflows_outside(rank, make, settings, programs):
             scaler.scale(loss).backward()
             scaler.step(point.optimizer)
             assert torch.equal(before, point.weights()) == (step == bad)
-            if again:  # as a GAN's generator, whose gradients here the discriminator drops
+            if again:  # a pass whose gradients are dropped, as in a GAN
                 total += (numbers := _numbers(2 * step + 1, rank))
                 scaler.scale(point.loss(numbers)).backward()
                 point.state.take_back()
@@ -77,19 +77,19 @@ def _overflows_outside(rank, make, settings, programs):
     ],
     ids=["5 %", "int4", "sharded"],
 )
-def test_an_overflow_outside_of_the_model_loses_nothing(make, settings, programs):
-    """Of a parameter of the same optimizer, in its first step or later."""
-    run_ranks(_overflows_outside, 2, make, settings, programs)
+def test_overflow_outside_the_model_loses_nothing(make, settings, programs):
+    """A parameter outside the model overflows, in the optimizer's first step or later."""
+    run_ranks(_overflow_outside, 2, make, settings, programs)
 
 
 @pytest.mark.parametrize("optimizers, in_turn", [(1, False), (1, True), (2, False)])
 @on_ranks(2)
-def test_two_models_and_one_scaler(rank, optimizers, in_turn):
-    """The optimizer of the first overflows in its first step and later: of both, or its own."""
+def test_two_models_with_one_scaler_lose_nothing(rank, optimizers, in_turn):
+    """The first model overflows in two steps. The models have one optimizer, or one each."""
     scaler, models = _scaler(), [ddp(Dictated(SIZES)) for _ in range(2)]
     held = [list(model.parameters()) for model in models]
-    own = [SGD(group, lr=1.0) for group in ([held[0] + held[1]] if optimizers == 1 else held)]
-    pairs = zip(models, (own * 2)[:2], strict=True)
+    made = [SGD(group, lr=1.0) for group in ([held[0] + held[1]] if optimizers == 1 else held)]
+    pairs = zip(models, (made * 2)[:2], strict=True)
     options = {"density": 0.05, "start_step": 0, "grad_scaler": scaler}
     states = [hooked(model, optimizer=each, **options)[1] for model, each in pairs]
     total, skipped = torch.zeros(2, sum(SIZES)), 0
@@ -101,23 +101,23 @@ def test_two_models_and_one_scaler(rank, optimizers, in_turn):
             if step in (0, BAD) and index == 0:
                 held[0][0].grad[7] = torch.inf
             if optimizers == 2:
-                scaler.step(own[index])
+                scaler.step(made[index])
         before = scaler.get_scale()
         if optimizers == 1:
-            scaler.step(own[0])
+            scaler.step(made[0])
         scaler.update()
         skipped += scaler.get_scale() < before
-        for each in own:
+        for each in made:
             each.zero_grad()
     assert skipped == 2
-    for model, state, own_total in zip(models, states, total, strict=True):
-        _assert_conserved(owed_by_all(state.state_dict()), weights(model), own_total)
+    for model, state, expected in zip(models, states, total, strict=True):
+        _assert_conserved(all_pending(state.state_dict()), weights(model), expected)
 
 
 @pytest.mark.parametrize("together", [False, True])
 @on_ranks(2)
-def test_two_optimizers_of_one_model(rank, together):
-    """A scaler skips both of them, or one, which is an error and takes nothing back."""
+def test_scaler_must_skip_all_optimizers_of_a_model_or_none(rank, together):
+    """If the scaler skips only one of two optimizers, the state raises and takes nothing back."""
     scaler, model = _scaler(), ddp(Dictated(SIZES))
     optimizers = [SGD([p], lr=1.0) for p in model.module.p]
     options = {"grad_scaler": scaler, "optimizer": optimizers}
@@ -129,7 +129,7 @@ def test_two_optimizers_of_one_model(rank, together):
         scaler.scale(model(*numbers.split(SIZES))).backward()
         for p in list(model.module.p)[: 1 + together] if step == 2 else ():
             p.grad[3] = torch.inf
-        pending = owed_by_all(state.state_dict())  # before the scaler decides
+        pending = all_pending(state.state_dict())  # before the scaler decides
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
@@ -137,14 +137,14 @@ def test_two_optimizers_of_one_model(rank, together):
         text = "must have one optimizer, or .* got 2, of which it skipped 1: call take_back"
         with pytest.raises(RuntimeError, match=text):
             state.stats()
-        assert torch.equal(owed_by_all(state.state_dict()), pending)
+        assert torch.equal(all_pending(state.state_dict()), pending)
     else:
-        _assert_conserved(owed_by_all(state.state_dict()), weights(model), total)
+        _assert_conserved(all_pending(state.state_dict()), weights(model), total)
 
 
 @on_ranks(2)
-def test_branches_that_are_used_in_turn(rank):
-    """DDP exchanges other buckets in every step. Each step counts, has its scale, and returns."""
+def test_alternating_branches_lose_nothing(rank):
+    """DDP exchanges different buckets in each step. Skipped steps are taken back completely."""
     sizes, scaler = (6000, 6000, 6000), _scaler(init_scale=4.0, growth_interval=1)
     model = ddp(Dictated(sizes), find_unused_parameters=True, skip_all_reduce_unused_params=True)
     parameters, indices = model.module.p, set()
@@ -173,7 +173,7 @@ def test_branches_that_are_used_in_turn(rank):
         scaler.update()
         skipped += scaler.get_scale() < before
     assert indices == {0, 1, 2} and skipped == 2
-    _assert_conserved(owed_by_all(state.state_dict()), weights(model), total.flatten())
+    _assert_conserved(all_pending(state.state_dict()), weights(model), total.flatten())
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -183,12 +183,12 @@ def test_branches_that_are_used_in_turn(rank):
         *(("step update", True), ("step", True), ("unscale step update", True)),
         *(("unscale", None), ("unscale update", True), ("unscale alone update", False)),
         *(("", None), ("update", False)),  # gradients accumulate
-        ("step begin update", False),  # it was not of the later pass
-        ("update step", False),  # it was of the pass of another state
+        ("step begin update", False),  # the skip belongs to the earlier pass
+        ("update step", False),  # the skip belongs to a pass of another state
     ],
 )
-def test_what_is_a_skip(calls, skipped, fused):
-    """Of a gradient that is not finite; a finite one is skipped only if nobody steps."""
+def test_skipped_steps_are_detected(calls, skipped, fused):
+    """`skipped` is for inf. A step with a finite gradient is skipped only if nothing steps."""
     for grad in (torch.inf, 1.0):
         scaler, parameter = _scaler(), torch.nn.Parameter(torch.zeros(1))
         scaler.scale(torch.zeros(()))
@@ -211,7 +211,7 @@ def test_what_is_a_skip(calls, skipped, fused):
 
 
 @on_ranks(2)
-def test_optimizers_that_cannot_be_watched_are_refused(rank):
+def test_unsupported_optimizers_raise(rank):
     model, mesh, scaler = ddp(Dictated(SIZES)), shard_mesh(2, 1), _scaler()
     sharded = fully_shard(Dictated(SIZES), mesh=mesh["shard"])
     averager = DCTAverager(Dictated(SIZES))

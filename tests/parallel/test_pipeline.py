@@ -22,21 +22,21 @@ ROWS = BATCH * PLACES
 
 
 class First(nn.Module):
-    def __init__(self, cut):
+    def __init__(self, codec):
         super().__init__()
-        self.layer, self.cut = nn.Linear(16, WIDTH), cut
+        self.layer, self.codec = nn.Linear(16, WIDTH), codec
 
     def forward(self, x):
-        return self.layer(x) if self.cut is None else self.cut(self.layer(x))
+        return self.layer(x) if self.codec is None else self.codec(self.layer(x))
 
 
 class Second(nn.Module):
-    def __init__(self, cut):
+    def __init__(self, codec):
         super().__init__()
-        self.layer, self.cut = nn.Linear(WIDTH, 1), cut
+        self.layer, self.codec = nn.Linear(WIDTH, 1), codec
 
     def forward(self, *message):
-        x = message[0] if self.cut is None else self.cut(*message)
+        x = message[0] if self.codec is None else self.codec(*message)
         return self.layer(x.tanh())
 
 
@@ -44,8 +44,8 @@ def _stages(density, format=torch.float32):
     torch.manual_seed(7)
     if density is None:
         return First(None), Second(None)
-    back = RowUnpack(WIDTH, torch.float32)
-    return First(RowPack(density, format=format)), Second(back)
+    decoder = RowUnpack(WIDTH, torch.float32)
+    return First(RowPack(density, format=format)), Second(decoder)
 
 
 def _batch(step):
@@ -55,7 +55,7 @@ def _batch(step):
 
 
 def _pipelined(rank, schedule, density, format=torch.float32):
-    """This rank's weights after training, the losses that it saw, and its bytes in every step."""
+    """Return this rank's weights after training, its losses, and its bytes per step."""
     module = _stages(density, format)[rank]
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = schedule(stage, MICROBATCHES, loss_fn=nn.MSELoss())
@@ -77,7 +77,7 @@ def _pipelined(rank, schedule, density, format=torch.float32):
 
 
 def _in_one_process(density):
-    """What both ranks end up with if the mask is a layer of one model: no pipeline, no network."""
+    """Train one model that has the mask as a layer; return the weights of both stages."""
     first, second = _stages(None)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
     for step in range(STEPS):
@@ -91,28 +91,28 @@ def _in_one_process(density):
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
 @on_ranks(2)
-def test_density_1_equals_dense_and_bytes_are_those_of_the_formula(rank, schedule):
+def test_density_1_equals_dense_and_bytes_match_the_formula(rank, schedule):
     dense, dense_curve, dense_sent = _pipelined(rank, schedule, None)
     full, full_curve, full_sent = _pipelined(rank, schedule, 1.0)
-    few, _, few_sent = _pipelined(rank, schedule, 0.1)
+    sparse, _, sparse_sent = _pipelined(rank, schedule, 0.1)
     _, curve, narrow_sent = _pipelined(rank, schedule, 0.1, torch.bfloat16)
     assert torch.equal(full, dense) and full_curve == dense_curve
     assert len(full_curve) == rank * STEPS * MICROBATCHES
-    assert not torch.equal(few, dense)
-    assert torch.allclose(few, _in_one_process(0.1)[rank], atol=1e-6)
+    assert not torch.equal(sparse, dense)
+    assert torch.allclose(sparse, _in_one_process(0.1)[rank], atol=1e-6)
     assert all(torch.tensor(curve).isfinite())
     cases = [(WIDTH, 4), (WIDTH, 4), (row_k(WIDTH, 0.1), 4), (row_k(WIDTH, 0.1), 2)]
     positions = [0] + [oracle.encoding(WIDTH, k)[1] for k, _ in cases[1:]]
-    for case, sent in enumerate((dense_sent, full_sent, few_sent, narrow_sent)):
+    for case, sent in enumerate((dense_sent, full_sent, sparse_sent, narrow_sent)):
         k, size = cases[case]
-        with_positions = positions[case] if rank == 0 else 0  # back there are values alone
-        # In the first step pipelining describes its messages, too.
+        with_positions = positions[case] if rank == 0 else 0  # only values are sent back
+        # In the first step, pipelining also sends descriptions of its messages.
         assert sent[1:] == [ROWS * (size * k + with_positions)] * (STEPS - 1)
 
 
 @on_ranks(2)
-def test_the_meter_counts_point_to_point_messages(rank):
-    """send, isend and a batch of both, counted once each."""
+def test_meter_counts_point_to_point_messages(rank):
+    """send, isend and batch_isend_irecv count each message once."""
     other, x = 1 - rank, torch.ones(100)
     with WireMeter() as meter:
         if rank == 0:
@@ -128,4 +128,4 @@ def test_the_meter_counts_point_to_point_messages(rank):
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         assert meter.take() == 400
-    dist.P2POp(dist.isend, x, other)  # as it was before
+    dist.P2POp(dist.isend, x, other)  # the original isend is restored

@@ -1,4 +1,4 @@
-"""Every entry: what a payload holds, what waits, and what a reader makes of damage."""
+"""Dense payloads in all formats: contents, residuals, and corruption."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ NUMELS = (0, 1, 1023, 1024, 1025, BLOCK - 1, BLOCK, BLOCK + 1, 50_000)
 
 
 def _numbers(numel, seed=0):
-    """Of very different sizes, from row to row and within one."""
+    """Numbers whose magnitudes vary widely between and within rows."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** torch.randint(-6, 4, (numel // ROW + 1,), generator=generator).float()
     x = torch.randn(numel, generator=generator) * sizes.repeat_interleave(ROW)[:numel]
@@ -29,7 +29,7 @@ def _sent(codec):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("numel", NUMELS)
-def test_what_was_sent_and_what_is_left_is_all_there_was(format, numel):
+def test_sent_plus_residual_equals_the_accumulated_gradient(format, numel):
     codec = Quantized(numel, format, 1, None, CPU)
     for step in range(4):
         grad, before = _numbers(numel, step), codec.residual.clone()
@@ -39,7 +39,7 @@ def test_what_was_sent_and_what_is_left_is_all_there_was(format, numel):
         info = payload_info(payload)
         assert (info.value_dtype, info.numel, info.count) == (format, numel, numel)
         sent, left = _sent(codec).double(), codec.residual.double()
-        if format == "ternary":  # one rounding of what is left
+        if format == "ternary":  # the residual is rounded once
             assert (sent + left - acc).abs().le(2.0**-24 * left.abs() + 1e-45).all()
         else:
             assert torch.equal(sent + left, acc)
@@ -59,14 +59,14 @@ def test_gradients_are_unscaled_first():
     plain.pack(x)
     scaled.pack(x * 1024, scale)
     assert torch.equal(plain.payload, scaled.payload)
-    half, whole = (Quantized(2000, "int8", 1, None, CPU) for _ in range(2))
-    half.pack(x.bfloat16(), scale)
-    whole.pack(x.bfloat16().float(), scale)
-    assert torch.equal(half.payload, whole.payload)
+    from_bfloat16, from_float32 = (Quantized(2000, "int8", 1, None, CPU) for _ in range(2))
+    from_bfloat16.pack(x.bfloat16(), scale)
+    from_float32.pack(x.bfloat16().float(), scale)
+    assert torch.equal(from_bfloat16.payload, from_float32.payload)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_entries_beside_one_that_is_not_finite_keep_their_residual(bad):
+def test_group_with_a_nonfinite_entry_keeps_its_residual(bad):
     codec = Quantized(BLOCK * 2, "int4", 2, None, CPU)
     codec.pack(_numbers(BLOCK * 2))
     before, grad = codec.residual.clone(), _numbers(BLOCK * 2, 1)
@@ -91,8 +91,8 @@ def test_entries_beside_one_that_is_not_finite_keep_their_residual(bad):
     assert torch.equal(codec.residual, again)
 
 
-def test_damage():
-    """A wrong header adds nothing, and is a status; rows can be any bytes."""
+def test_corrupted_headers_add_nothing():
+    """A payload with an invalid header adds nothing and has status 1. Rows may be any bytes."""
     codec = Quantized(3000, "int4", 1, None, CPU)
     good = codec.pack(_numbers(3000)).clone()
     for byte in range(64):
@@ -112,7 +112,7 @@ def test_damage():
 SIZES = (40_000, 100, 30_001)
 
 
-def test_it_is_for_every_entry():
+def test_quantized_format_requires_density_1():
     rule = "dct::DCTState: density must be 1 with format int4, which sends every entry, got"
     with pytest.raises(ValueError, match=f"{rule} 0.005"):
         DCTState(density=0.005, format="int4")

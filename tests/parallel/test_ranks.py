@@ -1,4 +1,4 @@
-"""What is said when ranks differ, or one of them fails an assertion."""
+"""Error messages of tests that run on several ranks."""
 
 import pytest
 import torch
@@ -13,17 +13,17 @@ def _differs(rank):
     assert_same(tensor)
 
 
-def test_it_says_which_rank_differs_and_where():
-    said = r"rank 2 in 1 of 6 elements, the first at \(1, 2\): 15.0 where rank 0 has 5.0"
-    with pytest.raises(RuntimeError, match=said):
+def test_assert_same_reports_rank_and_position():
+    text = r"rank 2 in 1 of 6 elements, the first at \(1, 2\): 15.0 where rank 0 has 5.0"
+    with pytest.raises(RuntimeError, match=text):
         run_ranks(_differs, 3)
 
 
 def _fails(rank):
-    found, expected = [7, 9 + rank], [7, 8]  # on all ranks: none is waited for
+    found, expected = [7, 9 + rank], [7, 8]  # fails on all ranks, so none waits
     assert found == expected
 
 
-def test_it_says_what_the_names_of_a_failed_assertion_were():
+def test_failed_assertion_reports_values_of_names():
     with pytest.raises(RuntimeError, match=r"(?s)rank 1: .*found = \[7, 10\]\n  expected = \[7, 8"):
         run_ranks(_fails, 2)

@@ -1,4 +1,4 @@
-"""Transport "reduce_scatter": owners sum ranges of a bucket and compress the mean once more."""
+"""Transport "reduce_scatter": each owner sums a range of a bucket and compresses the mean again."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ from ranks import (
 from wire_meter import WireMeter
 
 BLOCK = 16_384
-# In DDP's order p.2 comes first. 4 blocks, the last of 948 elements: on 2 ranks the second range is
-# shorter than the first, and both cut through p.2 or p.0; on 4 a range is a block.
+# 4 blocks, the last of 948 elements. p.2 is first in DDP's order. With 2 ranks, the second range is
+# shorter, and the ranges split p.2 or p.0. With 4 ranks, a range is one block.
 SIZES = (20_000, 100, 30_000)
-ONE_BLOCK = (2_000, 30, 5_000)  # only rank 0 owns something
-THREE_OF_FOUR = (40_000,)  # blocks: on 4 ranks the last owns nothing
+ONE_BLOCK = (2_000, 30, 5_000)  # only rank 0 owns a block
+THREE_OF_FOUR = (40_000,)  # 3 blocks, so the last of 4 ranks owns nothing
 
 
 def _model(sizes, **options):
@@ -36,7 +36,7 @@ def _step(model, grads):
 
 
 def _counted(rank, sizes, density):
-    """(bytes at the collectives, as the plan says) of a compressed step."""
+    """Return (bytes counted at collectives, bytes by the plan) of a compressed step."""
     model, state = _model(sizes, density=density)
     with WireMeter() as meter:
         for step in range(4):
@@ -49,7 +49,7 @@ def _counted(rank, sizes, density):
 @pytest.mark.parametrize(
     "world_size, sizes", [(2, SIZES), (2, ONE_BLOCK), (4, SIZES), (4, THREE_OF_FOUR)]
 )
-def test_bytes_at_the_collectives_are_those_of_the_formula(world_size, sizes):
+def test_bytes_match_the_formula(world_size, sizes):
     numel = sum(sizes)
     blocks = -(-numel // BLOCK)
     length = BLOCK * -(-blocks // world_size)
@@ -58,7 +58,7 @@ def test_bytes_at_the_collectives_are_those_of_the_formula(world_size, sizes):
     settings = Settings(0.05, "bfloat16")
     names = tuple(map(str, range(len(sizes))))
     plan = BucketPlan(names, sizes[::-1], settings, "reduce_scatter", world_size)
-    assert plan.capacity == -(-min(length, numel) * 125 // 2000)  # of the longest range
+    assert plan.capacity == -(-min(length, numel) * 125 // 2000)  # capacity of the longest range
     nbytes = payload_layout(numel, plan.capacity, torch.bfloat16, world_size).nbytes
     for rank, (sent, planned) in enumerate(counted):
         to_owners = owners - (rank < owners)
@@ -66,19 +66,19 @@ def test_bytes_at_the_collectives_are_those_of_the_formula(world_size, sizes):
         assert planned == max(sent for sent, _ in counted)
 
 
-def test_owners_are_a_parameter_server_in_shards():
-    """Counted: all send what one server would take and give, less what stays with its owner."""
+def test_total_bytes_are_those_of_a_parameter_server():
+    """All ranks send the bytes of one server, minus entries that stay with their owner."""
     ranks, sizes = 4, (4 * BLOCK,)
     sent = [counted for counted, _ in run_ranks(_counted, ranks, sizes, 0.05)]
     settings = Settings(0.05, "bfloat16")
-    whole = BucketPlan(("p.0",), sizes, settings, "all_gather", ranks).payload_bytes
-    server = 2 * ranks * whole  # messages of all ranks, and as many answers
-    assert 0.75 * server <= sum(sent) < 0.8 * server  # headers of shorter messages
+    message = BucketPlan(("p.0",), sizes, settings, "all_gather", ranks).payload_bytes
+    server = 2 * ranks * message  # one message and one answer per rank
+    assert 0.75 * server <= sum(sent) < 0.8 * server  # messages are shorter, so headers add up
     assert 2 * max(sent) < 0.4 * server  # into and out of the busiest rank
 
 
 @pytest.mark.parametrize("numel", [2**22, 10**7])
-def test_its_ratio_to_a_ring_all_reduce_is_the_same_on_any_number_of_ranks(numel):
+def test_ratio_to_ring_all_reduce_does_not_depend_on_ranks(numel):
     def ratio(transport, ranks, numel=numel):
         settings = Settings(0.005, "bfloat16")
         plan = BucketPlan(("p",), (numel,), settings, transport, ranks)

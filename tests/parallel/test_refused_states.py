@@ -1,4 +1,4 @@
-"""Saved states that are damaged or do not fit: each is refused, and then nothing has changed."""
+"""Saved states that are corrupted or do not fit: each load raises and changes nothing."""
 
 import math
 import re
@@ -29,7 +29,7 @@ SAME = "must be the same on every rank, got"
 TENSOR = "a float32 [320] tensor of finite numbers"
 REDUCED = ", as reduce_scatter saves it (load_merged reads a folder of either transport)"
 
-# (key of an entry, its rule, values that break it, or {what the error calls a value: the value}).
+# (key of an entry, its rule, invalid values or {value as printed in the error: value}).
 ENTRY = [
     ("step", INDEX, (-3, 6.5, "x", None, True, 2**31, GONE)),
     ("run_id", "a string", (5, GONE)),
@@ -39,7 +39,7 @@ ENTRY = [
 ]
 OF_RANK = [*ENTRY, ("local_size", COUNT, (0, GONE))]
 TWICE = {"other": [["other"]], "p.0, p.0": [["p.0"], ["p.0"]]}
-OWN = {
+RULES = {
     Hook: [
         *OF_RANK,
         ("density", f"0.05, {FIT}", {"0.1": 0.1}),
@@ -70,8 +70,8 @@ OWN = {
         ("reduction", f"mean, {FIT}", {"sum of 2": "sum of 2"}),
     ],
 }
-# (keys below an entry, the value there, the error); "@" is the first parameter, of 320 elements,
-# and "%" is " of rank 1" in merge_states.
+# (path below an entry, value, error). "@" stands for the first parameter, which has 320 elements,
+# and "%" for " of rank 1" in merge_states.
 KIND = {
     Hook: (["period"], 5, "state must be a DCTState's, got a DCTAverager's"),
     LocalSteps: (["period"], GONE, "state must be a DCTAverager's, got a DCTState's"),
@@ -95,8 +95,8 @@ def _of_parameter(key, rule, values):
     return [*_rows([(key, rule, values)], "parameters", "@", of=" of @")]
 
 
-def _in_place_of(key, good, more=""):
-    """What must not be in the place of a tensor."""
+def _bad_tensors(key, good, more=""):
+    """Return rows with invalid values for a tensor."""
     shape, kind = list(good.shape), type(good).__name__
     rule = f"a float32 {shape} tensor of finite numbers"
     values = {"nothing": GONE, "'xyz'": "xyz", "None": None, "[0.0]": [0.0]}
@@ -112,12 +112,12 @@ def _in_place_of(key, good, more=""):
         values[f"float32 {shape} Tensor, torch.strided on meta"] = good.to("meta")
         values[f"float32 {shape} Tensor, torch.sparse_coo on cpu"] = good.to_sparse()
         values[f"float8_e4m3fn {shape} Tensor"] = good.to(torch.float8_e4m3fn)
-        with warnings.catch_warnings(action="ignore"):  # torch's, of a prototype
+        with warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype
             nested = torch.nested.nested_tensor([good])
         values["float32 nested Tensor, torch.strided on cpu"] = nested
     for number in (math.nan, math.inf, -math.inf):
-        spoilt = values[f"float32 {shape} {kind} with {number}"] = good.clone()
-        getattr(spoilt, "_local_tensor", spoilt).view(-1)[-1] = number
+        invalid = values[f"float32 {shape} {kind} with {number}"] = good.clone()
+        getattr(invalid, "_local_tensor", invalid).view(-1)[-1] = number
     return _of_parameter(key, rule + more, values)
 
 
@@ -135,7 +135,7 @@ OWNER = _of_parameter(
 
 
 def _with(state, path, value):
-    """A copy of the dicts in which this value, or nothing, is at the end of the path."""
+    """Return a copy of nested dicts with `value` at the path, or without the key if GONE."""
     if not path:
         return value
     key, *below = path
@@ -145,10 +145,10 @@ def _with(state, path, value):
 
 
 def _broken(state, table, of=""):
-    """(a damaged copy of the state, the error) of each row, and of damage outside of the entry."""
+    """Yield (corrupted state, error) for each row and for corruption outside the entry."""
     (holders,) = state.keys() - {"version"}
-    ((number, own),) = state[holders].items()
-    first = next(iter(own["parameters"]))
+    ((number, saved_entry),) = state[holders].items()
+    first = next(iter(saved_entry["parameters"]))
     yield [1], "state must be a dict, got list"
     yield None, "state must be a dict, got None"
     for version in (1, 2, 3, 4, 5, 7, True, "6"):
@@ -173,52 +173,52 @@ def _numbers(step, rank):
     return torch.randn(351, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _refused(rank, make, settings):
-    """In the middle of a run, which ends like one that loads nothing."""
+def _check_refusals(rank, make, settings):
+    """Try all invalid states during a run; the run continues like one without loads."""
     run, twin = (make(SIZES, density=0.05, start_step=0, **settings) for _ in range(2))
     for step in range(3):
-        state = run.state.state_dict()  # an earlier one, of which nothing may be left
+        state = run.state.state_dict()  # an earlier state, which must leave no trace
         assert torch.equal(run.step(_numbers(step, rank)), twin.step(_numbers(step, rank)))
     before = run.state.state_dict()
     (holders,) = state.keys() - {"version"}
-    own = state[holders][str(rank)]
-    first, saved = next(iter(own["parameters"].items()))
-    table = [*_rows(OWN[make]), KIND[make], *DICTS, *_in_place_of("residual", saved["residual"])]
+    saved_entry = state[holders][str(rank)]
+    first, saved = next(iter(saved_entry["parameters"].items()))
+    table = [*_rows(RULES[make]), KIND[make], *DICTS, *_bad_tensors("residual", saved["residual"])]
     table += [(["parameters", n], v, f"{MODEL} {n}") for n, v in (("other", {}), ("@", GONE))]
     sharded, by_owners = make is Sharded, settings["transport"] == "reduce_scatter"
     if sharded:
-        rows = _in_place_of("owner_residual", saved["residual"], REDUCED)
-        # torch.distributed.checkpoint reads nothing that this run's own state lacks.
+        rows = _bad_tensors("owner_residual", saved["residual"], REDUCED)
+        # torch.distributed.checkpoint loads only keys that this run's own state has.
         table += rows if by_owners else [(["transport"], "reduce_scatter", rows[0][2])]
-        table += _in_place_of("shard", saved["shard"])
+        table += _bad_tensors("shard", saved["shard"])
         table += _of_parameter("packed", INDEX, (-1, GONE))
     else:
         assert len(saved["owner_residual"]) == by_owners
         table += OWNER
     if make is LocalSteps:
-        table += _in_place_of("base", saved["base"])
+        table += _bad_tensors("base", saved["base"])
     holder, merged = holders[:-1], ", or one from merge_states" * (not sharded)
     other = f"state must be {holder} {rank}'s own{merged}, got that of {holder}"
     others = [
-        ({**state, holders: {"9": own}}, f"{other} 9"),
+        ({**state, holders: {"9": saved_entry}}, f"{other} 9"),
         ({**state, holders: {}}, f"{other} none"),
     ]
     for broken, text in (*_broken(state, table), *others):
         _refuses(run.state.load_state_dict, broken, f"dct::load_state_dict: {text}")
         assert_same_states(run.state.state_dict(), before)
-    # A sound state may have values that nobody reads, and tensors with a graph, in any memory.
+    # A valid state may have unknown keys, tensors that require grad, and strided tensors.
     residual = before[holders][str(rank)]["parameters"][first]["residual"].clone().requires_grad_()
     residual = residual if sharded else torch.stack([residual, residual], 1)[:, 0]
     path = [holders, str(rank)]
-    sound = _with(before, [*path, "parameters", first, "residual"], residual)
+    valid = _with(before, [*path, "parameters", first, "residual"], residual)
     if by_owners and not sharded:
         owned = (
             before[holders][str(rank)]["parameters"][first]["owner_residual"][0]
             .clone()
             .requires_grad_()
         )
-        sound = _with(sound, [*path, "parameters", first, "owner_residual"], (owned,))
-    run.state.load_state_dict(_with(sound, [*path, "other"], object()))
+        valid = _with(valid, [*path, "parameters", first, "owner_residual"], (owned,))
+    run.state.load_state_dict(_with(valid, [*path, "other"], object()))
     assert_same_states(run.state.state_dict(), before)
     for step in range(3, 6):
         assert torch.equal(run.step(_numbers(step, rank)), twin.step(_numbers(step, rank)))
@@ -226,16 +226,16 @@ def _refused(rank, make, settings):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("make", [Hook, LocalSteps, Sharded])
-def test_by_every_entry_point(make, transport):
+def test_entry_points_refuse_invalid_states(make, transport):
     mesh = {"mesh": (2, 1)} if make is Sharded else {}
-    run_ranks(_refused, 2, make, {"transport": transport, **mesh})
+    run_ranks(_check_refusals, 2, make, {"transport": transport, **mesh})
 
 
 @on_ranks(2)
-def test_by_replicas_of_shards(rank, tmp_path):
-    """Folders of other models, with damage or without a replica, other reductions and shards.
+def test_load_merged_refuses_invalid_folders(rank, tmp_path):
+    """Invalid folders: other models, corruption, missing replicas, other reductions or shards.
 
-    Of a folder every rank refuses the whole, even if only one rank reads what is damaged.
+    All ranks refuse a folder even if only one rank reads the corrupted part.
     """
 
     def made(sizes, mesh=(2, 1)):
@@ -244,16 +244,16 @@ def test_by_replicas_of_shards(rank, tmp_path):
     run = made(SIZES)
     run.step(_numbers(0, rank))
     state, nan = run.state.state_dict(), run.state.state_dict()
-    if rank == 0:  # the first replica that is read
+    if rank == 0:  # replica 0 is read first
         nan["replicas"]["0"]["parameters"]["p.0"]["residual"].to_local()[0, 0] = math.nan
     fewer = _with(state, ["replicas"], {"0": {**state["replicas"].get("0", {}), "replicas": 3}})
     saved = {"good": state, "early": {**state, "version": 5}, "nan": nan, "fewer": fewer}
-    own, path = ["replicas", str(rank)], ["parameters", "p.0", "residual"]
+    keys, path = ["replicas", str(rank)], ["parameters", "p.0", "residual"]
     good = state["replicas"][str(rank)]["parameters"]["p.0"]["residual"]
-    saved["complex"] = _with(state, [*own, *path], good.to(torch.complex64))
-    saved["list"], saved["five"] = _with(state, [*own, path[0]], [1]), _with(state, own, 5)
+    saved["complex"] = _with(state, [*keys, *path], good.to(torch.complex64))
+    saved["list"], saved["five"] = _with(state, [*keys, path[0]], [1]), _with(state, keys, 5)
     dcp.save(saved, checkpoint_id=tmp_path)
-    damaged = next(row[2] for row in _in_place_of("@", good) if row[2].endswith(" nan"))
+    damaged = next(row[2] for row in _bad_tensors("@", good) if row[2].endswith(" nan"))
     damaged = damaged.replace("@ of @%", "residual of p.0")
     mismatch = "Size mismatch between saved torch.Size([40, 8]) and current: torch.Size([9, 9])"
     for sizes, key, text in (
@@ -287,9 +287,9 @@ def test_by_replicas_of_shards(rank, tmp_path):
     before = run.state.state_dict()
     with pytest.raises((ValueError, RuntimeError)) as error:
         run.state.load_merged(tmp_path, key="nan")
-    told = "dct::load_merged: every rank must take part, got ValueError from rank 0: " * rank
+    prefix = "dct::load_merged: every rank must take part, got ValueError from rank 0: " * rank
     shard = damaged.replace("local part a float32 [40, 8]", "local part a float32 [20, 8]")
-    assert str(error.value) == f"{told}dct::load_merged: {shard}"
+    assert str(error.value) == f"{prefix}dct::load_merged: {shard}"
     assert_same_states(run.state.state_dict(), before)
     run = made(SIZES[:1], mesh=(1, 2))
     files = [None, None]
@@ -300,12 +300,11 @@ def test_by_replicas_of_shards(rank, tmp_path):
 
 
 @on_ranks(2)
-def test_where_an_averager_is_ahead_by_its_residual(rank):
-    """A state that would move its weights is refused."""
+def test_step_ahead_refuses_states_that_would_move_weights(rank):
 
     def made(**settings):
         ahead = {"step_ahead": True, "transport": "reduce_scatter", "density": 0.05, **settings}
-        return LocalSteps(((20_000,), (30_000,)), **ahead)  # both own a range
+        return LocalSteps(((20_000,), (30_000,)), **ahead)  # both ranks own a range
 
     def state_of(run):
         run.step(torch.randn(50_000))
@@ -329,19 +328,18 @@ def test_where_an_averager_is_ahead_by_its_residual(rank):
 
 
 def _state(rank, world_size=2, **changes):
-    """Made by hand."""
-    own = {"residual": torch.full((320,), float(rank)), "owner_residual": ()}
+    residuals = {"residual": torch.full((320,), float(rank)), "owner_residual": ()}
     numbers = {"run_id": "a", "world_size": world_size, "local_size": 1, "step": 5, "density": 0.1}
-    parts = {"buckets": [["p"]], "parameters": {"p": own}, **changes}
+    parts = {"buckets": [["p"]], "parameters": {"p": residuals}, **changes}
     return {"version": 6, "ranks": {str(rank): {**numbers, **parts}}}
 
 
-def test_by_merge_states(tmp_path):
+def test_merge_states_refuses_invalid_states(tmp_path):
     good = [_state(0), _state(1)]
     merged = merge_states(good)
     assert entry(merged)["parameters"]["p"]["residual"].tolist() == [0.5] * 320
     residual = entry(good[1])["parameters"]["p"]["residual"]
-    rows = [*_rows(OF_RANK), *DICTS, *OWNER, *_in_place_of("residual", residual)]
+    rows = [*_rows(OF_RANK), *DICTS, *OWNER, *_bad_tensors("residual", residual)]
     for broken, text in _broken(good[1], rows, " of rank 1"):
         _refuses(merge_states, [good[0], broken], f"dct::merge_states: {text}")
     longer = {"p": {"residual": torch.zeros(3), "owner_residual": ()}}
@@ -377,8 +375,8 @@ def test_by_merge_states(tmp_path):
         _refuses(partial(merge_states, tmp_path), key, f"dct::merge_states: {text}")
 
 
-def test_merged_is_the_mean_of_what_nodes_have_not_sent():
-    """Exactly, in float64: each of a node's two ranks has a part, and owners are added."""
+def test_merged_residual_is_the_mean_over_nodes():
+    """The mean is exact in float64. Each of a node's two ranks holds a part; owners are added."""
     generator = torch.Generator().manual_seed(0)
     nodes, owned = (torch.randn(n, 1000, generator=generator) for n in (2, 4))
     for owners in (False, True):
@@ -395,14 +393,14 @@ def test_merged_is_the_mean_of_what_nodes_have_not_sent():
 
 
 @pytest.mark.parametrize("point", [Hook, LocalSteps])
-def test_a_state_of_another_kind_of_format_is_named(one_rank, point):
-    """The largest entries, and every entry: not only the density differs."""
-    sparse, whole = point([5000], density=0.01), point([5000], density=1, format="int4")
+def test_sparse_and_dense_states_are_not_interchangeable(one_rank, point):
+    """The error names the kind of format, not only the density."""
+    sparse, dense = point([5000], density=0.01), point([5000], density=1, format="int4")
     every, largest = "every entry", "the largest entries (density 0.01)"
-    for run, saved, here, there in (
-        (whole, sparse, f"{every}, as in this run ('int4')", largest),
-        (sparse, whole, f"{largest}, as in this run ('bfloat16')", every),
+    for run, saved, expected, found in (
+        (dense, sparse, f"{every}, as in this run ('int4')", largest),
+        (sparse, dense, f"{largest}, as in this run ('bfloat16')", every),
     ):
-        text = f"dct::load_state_dict: format must send {here}, got a state of {there}"
+        text = f"dct::load_state_dict: format must send {expected}, got a state of {found}"
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
             run.state.load_state_dict(saved.state.state_dict())

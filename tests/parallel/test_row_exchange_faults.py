@@ -1,4 +1,4 @@
-"""Exchanges of rows where ranks disagree, fail, die or stall: errors, no hangs."""
+"""Row exchanges raise and do not hang if ranks pass different arguments, fail, exit or stall."""
 
 import gc
 import os
@@ -18,12 +18,12 @@ HALF = RowFormat(density=0.5)
 
 
 @on_ranks(3)
-def test_ranks_that_disagree_all_fail_and_name_all_values(rank):
-    """Every kind of disagreement, one after another: all ranks raise, and the next call works."""
+def test_different_arguments_raise_on_all_ranks(rank):
+    """All ranks raise for each kind of difference, and the next call works."""
     last, x = rank == 2, torch.randn(3, 16)
     dtype, density = (torch.bfloat16, 0.5) if last else (torch.float32, 0.25)
-    few_bits = "int4" if last else RowFormat("int4", backward="sign")
-    whole = "float32" if last else RowFormat(density=0.5)
+    quantized = "int4" if last else RowFormat("int4", backward="sign")
+    dense = "float32" if last else RowFormat(density=0.5)
 
     def all_to_all(x, format):
         return all_to_all_rows(x, [1, 1, 1], format=format)
@@ -32,8 +32,8 @@ def test_ranks_that_disagree_all_fail_and_name_all_values(rank):
         return all_gather_rows(x, format=format)
 
     both = (
-        (x, few_bits, "format", "int4, sign", "int4"),
-        (x, whole, "density", 0.5, None),
+        (x, quantized, "format", "int4, sign", "int4"),
+        (x, dense, "density", 0.5, None),
         (x, RowFormat(density=density), "density", 0.25, 0.5),
         (x.to(dtype), HALF, "format", "float32", "bfloat16"),
         (x.clone().requires_grad_(last), HALF, "requires_grad", False, True),
@@ -85,7 +85,7 @@ def test_errors_name_the_argument(rank):
 
 def _dies(rank, when):
     x = torch.randn(2, 8, requires_grad=True)
-    dist.barrier()  # an earlier death would be noticed while ranks still connect to each other
+    dist.barrier()  # all connections exist before rank 1 exits
     if when == "forward" and rank == 1:
         os._exit(7)
     y = all_to_all_rows(x, [1, 1], format=HALF)
@@ -95,8 +95,8 @@ def _dies(rank, when):
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_rank_that_dies_ends_the_others_with_an_error(when):
-    # Not -9: the survivor ended by itself.
+def test_surviving_rank_raises_after_another_exits(when):
+    # Exit code 1, not -9: the surviving rank was not killed.
     with pytest.raises(
         RuntimeError, match=r"(?s)exit codes \[1, 7\].*(all_to_all_single|work.wait)"
     ):
@@ -104,8 +104,8 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(when):
 
 
 @on_ranks(1)
-def test_a_graph_does_not_keep_its_group(rank):
-    """Kept until the process exits, its threads would make that an abort."""
+def test_autograd_graph_does_not_keep_its_group(rank):
+    """If a group lived until the process exits, its threads would abort the process."""
     group = dist.new_group([0])
     x = torch.randn(3, 8, requires_grad=True)
     for exchange in (
@@ -123,11 +123,11 @@ def test_a_graph_does_not_keep_its_group(rank):
 
 
 @on_ranks(2)
-def test_a_rank_that_stalls_ends_the_others_at_the_timeout_of_the_group(rank):
+def test_stalled_rank_raises_at_the_timeout_of_the_group(rank):
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        store.wait(["given up"])  # alive, and never in the collective
+        store.wait(["given up"])  # rank 1 stays alive but does not call the collective
         return
     with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
         all_to_all_rows(torch.randn(2, 8), [1, 1], format=HALF, group=group)

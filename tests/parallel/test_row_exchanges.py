@@ -1,4 +1,4 @@
-"""all_to_all_rows and all_gather_rows: values, gradients, and the number of bytes sent."""
+"""all_to_all_rows and all_gather_rows: values, gradients and bytes."""
 
 import numpy as np
 import pytest
@@ -26,11 +26,11 @@ FORMATS = [
     *(RowFormat(*pair) for pair in (["bfloat16", "float16"], ["float32"])),
 ]
 WIDTH, ROWS = 37, 6
-TABLE_BYTES = 40  # to every other rank: a count, and four settings
+TABLE_BYTES = 40  # a count and four settings for each other rank
 
 
 def _mask(x, format):
-    """1 at the entries that are sent."""
+    """Return 1 for entries that are sent, else 0."""
     if format.density is None:
         return torch.ones_like(x)
     mask, k = torch.zeros(x.shape), row_k(x.shape[1], format.density)
@@ -48,7 +48,7 @@ def _gradient(grad, format):
 
 
 def _bytes(width, format):
-    """Of a row, and of its gradient."""
+    """Return the bytes of a row and of its gradient."""
     forward = format.forward or "float32"
     if format.density is not None:
         k = row_k(width, format.density)
@@ -62,7 +62,7 @@ def _random(seed, rows, width=WIDTH):
 
 
 def _splits(source, ranks):
-    """Rows that a rank sends to each: uneven; the third of four ranks sends and receives none."""
+    """Return the uneven numbers of rows per receiver. Rank 2 sends and receives none."""
     return [0 if 2 in (source, r) else 1 + (3 * source + 2 * r) % 5 for r in range(ranks)]
 
 
@@ -71,7 +71,7 @@ def _output_splits(rank, ranks):
 
 
 def _measured(exchange, x, grad):
-    """The result of an exchange, the gradient of x, and the bytes sent in either direction."""
+    """Return the result of an exchange, the gradient of x, and the bytes sent forward and back."""
     x = x.clone().requires_grad_()
     with WireMeter() as meter:
         y = exchange(x)
@@ -113,7 +113,7 @@ def _gathers(rank, widths):
     grads = [_random(50 + r, ROWS, sum(widths)) for r in range(ranks)]
     for format in FORMATS:
         total = torch.zeros(ROWS, widths[rank])
-        for grad in grads:  # in rank order, in float32: the same bits
+        for grad in grads:  # summed in rank order in float32, for the same bits
             total += _gradient(grad.split(widths, 1)[rank], format)
         sizes = [_bytes(width, format) for width in widths]
         sent = (ranks - 1) * ROWS * max(forward for forward, _ in sizes)
@@ -168,7 +168,7 @@ def _trained(rank, exchange, rows, inputs, dtype):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @on_ranks("world_size")
-def test_at_density_1_training_is_the_same_bit_for_bit(rank):
+def test_training_at_density_1_is_bitwise_equal(rank):
     ranks = dist.get_world_size()
     splits, into = _splits(rank, ranks), _output_splits(rank, ranks)
 
@@ -189,22 +189,22 @@ def test_at_density_1_training_is_the_same_bit_for_bit(rank):
     ):
         expected = _trained(rank, dense, rows, inputs, dtype)
         assert torch.equal(_trained(rank, packed(ALL), rows, inputs, dtype), expected)
-        few = _trained(rank, packed(TENTH), rows, inputs, dtype)
-        assert few.isfinite().all() and torch.equal(few, expected) == (rows == 0)
+        sparse = _trained(rank, packed(TENTH), rows, inputs, dtype)
+        assert sparse.isfinite().all() and torch.equal(sparse, expected) == (rows == 0)
 
 
 @on_ranks(2)
-def test_corners(rank):
+def test_single_column_empty_and_noncontiguous_rows(rank):
     one = all_to_all_rows(torch.tensor([[5.0 + rank], [7.0 + rank]]), [1, 1], format=HALF)
     assert one.tolist() == [[5.0 + rank * 2], [6.0 + rank * 2]]  # d = 1
     none = torch.zeros(0, 8, requires_grad=True)
-    scattered, whole = (
+    scattered, gathered = (
         all_to_all_rows(none, [0, 0], format=HALF),
         all_gather_rows(none, format=HALF),
     )
-    (scattered.sum() + whole.sum()).backward()
-    assert scattered.shape == none.grad.shape == (0, 8) and whole.shape == (0, 16)
-    x = torch.randn(8, 4).t()  # not contiguous; and only rank 0 has rows
+    (scattered.sum() + gathered.sum()).backward()
+    assert scattered.shape == none.grad.shape == (0, 8) and gathered.shape == (0, 16)
+    x = torch.randn(8, 4).t()  # not contiguous; only rank 0 has rows
     sent, splits = (x, [1, 3]) if rank == 0 else (x[:0], [0, 0])
     expected = all_to_all_rows(sent.contiguous(), splits, format=ALL)
     assert torch.equal(all_to_all_rows(sent, splits, format=ALL), expected)
@@ -228,8 +228,8 @@ def test_two_transfers_in_flight(rank):
 
 
 @on_ranks(3)
-def test_values_and_gradients_in_a_group_of_some_ranks(rank):
-    """Ranks 1 and 2 are 0 and 1 in their group."""
+def test_values_and_gradients_in_a_subgroup(rank):
+    """Global ranks 1 and 2 are ranks 0 and 1 of the group."""
     group, splits, widths = dist.new_group([1, 2]), [1, 2], [3, 4]
     rows = [_random(r, 3, 4) for r in range(2)]
     if rank == 0:
@@ -256,16 +256,16 @@ def test_values_and_gradients_in_a_group_of_some_ranks(rank):
 
 
 @on_ranks(2)
-def test_under_no_grad_ranks_may_differ_in_what_requires_a_gradient(rank):
+def test_requires_grad_may_differ_with_no_grad(rank):
     rows = [_random(r, 3) for r in range(2)]
     with torch.no_grad():
         x = rows[rank].requires_grad_(rank == 0)
-        y, whole = all_to_all_rows(x, [1, 2], format=ALL), all_gather_rows(x, format=ALL)
-    assert not y.requires_grad and not whole.requires_grad
-    assert torch.equal(whole, torch.cat(rows, 1))
+        y, gathered = all_to_all_rows(x, [1, 2], format=ALL), all_gather_rows(x, format=ALL)
+    assert not y.requires_grad and not gathered.requires_grad
+    assert torch.equal(gathered, torch.cat(rows, 1))
 
 
 @pytest.mark.parametrize("function", [all_to_all_rows, all_gather_rows])
-def test_without_a_process_group(function):
+def test_missing_process_group_raises(function):
     with pytest.raises(ValueError, match="group must be a process group where torch"):
         function(_random(0, 3), [1, 2], format=ALL)

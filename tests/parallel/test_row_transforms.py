@@ -1,4 +1,4 @@
-"""torch.func and torch.compile through the functions and modules for rows."""
+"""torch.func, torch.compile and torch.export with the functions and modules for rows."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ from dct_parallel.formats import ROW_FORMATS
 from ranks import on_ranks
 
 WIDTH = 32
-FEW_BITS = RowFormat("int4", backward="sign")
+INT4_SIGN = RowFormat("int4", backward="sign")
 
 
 def _functions(x):
@@ -32,12 +32,12 @@ def _pack_modules(x):
     return RowUnpack(WIDTH)(*RowPack(0.1)(x))
 
 
-def _quantize_modules(x, format=FEW_BITS):
+def _quantize_modules(x, format=INT4_SIGN):
     return RowDequantize(WIDTH, format)(RowQuantize(format)(x))
 
 
-CUTS = [_functions, _pack_modules, _quantize_modules]
-CUTS += [partial(_quantize_modules, format=format) for format in ROW_FORMATS]
+ROUND_TRIPS = [_functions, _pack_modules, _quantize_modules]
+ROUND_TRIPS += [partial(_quantize_modules, format=format) for format in ROW_FORMATS]
 
 
 def _loss(y):
@@ -51,67 +51,67 @@ def _autograd(function, x):
     return y.detach(), x.grad
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_grad_and_vjp_equal_autograd(cut):
+@pytest.mark.parametrize("round_trip", ROUND_TRIPS)
+def test_grad_and_vjp_equal_autograd(round_trip):
     x = torch.randn(2, 3, WIDTH)
-    y, gradient = _autograd(cut, x)
+    y, gradient = _autograd(round_trip, x)
     assert gradient.count_nonzero() > 0
-    assert torch.equal(torch.func.grad(lambda x: _loss(cut(x)))(x), gradient)
-    result, pull_back = torch.func.vjp(cut, x)
+    assert torch.equal(torch.func.grad(lambda x: _loss(round_trip(x)))(x), gradient)
+    result, pull_back = torch.func.vjp(round_trip, x)
     (cotangent,) = torch.func.vjp(_loss, result)[1](torch.tensor(1.0))
     assert torch.equal(result, y) and torch.equal(*pull_back(cotangent), gradient)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_compiled_without_a_graph_break(cut):
+@pytest.mark.parametrize("round_trip", ROUND_TRIPS)
+def test_compiles_without_a_graph_break(round_trip):
     torch._dynamo.reset()
     x = torch.randn(2, 3, WIDTH)
-    y, gradient = _autograd(cut, x)
-    found = _autograd(torch.compile(cut, backend="aot_eager", fullgraph=True), x)
+    y, gradient = _autograd(round_trip, x)
+    found = _autograd(torch.compile(round_trip, backend="aot_eager", fullgraph=True), x)
     assert torch.equal(found[0], y) and torch.equal(found[1], gradient)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_exported_with_dynamic_sizes(cut):
+@pytest.mark.parametrize("round_trip", ROUND_TRIPS)
+def test_exports_with_dynamic_sizes(round_trip):
     class Model(torch.nn.Module):
         def forward(self, x):
-            return cut(x)
+            return round_trip(x)
 
     sizes = {dim: torch.export.Dim(name, min=2, max=99) for dim, name in enumerate("ab")}
     exported = torch.export.export(Model(), (torch.randn(2, 3, WIDTH),), dynamic_shapes=(sizes,))
     x = torch.randn(5, 4, WIDTH)
-    assert torch.equal(exported.module()(x), cut(x))
+    assert torch.equal(exported.module()(x), round_trip(x))
 
 
 @pytest.mark.parametrize("exchange", [all_to_all_rows, all_gather_rows])
 def test_compiled_exchanges_run_eagerly(one_rank, exchange):
     counts = ([4], [4]) if exchange is all_to_all_rows else ([WIDTH],)
 
-    def cut(x):
-        return exchange(x + 1, *counts, format=FEW_BITS) * 2
+    def round_trip(x):
+        return exchange(x + 1, *counts, format=INT4_SIGN) * 2
 
     class Model(torch.nn.Module):
         def forward(self, x):
-            return cut(x)
+            return round_trip(x)
 
     torch._dynamo.reset()
     x = torch.randn(4, WIDTH)
-    y, gradient = _autograd(cut, x)
-    found = _autograd(torch.compile(cut, backend="aot_eager"), x)
+    y, gradient = _autograd(round_trip, x)
+    found = _autograd(torch.compile(round_trip, backend="aot_eager"), x)
     assert torch.equal(found[0], y) and torch.equal(found[1], gradient)
     rule = f"dct::{exchange.__name__}: the exchange must run eagerly"
     with pytest.raises(Exception, match=rf"{rule} \(torch.compile without fullgraph=True"):
-        torch.compile(cut, backend="aot_eager", fullgraph=True)(x)
+        torch.compile(round_trip, backend="aot_eager", fullgraph=True)(x)
     with pytest.raises(RuntimeError, match=f"{rule}, got torch.export"):
         torch.export.export(Model(), (x,))
-    for call in (cut, torch.func.grad(lambda x: _loss(cut(x)))):
+    for call in (round_trip, torch.func.grad(lambda x: _loss(round_trip(x)))):
         with pytest.raises(RuntimeError, match=f"{rule}, got torch.func.functionalize"):
             torch.func.functionalize(call)(x)
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
-def test_transforms_of_quantized_rows_are_refused_inside_torch_compile(transform):
-    """Dynamo gives a wrong gradient here, without an error."""
+def test_transforms_of_quantized_rows_raise_inside_torch_compile(transform):
+    """Without this error, dynamo would return a wrong gradient."""
     torch._dynamo.reset()
     call = transform(lambda x: _loss(_quantize_modules(x)))
     text = "dct::RowQuantize: the call must be outside of torch.func inside torch.compile"
@@ -125,13 +125,13 @@ def test_vmap_of_quantized_rows(dim):
     _, gradient = _autograd(_quantize_modules, x)
     per_sample = torch.func.vmap(torch.func.grad(lambda x: _loss(_quantize_modules(x))), dim, dim)
     assert torch.equal(per_sample(x), gradient)
-    jacobian = torch.func.jacrev(_quantize_modules)(x[0, 0])  # vmap of the backward pass alone
+    jacobian = torch.func.jacrev(_quantize_modules)(x[0, 0])  # vmap of only the backward pass
     one_hot = RowDequantize(WIDTH, "sign")(RowQuantize("sign")(torch.eye(WIDTH)))
     assert torch.equal(jacobian, one_hot)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_second_derivatives_and_forward_mode_of_quantized_rows_are_refused():
+def test_second_derivatives_and_forward_mode_of_quantized_rows_raise():
     x = torch.randn(2, WIDTH)
 
     def gradient(x):
@@ -151,9 +151,9 @@ def test_second_derivatives_and_forward_mode_of_quantized_rows_are_refused():
         _quantize_modules(forward_ad.make_dual(x, x))
 
 
-@pytest.mark.parametrize("format", [RowFormat(density=0.25), FEW_BITS], ids=str)
+@pytest.mark.parametrize("format", [RowFormat(density=0.25), INT4_SIGN], ids=str)
 @on_ranks(2)
-def test_exchanges_under_torch_func(rank, format):
+def test_exchanges_with_torch_func(rank, format):
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
     for exchange in (
         lambda x: all_to_all_rows(x, [1, 3], format=format),

@@ -1,4 +1,4 @@
-"""Functions and modules for rows at a cut: the largest entries, or every entry in few bits."""
+"""Functions and modules for rows: the largest entries, or all entries in a quantized format."""
 
 import dataclasses
 import doctest
@@ -29,7 +29,7 @@ PAIRS = [("int4", "int4"), ("int8", "ternary"), ("ternary", "sign"), ("bfloat16"
 
 
 def _columns(x, k):
-    """Per row the ascending columns of its k largest magnitudes, int64 [..., k]."""
+    """Return int64 [..., k]: for each row, the ascending columns of its k largest magnitudes."""
     chosen = [oracle.largest(row, k) for row in x.detach().flatten(0, -2).numpy()]
     return torch.tensor(np.array(chosen, np.int64).reshape(*x.shape[:-1], k))
 
@@ -53,16 +53,16 @@ def test_forward_and_backward_against_an_oracle(shape, density):
     assert torch.equal(values, x.gather(-1, columns))
     assert positions.shape == (*shape[:-1], oracle.encoding(shape[-1], k)[1])
     assert torch.equal(y.double(), x.double() * mask)
-    # The network with the mask as a constant has d/dx sum(w * y ** 2) = 2 * w * mask * x.
+    # With a constant mask, d/dx sum(w * y ** 2) = 2 * w * mask * x.
     weight = torch.randn(shape)
     values.retain_grad()
     (weight * y**2).sum().backward()
     assert torch.allclose(x.grad.double(), 2 * weight.double() * mask * x.double())
-    assert values.grad.shape == values.shape  # what goes back: k gradients a row, nothing else
+    assert values.grad.shape == values.shape  # only k gradients per row are sent back
     assert not positions.requires_grad
 
 
-def test_values_and_their_gradients_travel_in_their_format():
+def test_values_and_gradients_are_sent_in_the_format():
     x = torch.randn(6, 64, requires_grad=True)
     values, positions = pack_rows(x, 4, torch.bfloat16)
     values.retain_grad()
@@ -78,14 +78,14 @@ def test_values_and_their_gradients_travel_in_their_format():
     assert torch.equal(x.grad, expected)
 
 
-def _two_stages(cut):
+def _two_stages(codec):
     torch.manual_seed(3)
     first, second = nn.Linear(20, 32), nn.Sequential(nn.Tanh(), nn.Linear(32, 1))
-    return nn.Sequential(first, *cut, second)
+    return nn.Sequential(first, *codec, second)
 
 
 class Unpacking(nn.Module):
-    """RowUnpack behind a module that hands it a tuple, as nn.Sequential does."""
+    """RowUnpack for nn.Sequential, which passes a tuple as one argument."""
 
     def __init__(self, *args):
         super().__init__()
@@ -108,14 +108,14 @@ def _trained(model, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_at_density_1_training_is_the_same_bit_for_bit(dtype):
+def test_training_at_density_1_is_bitwise_equal(dtype):
     packed = _trained(_two_stages([RowPack(density=1.0), Unpacking(32)]), dtype)
     assert torch.equal(packed, _trained(_two_stages([]), dtype))
 
 
 @pytest.mark.filterwarnings("ignore:Input #0 requires gradient and is not a double")
 def test_numerical_gradient():
-    # The ops have no float64; a kept entry moves by less than the gap to the next, so masks stand.
+    # The ops do not support float64. The step is too small to change which entries are largest.
     x = torch.tensor([[3.0, -0.5, 2.0, 0.25], [0.5, 4.0, 0.25, -2.0]], requires_grad=True)
 
     def packed(x):
@@ -124,21 +124,21 @@ def test_numerical_gradient():
     assert torch.autograd.gradcheck(packed, (x,), eps=1e-2, atol=1e-2, rtol=1e-3)
 
 
-def test_in_eval_mode_compression_is_on_unless_switched_off():
+def test_eval_mode_compresses_unless_inference_is_false():
     x = torch.randn(3, 32)
     on = RowPack(density=0.1, format=torch.bfloat16)
     off = RowPack(k=4, format=torch.bfloat16, inference=False)
-    back = RowUnpack(32, torch.float32)
-    assert back(*off(x)).count_nonzero() == 3 * 4
-    assert back(*off(x)).dtype == torch.float32  # not that of the values
+    unpack = RowUnpack(32, torch.float32)
+    assert unpack(*off(x)).count_nonzero() == 3 * 4
+    assert unpack(*off(x)).dtype == torch.float32  # not the dtype of the values
     assert RowUnpack(32)(*off(x)).dtype == torch.bfloat16
     values = on.eval()(x)[0]
     assert values.shape == (3, 4) and values.dtype == torch.bfloat16
-    assert torch.equal(back(*off.eval()(x)), x)
-    assert back(*off.train()(x)).count_nonzero() == 3 * 4
+    assert torch.equal(unpack(*off.eval()(x)), x)
+    assert unpack(*off.train()(x)).count_nonzero() == 3 * 4
 
 
-def test_non_finite_entries_cross():
+def test_nonfinite_entries_are_sent():
     x = torch.tensor([[1.0, float("nan"), -float("inf"), 2.0]])
     y = unpack_rows(*pack_rows(x, 2), 4)
     assert y[0, 1].isnan() and y[0, 2] == -float("inf") and y[0, [0, 3]].tolist() == [0, 0]
@@ -214,7 +214,7 @@ def test_errors_name_the_argument():
             call(torch.randn(2, 8))
 
 
-def test_a_format_is_a_value():
+def test_row_format_is_hashable_and_frozen():
     assert RowFormat(torch.bfloat16, backward="sign") == RowFormat("bfloat16", "sign")
     assert len({RowFormat(density=0.5), RowFormat(density=0.5), RowFormat("int4")}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -223,10 +223,10 @@ def test_a_format_is_a_value():
 
 @pytest.mark.parametrize(("forward", "backward"), [*PAIRS, ("float32", "float32")])
 @pytest.mark.parametrize("shape", [(WIDTH,), (3, WIDTH), (2, 3, WIDTH), (0, WIDTH)])
-def test_modules_carry_rows_and_gradients(shape, forward, backward):
+def test_quantize_modules_match_the_ops(shape, forward, backward):
     x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
     message = RowQuantize(RowFormat(forward, backward))(x)
-    carried = message.detach().clone().requires_grad_()  # as a transport between devices does
+    carried = message.detach().clone().requires_grad_()  # as if sent to another device
     y = RowDequantize(WIDTH, RowFormat(forward, backward))(carried)
     y.backward(grad)
     assert carried.grad.shape == message.shape and carried.grad.dtype == message.dtype
@@ -239,8 +239,8 @@ def test_modules_carry_rows_and_gradients(shape, forward, backward):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_damaged_row_is_some_numbers_and_no_other_row_changes(format):
-    """Whatever bytes a transport makes of one row's message, forward and backward."""
+def test_corrupted_row_changes_no_other_row(format):
+    """One row's message is replaced by random bytes, forward and backward."""
     x = torch.randn(5, WIDTH, requires_grad=True)
     message = RowQuantize(format)(x)
     damaged = message.detach().clone()
@@ -258,8 +258,8 @@ def test_a_damaged_row_is_some_numbers_and_no_other_row_changes(format):
 
 
 @pytest.mark.parametrize("rows", [0, 3])
-def test_bytes_of_values_with_odd_strides(rows):
-    """Without rows an op of k = 1 may return strides (1, 0): no dimension to view as bytes."""
+def test_codecs_accept_unusual_strides(rows):
+    """An op with k = 1 and no rows may return strides (1, 0), which cannot be viewed as bytes."""
     values = torch.arange(float(rows)).as_strided((rows, 1), (1, 0))
     for format in DTYPES:
         message = codecs.quantize(values, format)

@@ -1,4 +1,4 @@
-"""Which transport a bucket takes where none is asked for, and buckets of both in one model."""
+"""The default transport of a bucket, and models whose buckets use different transports."""
 
 import itertools
 import re
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dct_kernels import quantized_payload_bytes
 from dct_parallel.exchange import plan
 from dct_parallel.exchange.settings import Settings
-from nodes import owed_by_all
+from nodes import all_pending
 from ranks import Dictated, gathered, hooked, integers, on_ranks
 from wire_meter import WireMeter
 
@@ -20,7 +20,7 @@ SIZES = (1000, 500, 9 * BLOCK)  # two buckets: one of a single block, one of nin
 
 
 @pytest.mark.parametrize(
-    "asked, ranks, numel, taken",
+    "requested, ranks, numel, expected",
     [
         (None, 2, 2**24, "all_gather"),
         (None, 8, 2**30, "all_gather"),
@@ -32,30 +32,30 @@ SIZES = (1000, 500, 9 * BLOCK)  # two buckets: one of a single block, one of nin
         ("reduce_scatter", 2, 1, "reduce_scatter"),
     ],
 )
-def test_the_transport_goes_by_ranks_and_size(asked, ranks, numel, taken):
-    settings = Settings(0.005, "bfloat16", transport=asked)
-    assert plan.transport_for(settings, numel, ranks) == taken
+def test_default_transport_depends_on_ranks_and_size(requested, ranks, numel, expected):
+    settings = Settings(0.005, "bfloat16", transport=requested)
+    assert plan.transport_for(settings, numel, ranks) == expected
 
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "int4", "ternary"])
-def test_every_entry_goes_where_it_costs_fewer_bytes(format):
-    """From 3 ranks on to owners, but for buckets of too few blocks; by what each rank sends."""
-    every_entry = Settings(1, format)
+def test_dense_buckets_use_the_transport_with_fewer_bytes(format):
+    """From 3 ranks on this is reduce_scatter, except for buckets with too few blocks."""
+    dense = Settings(1, format)
     row = quantized_payload_bytes(1024, format) - 64
     for ranks, blocks in itertools.product((1, 2, 3, 8, 100, 128), (1, 2, 3, 15, 16, 400)):
-        taken = plan.transport_for(every_entry, blocks * BLOCK, ranks)
-        each = -(-blocks // ranks)  # blocks of a range
+        taken = plan.transport_for(dense, blocks * BLOCK, ranks)
+        each = -(-blocks // ranks)  # blocks per range
         owners = -(-blocks // each)
         gathered = (ranks - 1) * (64 + 16 * row * blocks)
         scattered = (min(owners, ranks - 1) + ranks - 1) * (64 + 16 * row * each)
         assert taken == ("reduce_scatter" if scattered < gathered else "all_gather")
         assert (taken == "all_gather") == (ranks < 3 or blocks == 1 or (ranks, blocks) == (3, 2))
-    assert not plan.keeps_owners(every_entry, 2)
-    assert plan.keeps_owners(every_entry, 3)
+    assert not plan.keeps_owners(dense, 2)
+    assert plan.keeps_owners(dense, 3)
 
 
 def _model(**options):
-    plan.GATHER_RANKS = 1  # as if two were many
+    plan.GATHER_RANKS = 1  # so that 2 ranks use reduce_scatter by default
     return hooked(DDP(Dictated(SIZES), bucket_cap_mb=0.1), density=0.05, **options)
 
 
@@ -66,7 +66,7 @@ def _step(model, grads):
 
 
 @on_ranks(2)
-def test_buckets_of_one_model_go_different_ways(rank):
+def test_buckets_of_one_model_can_use_different_transports(rank):
     model, state = _model()
     applied, total = 0, 0
     with WireMeter() as meter:
@@ -79,7 +79,7 @@ def test_buckets_of_one_model_go_different_ways(rank):
             total = total + torch.cat(integers(SIZES, step, rank))
         assert state.stats()["wire_bytes"] == sent
     dist.all_reduce(total)
-    torch.testing.assert_close(applied + owed_by_all(state.state_dict()), total.double() / 2)
+    torch.testing.assert_close(applied + all_pending(state.state_dict()), total.double() / 2)
     found = re.search(r"transport: (.*) \((more than .*)\), backend", state.plan())
     transports, why = found.groups()
     assert sorted(transports.split(", ")) == ["all_gather", "reduce_scatter"], state.plan()
@@ -89,8 +89,8 @@ def test_buckets_of_one_model_go_different_ways(rank):
 
 
 @on_ranks(2)
-def test_a_state_half_of_which_has_owners_loads_again(rank):
-    """DDP leaves out a bucket that nobody used: what it is to keep waits in the form it came in."""
+def test_state_of_both_transports_loads(rank):
+    """DDP skips a bucket that no rank used, so its loaded residuals are not yet converted."""
     sizes = (9 * BLOCK, 1000, 500)
 
     def made(transport, **options):
@@ -107,20 +107,19 @@ def test_a_state_half_of_which_has_owners_loads_again(rank):
     unused = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     model, other = made("all_gather", **unused)
     other.load_state_dict(state.state_dict())
-    owed = owed_by_all(other.state_dict())
+    pending = all_pending(other.state_dict())
     used = list(model.module.p)[1:]
     model.module.forward = lambda: sum(p.sum() for p in used)
     model().backward()
     mean = torch.cat([p.grad for p in used])
     other.load_state_dict(other.state_dict())
-    left = owed_by_all(other.state_dict())
-    assert torch.equal(left[: 9 * BLOCK], owed[: 9 * BLOCK]) and mean.count_nonzero()
-    torch.testing.assert_close(left[9 * BLOCK :] + mean, owed[9 * BLOCK :] + 1)
+    left = all_pending(other.state_dict())
+    assert torch.equal(left[: 9 * BLOCK], pending[: 9 * BLOCK]) and mean.count_nonzero()
+    torch.testing.assert_close(left[9 * BLOCK :] + mean, pending[9 * BLOCK :] + 1)
 
 
 @on_ranks(2)
-def test_an_empty_parameter_may_have_a_bucket_of_its_own(rank):
-    """A bucket of an empty parameter alone."""
+def test_bucket_with_only_an_empty_parameter(rank):
     sizes = (0, 2000)
     for transport in ("all_gather", "reduce_scatter"):
         options = {"density": 1, "format": "bfloat16", "start_step": 0, "transport": transport}

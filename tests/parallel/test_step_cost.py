@@ -1,4 +1,4 @@
-"""What a step asks of the machine: launches, copies, collectives, and Python's own work."""
+"""The cost of a step: launches, copies, collectives, bucket plans and profiler spans."""
 
 import itertools
 from collections import Counter
@@ -14,8 +14,7 @@ from dct_parallel.exchange.bucket import Bucket, StepResults, run_now
 from dct_parallel.exchange.plan import BucketPlan
 from ranks import Dictated, batch, ddp, hooked, mlp, on_ranks, train, train_step
 
-# What ops of torch's launch on CUDA, each of small contiguous tensors as here; of ours the docs
-# say. Views and allocations launch nothing.
+# Launches of torch's ops on CUDA for small contiguous tensors. The docs state those of our ops.
 TORCH = {"cat": Launches(1, 0)}
 COPIES = ("copy_",)
 COLLECTIVES = ("_allgather_base_", "allgather_into_tensor_coalesced_", "alltoall_base_")
@@ -27,7 +26,7 @@ NOTHING = {
 
 
 class Counted(TorchDispatchMode):
-    """How often each op is called while it is active, by name without namespace and overload."""
+    """Counts calls of each op by name, without namespace and overload."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +38,7 @@ class Counted(TorchDispatchMode):
 
 
 def _bucket(sizes, scaled, transport):
-    """(kernels, memsets, copies on the device, collectives) of a step."""
+    """Return (kernels, memsets, device copies, collectives) of a step."""
     model = DDP(Dictated(sizes))
     state = DCTState(model, density=0.01, transport=transport)
     plan = state._buckets.plans()[0]
@@ -67,28 +66,28 @@ def _bucket(sizes, scaled, transport):
 
 
 @on_ranks(2)
-def test_kernels_memsets_copies_and_collectives_of_a_bucket(rank):
-    """With a scaler or without; what is sharded is packed, summed, packed again and unpacked."""
+def test_kernels_memsets_copies_and_collectives_per_bucket(rank):
+    """The numbers are the same with a scaler. reduce_scatter packs, sums, packs and unpacks."""
     for sizes, scaled in itertools.product(([5000, 30_000], [100, 30]), (False, True)):
         assert _bucket(sizes, scaled, "all_gather") == (5, 1, 0, 1)
-        # Of the last bucket, all small, rank 1 owns nothing.
+        # Rank 1 owns nothing of the small bucket.
         owns_nothing = rank == 1 and sizes == [100, 30]
         expected = (8, 1, 0, 2) if owns_nothing else (9, 2, 0, 2)
         assert _bucket(sizes, scaled, "reduce_scatter") == expected
-    # 7 blocks: 4 are rank 0's, 3 rank 1's, whose range is put together from pieces of rows.
+    # Rank 0 owns 4 of 7 blocks, and rank 1 owns 3. Rank 1's range is copied into contiguous memory.
     expected = (9, 2, 0, 2), (10, 2, 2, 2)
     assert _bucket([100_000], False, "reduce_scatter") == expected[rank]
 
 
 @on_ranks(2)
-def test_a_layout_is_found_once(rank):
-    """Plans are made when DDP deals its parameters out, and then no more."""
+def test_bucket_plans_are_made_once(rank):
+    """Plans are made only when DDP builds its buckets."""
     made = []
-    originally = BucketPlan.__init__
+    original_init = BucketPlan.__init__
 
     def counting(self, *args, **kwargs):
         made.append(len(made))
-        originally(self, *args, **kwargs)
+        original_init(self, *args, **kwargs)
 
     BucketPlan.__init__ = counting
     model, state = hooked(ddp(mlp(depth=6)), density=0.1)
@@ -98,11 +97,11 @@ def test_a_layout_is_found_once(rank):
         train_step(model, optimizer, *batch(step, rank))
         numbers.append(len(made))
     assert len(state._buckets.in_order()) >= 3
-    assert numbers[1] == numbers[-1]  # DDP deals anew after its first step
+    assert numbers[1] == numbers[-1]  # DDP rebuilds its buckets after the first step
 
 
 @on_ranks(2)
-def test_phases_have_a_span_each_in_the_profiler(rank):
+def test_profiler_shows_a_span_per_phase(rank):
     model, _ = hooked(ddp(mlp()), density=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)

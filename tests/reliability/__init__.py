@@ -1,17 +1,18 @@
 """Thousands of random cases: `python -m reliability PART`, in tests/.
 
-A part is a module here, with
+A part is a module in this package that defines
 
-    COUNTS: dict[str, int]   the default number of cases per entry point, in the order of running
+    COUNTS: dict[str, int]   the default number of cases per entry point, in order of execution
     BATCH: int               cases per call of `run`
-    run(door, first, count, seed) -> {"failures": [{"case": 7, "what": "..."}, ...], "name": 3, ...}
+    run(entry_point, first, count, seed)
+        -> {"failures": [{"case": 7, "what": "..."}, ...], "name": 3, ...}
 
-`run` runs the cases first .. first + count - 1. Each case is determined by the seed and its number.
-Other names in the result are counts, which are added up over the calls; of "max_..." the largest
-is kept.
+`run` runs the cases first .. first + count - 1. The seed and its number determine each case. Other
+names in the result are counts, which are added up over the calls. For names that begin with "max_",
+the maximum is kept.
 
-`make test` runs a thousandth of each part, at least one case, at the entry points in QUICK (all of
-them by default). `-m large` runs a hundredth of everything.
+`make test` runs a thousandth of each part, but at least one case, at the entry points in QUICK (by
+default all). `-m large` runs a hundredth at all entry points.
 """
 
 import importlib
@@ -23,5 +24,5 @@ PARTS = ("fuzz", "programs")
 
 
 def part(name: str) -> ModuleType:
-    """Imports the module of a part, and no other part."""
+    """Import the module of one part, and no other."""
     return importlib.import_module(f"reliability.{name}")

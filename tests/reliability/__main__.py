@@ -1,7 +1,7 @@
-"""python -m reliability PART, in tests/: runs thousands of random cases.
+"""Runs thousands of random cases: python -m reliability PART, in tests/.
 
-The file of results is written after every batch, and a later run resumes from it. The exit status
-is 1 if any case failed; the file lists the failures.
+The results file is written after each batch, and a later run resumes from it. The exit status is 1
+if any case failed. The file lists the failures.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--door", help="run only this entry point")
+    parser.add_argument("--entry-point", help="run only this entry point")
     parser.add_argument("--count", type=int, help="cases per entry point")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=90, help="start no batch after this time")
@@ -34,42 +34,44 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def batches(
     module: ModuleType, content: dict[str, Any], counts: Mapping[str, int], minutes: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Runs the missing cases; yields (entry point, its results so far) after every batch."""
+    """Run the missing cases; yield (entry point, its results so far) after each batch."""
     end = time.monotonic() + 60 * minutes
-    for door, asked in counts.items():
-        results = content["doors"].setdefault(door, {"done": 0, "failures": []})
+    for entry_point, asked in counts.items():
+        results = content["results"].setdefault(entry_point, {"done": 0, "failures": []})
         while results["done"] < asked and time.monotonic() < end:
             count = min(module.BATCH, asked - results["done"])
-            found = module.run(door, results["done"], count, content["seed"])
+            found = module.run(entry_point, results["done"], count, content["seed"])
             results["done"] += count
             for name, value in found.items():
                 if name.startswith("max_"):
                     results[name] = max(results.get(name, value), value)
-                else:  # counts, and the list of failures
+                else:  # counts and lists of failures are added up
                     results[name] = results[name] + value if name in results else value
-            yield door, results
+            yield entry_point, results
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the cases that are not in the file yet; returns 1 if any case in the file failed."""
+    """Run the cases that are not in the file yet; return 1 if any case in the file failed."""
     module = part(options.part)
-    if options.door not in {None, *module.COUNTS}:
-        sys.exit(f"--door must be one of {', '.join(module.COUNTS)}, got {options.door}")
+    if options.entry_point not in {None, *module.COUNTS}:
+        names, got = ", ".join(module.COUNTS), options.entry_point
+        sys.exit(f"--entry-point must be one of {names}, got {got}")
     out = options.out or ROOT / f"build/reliability/{options.part}.json"
-    content = json.loads(out.read_text()) if out.exists() else {"seed": options.seed, "doors": {}}
+    new = {"seed": options.seed, "results": {}}
+    content = json.loads(out.read_text()) if out.exists() else new
     if content["seed"] != options.seed:
-        sys.exit(f"{out} has seed {content['seed']}, not {options.seed}: give another --out")
-    doors = [door for door in module.COUNTS if options.door in (None, door)]
-    counts = {door: options.count or module.COUNTS[door] for door in doors}
+        sys.exit(f"{out} has seed {content['seed']}, not {options.seed}: pass a different --out")
+    names = [name for name in module.COUNTS if options.entry_point in (None, name)]
+    counts = {name: options.count or module.COUNTS[name] for name in names}
     out.parent.mkdir(parents=True, exist_ok=True)
-    for door, results in batches(module, content, counts, options.minutes):
+    for entry_point, results in batches(module, content, counts, options.minutes):
         out.write_text(json.dumps(content, indent=1))
-        print(f"{door}: {results['done']:,} of {counts[door]:,}", flush=True)
+        print(f"{entry_point}: {results['done']:,} of {counts[entry_point]:,}", flush=True)
     failed = 0
-    for door, results in content["doors"].items():
+    for entry_point, results in content["results"].items():
         failures = results["failures"]
         failed += len(failures)
-        print(f"{door}: {results['done']:,} run, {len(failures)} failed")
+        print(f"{entry_point}: {results['done']:,} run, {len(failures)} failed")
         for failure in failures[:10]:
             print(f"  case {failure['case']}: {failure['what']}")
     print(out)

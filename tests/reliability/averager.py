@@ -1,4 +1,4 @@
-"""Programs at local steps: DCTAverager."""
+"""Random programs for DCTAverager."""
 
 import copy
 
@@ -12,18 +12,18 @@ from .account import Account
 from .common import (
     TRANSPORTS,
     Odd,
-    beside,
+    broadcast_from_rank_0,
     digest,
     draw_format,
     draw_shapes,
     flat,
-    from_first,
     group_of,
     poison,
     refused,
     require_equal,
     through_a_file,
     values,
+    with_same_scale,
 )
 
 _WRONG = [
@@ -41,7 +41,7 @@ _WRONG = [
 
 
 def draw(draw):
-    """(the most ranks of a program, its settings, its calls)."""
+    """Return (the largest number of ranks, settings, calls) of a random program."""
     ranks = draw.choice([1, 2, 2, 2, 3, 3])
     most = max(ranks, draw.choice([2, 2, 3]))
     period = draw.choice([1, 2, 2, 3, 4])
@@ -82,7 +82,7 @@ def _call(draw, most):
 
 def draw_step(draw, most):
     step = {"seed": draw.randrange(10**6)}
-    if draw.random() < 0.1:  # by a GradScaler, or one's own loop
+    if draw.random() < 0.1:  # by a GradScaler or the training loop
         step["skipped_by"] = draw.randrange(most)
     if draw.random() < 0.12:
         value = draw.choice(["nan", "inf", "-inf"])
@@ -91,13 +91,12 @@ def draw_step(draw, most):
     return step
 
 
-class Door:
-    """A rank of a run; ranks that are not in its group wait for a `resize`."""
+class Runner:
+    """Runs a program on one rank. Ranks outside the group are idle until a `resize`."""
 
-    OF_ALL = ("resize", "unfreeze")  # also called on ranks that wait
+    ON_IDLE_RANKS = ("resize", "unfreeze")  # also called on idle ranks
 
     def __init__(self, rank, ranks, shapes, dtypes, frozen, options):
-        # Programs end wherever they do.
         self.rank, self._shapes, self._options = rank, shapes, options
         self._dtypes = [getattr(torch, dtype) for dtype in dtypes]
         self._frozen = [i for i in frozen if i < len(shapes) - 1]
@@ -109,11 +108,11 @@ class Door:
         self._group = group_of(ranks)
 
     def _make(self, weights):
-        """A new model and averager, and an account that begins with them."""
+        """Create a model, an averager and an account."""
         model = Odd(self._shapes, self._frozen)
-        for p, dtype, own in zip(model.p, self._dtypes, weights, strict=True):
+        for p, dtype, contributions in zip(model.p, self._dtypes, weights, strict=True):
             p.data = p.data.to(dtype)
-            p.data.copy_(own)
+            p.data.copy_(contributions)
         self._model = model
         self._parameters = [p for p in model.p if p.requires_grad]
         self.account = Account(
@@ -123,13 +122,14 @@ class Door:
         if not self.idle:
             self._optimizer = torch.optim.SGD(self._parameters, lr=1.0)
             self._averager = self._new()
-            self._since = torch.zeros_like(self.account.own)  # put in since the last base
-            self._bad = torch.zeros(len(self._since), dtype=torch.bool)  # not finite here
+            # Changes since the last averaging, and entries that are non-finite on this rank.
+            self._since = torch.zeros_like(self.account.contributions)
+            self._bad = torch.zeros(len(self._since), dtype=torch.bool)
 
     def _new(self):
         return DCTAverager(self._model, process_group=self._group, **self._options)
 
-    # What a program calls:
+    # Calls of a program
 
     def step(self, step):
         before = flat(p.double() for p in self._parameters)
@@ -150,26 +150,26 @@ class Door:
         self._average()
 
     def flush(self):
-        if self._anywhere(self._bad):
+        if self._on_any_rank(self._bad):
             with refused(RuntimeError):
                 self._averager.flush()
             return
         self._averager.flush()
         self._since.zero_()
         require_equal(flat(self._parameters), self._group, "weights")
-        assert not any(s["residual"].any() for s in self._saved()["parameters"].values())
+        assert not any(s["residual"].any() for s in self._entry()["parameters"].values())
 
     def replay(self, how, steps):
-        """Once more from a checkpoint: bit for bit the same."""
-        own = "account", "_since", "_bad"
+        """Repeat steps from a checkpoint; results must be bitwise equal."""
+        names = "account", "_since", "_bad"
         saved = through_a_file(self._averager.state_dict())
-        kept = copy.deepcopy([getattr(self, name) for name in own])
+        kept = copy.deepcopy([getattr(self, name) for name in names])
         weights = [p.detach().clone() for p in self._model.p]
         ends = []
         for again in (False, True):
             if again:
                 self._restore(saved, weights, how)
-                for name, value in zip(own, kept, strict=True):
+                for name, value in zip(names, kept, strict=True):
                     setattr(self, name, value)
             for step in steps:
                 self.step(step)
@@ -178,21 +178,21 @@ class Door:
         assert ends[0] == ends[1] or self._options.get("policy") == "fixed"
 
     def resize(self, ranks):
-        self._anew(ranks)
+        self._restart(ranks)
 
     def unfreeze(self):
         self._frozen = []
-        self._anew(self._ranks)
+        self._restart(self._ranks)
 
     def wrong(self, kind):
-        """A call that is refused, and changes nothing."""
+        """An invalid call must raise and change nothing."""
         saved = self._averager.state_dict()
-        entry, before = self._saved(), digest(saved)
+        entry, before = self._entry(), digest(saved)
         name = max(entry["parameters"], key=lambda n: entry["parameters"][n]["residual"].numel())
         part = entry["parameters"][name]
         if kind == "nan" and not part["residual"].numel():
             return  # none of its parameters has an element
-        spoilt = part | {"residual": part["residual"] * torch.nan}
+        broken = part | {"residual": part["residual"] * torch.nan}
         changed = {
             "rank": ("77", entry),
             "density": (str(self.rank), entry | {"density": 0.123}),
@@ -201,7 +201,7 @@ class Door:
             "missing": (str(self.rank), entry | {"parameters": {}}),
             "nan": (
                 str(self.rank),
-                entry | {"parameters": entry["parameters"] | {name: spoilt}},
+                entry | {"parameters": entry["parameters"] | {name: broken}},
             ),
             "hook's": (str(self.rank), {k: v for k, v in entry.items() if k != "period"}),
         }
@@ -225,85 +225,85 @@ class Door:
         assert stats["overflow"] is None or 0 <= stats["overflow"] <= 1
         base = self._base()
         require_equal(base, self._group, "bases")
-        self.account.check(base, self._owed() + self._moved(), self._group)
+        self.account.check(base, self._pending() + self._local_change(), self._group)
 
     def end(self):
         self.check()
         assert "averaging" in self._averager.plan()
 
-    # What they stand on:
+    # Helpers
 
     def _average(self):
         averager, step = self._averager, self._averager.step + 1
         averages = step % averager.period == 0
-        if averages and self._anywhere(self._bad):
+        if averages and self._on_any_rank(self._bad):
             with refused(RuntimeError):
                 averager.average_parameters()
-            # What was not finite is lost, with what shares its scale.
-            self.account.put(torch.where(self._beside(self._bad), self._since, 0.0), -1)
+            # Non-finite entries, and entries that share a scale with them, lose their changes.
+            self.account.put(torch.where(self._with_same_scale(self._bad), self._since, 0.0), -1)
             self._bad.zero_()
         else:
             averager.average_parameters()
         if averages:
             self._since.zero_()
-            starts = flat(self._starts())
+            starts = flat(self._start_weights())
             assert torch.equal(flat(p.double() for p in self._parameters), starts)
             if not self._options.get("step_ahead"):
                 require_equal(starts, self._group, "weights")
         assert averager.step == step
 
-    def _moved(self):
-        """The change of the weights since the last averaging."""
-        moved = flat(p.double() for p in self._parameters) - flat(self._starts())
+    def _local_change(self):
+        """Return the change of the weights since the last averaging."""
+        moved = flat(p.double() for p in self._parameters) - flat(self._start_weights())
         return torch.where(self._bad, self._since, moved)
 
-    def _starts(self):
-        """The weights after the last averaging, which are rounded to their dtype."""
-        for p, part in zip(self._parameters, self._saved()["parameters"].values(), strict=True):
+    def _start_weights(self):
+        """Yield the weights after the last averaging, rounded to their dtype."""
+        for p, part in zip(self._parameters, self._entry()["parameters"].values(), strict=True):
             base = part["base"].to(p.dtype)
             ahead = (part["base"] + part["residual"]).to(p.dtype)
-            can = ahead.isfinite() & bool(self._options.get("step_ahead"))
-            yield torch.where(can, ahead, base).double()
+            use_ahead = ahead.isfinite() & bool(self._options.get("step_ahead"))
+            yield torch.where(use_ahead, ahead, base).double()
 
-    def _beside(self, mask):
-        return beside(mask, 0, torch.arange(len(mask)), self._options["format"])
+    def _with_same_scale(self, mask):
+        return with_same_scale(mask, 0, torch.arange(len(mask)), self._options["format"])
 
-    def _anywhere(self, mask):
-        told = mask.any().int().view(1)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        return bool(told)
+    def _on_any_rank(self, mask):
+        flag = mask.any().int().view(1)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
 
-    def _saved(self):
+    def _entry(self):
         (entry,) = self._averager.state_dict()["ranks"].values()
         return entry
 
     def _base(self):
-        return flat(s["base"] for s in self._saved()["parameters"].values())
+        return flat(s["base"] for s in self._entry()["parameters"].values())
 
-    def _owed(self):
+    def _pending(self):
         return flat(owed(self._averager.state_dict()).values())
 
     def _restore(self, saved, weights, how):
         if how == "new":
             self._model = Odd(self._shapes, self._frozen)
-            for p, own in zip(self._model.p, weights, strict=True):
-                p.data = p.data.to(own.dtype)
+            for p, contributions in zip(self._model.p, weights, strict=True):
+                p.data = p.data.to(contributions.dtype)
             self._parameters = [p for p in self._model.p if p.requires_grad]
             self._optimizer = torch.optim.SGD(self._parameters, lr=1.0)
             self._averager = self._new()
-        for p, own in zip(self._model.p, weights, strict=True):
-            p.data.copy_(own)
+        for p, contributions in zip(self._model.p, weights, strict=True):
+            p.data.copy_(contributions)
         self._averager.load_state_dict(saved)
 
-    def _anew(self, ranks):
-        """A new averager, from weights in which nothing is pending."""
+    def _restart(self, ranks):
+        """Flush the averager and create a new one from its weights."""
         weights = None
         if not self.idle:
-            while self._anywhere(self._bad):
+            while self._on_any_rank(self._bad):
                 self.step({"seed": 0, "skipped_by": self.rank})
             self.flush()
             self.check()
             weights = [p.detach() for p in self._model.p]
-        weights = from_first(weights)
+        weights = broadcast_from_rank_0(weights)
         self._join(ranks)
         self._make(weights)

@@ -1,4 +1,4 @@
-"""What the doors' programs share: models of odd parameters, gradients, digests, refusals."""
+"""Shared by the random programs: models, gradients, digests and checks of errors."""
 
 import contextlib
 import functools
@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-# Of parameters; with a letter: transposed, or channels last, neither of which is contiguous.
+# Shapes of parameters. "t" means transposed and "c" channels last; neither is contiguous.
 SHAPES = [(), (1,), (7,), (0, 5), (130,), (40, 33, "t"), (8, 4, 3, 3, "c"), (900,), (61, 31)]
-LONG = (40_000,)  # of several blocks
+LONG = (40_000,)  # several blocks
 FORMATS = ["bfloat16", "float32", "int8", "int4", "ternary"]
-FEW_BITS = FORMATS[2:]
+QUANTIZED = FORMATS[2:]
 TRANSPORTS = [None, "all_gather", "reduce_scatter"]
-BLOCK, SCALED = 16384, 64  # entries of a block, and of those that share a scale in few bits
-SCALES = [0.0, 2.0**-10, 1.0, 1.0, 2.0**10]  # of a parameter's gradients in a step
+BLOCK, SCALED = 16384, 64  # entries per block, and per scale in a quantized format
+SCALES = [0.0, 2.0**-10, 1.0, 1.0, 2.0**10]  # magnitudes of a parameter's gradients
 
 
 def draw_shapes(draw, shapes=SHAPES):
@@ -26,19 +26,19 @@ def draw_shapes(draw, shapes=SHAPES):
 
 
 def draw_format(draw):
-    """A format and a density for it."""
+    """Draw a format and a density that it supports."""
     format = draw.choice(FORMATS)
-    if format in FEW_BITS:
+    if format in QUANTIZED:
         return {"format": format}
     return {"format": format, "density": draw.choice([1e-9, 0.003, 0.02, 0.1, 0.5, 1.0])}
 
 
 class Odd(nn.Module):
-    """A model whose parameters' gradients are whatever it is called with."""
+    """A model whose inputs are the gradients of its parameters."""
 
     def __init__(self, shapes, frozen=()):
         super().__init__()
-        self.p = nn.ParameterList(_odd(shape) for shape in shapes)
+        self.p = nn.ParameterList(_odd_parameter(shape) for shape in shapes)
         for index in frozen:
             self.p[index].requires_grad_(False)
 
@@ -46,7 +46,7 @@ class Odd(nn.Module):
         return sum((p * g).sum() for p, g in zip(self.p, grads, strict=True) if p.requires_grad)
 
 
-def _odd(shape):
+def _odd_parameter(shape):
     if shape[-1:] == ("t",):
         return torch.zeros(*reversed(shape[:-1])).t()
     if shape[-1:] == ("c",):
@@ -55,16 +55,16 @@ def _odd(shape):
 
 
 def values(parameters, seed, rank):
-    """Draws values for each parameter, small, large or all zero; they differ per seed and rank."""
+    """Draw values per parameter: small, large or all zero, and different per seed and rank."""
     drawn = random.Random(seed)
     generator = torch.Generator().manual_seed(31 * seed + rank)
     return [torch.randn(p.shape, generator=generator) * drawn.choice(SCALES) for p in parameters]
 
 
 def poison(tensors, rank, bad):
-    """Of (rank, value, first, count): these entries of all tensors are `value` on that rank."""
-    who, value, first, count = bad
-    if who != rank:
+    """Set entries to a non-finite value. `bad` is (rank, value, first entry, count)."""
+    bad_rank, value, first, count = bad
+    if bad_rank != rank:
         return
     at = 0
     for tensor in tensors:
@@ -74,13 +74,13 @@ def poison(tensors, rank, bad):
         at += tensor.numel()
 
 
-def beside(mask, messages, places, format):
-    """These entries, and in few bits those that share a scale with one of them.
+def with_same_scale(mask, messages, places, format):
+    """Return the masked entries, and in quantized formats all that share a scale with them.
 
     Args:
-        messages, places: of every entry the number of its message, and the place in it.
+        messages, places: the message of each entry, and its position there.
     """
-    if format not in FEW_BITS:
+    if format not in QUANTIZED:
         return mask
     groups = 10**9 * messages + places // SCALED
     return torch.isin(groups, groups[mask])
@@ -91,7 +91,7 @@ def flat(tensors):
 
 
 def digest(value):
-    """Of tensors, numbers and texts in dicts and lists: equal for equal bits."""
+    """Return a hash of nested dicts and lists of tensors, numbers and strings."""
     made = hashlib.sha256()
 
     def add(part):
@@ -113,22 +113,22 @@ def digest(value):
 
 
 def require_equal(value, group, what):
-    """On every rank of the group the same bits."""
-    own = torch.tensor([int(digest(value)[:15], 16)])
-    told = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(told, own, group=group)
-    assert len({int(one) for one in told}) == 1, f"{what} differ between ranks"
+    """Raise unless all ranks of the group have the same bits."""
+    local = torch.tensor([int(digest(value)[:15], 16)])
+    gathered = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(gathered, local, group=group)
+    assert len({int(one) for one in gathered}) == 1, f"{what} differ between ranks"
 
 
 @contextlib.contextmanager
 def refused(*errors):
-    """What is inside raises one of these, in a sentence of ours."""
+    """The body must raise one of these errors, with a message of this package."""
     try:
         yield
     except errors as error:
-        assert "dct::" in str(error), f"not a sentence of ours: {error!r}"
+        assert "dct::" in str(error), f"not an error of this package: {error!r}"
     else:
-        raise AssertionError("was not refused")
+        raise AssertionError("an invalid call raised no error")
 
 
 def through_a_file(saved):
@@ -138,30 +138,30 @@ def through_a_file(saved):
     return torch.load(file, weights_only=True)
 
 
-def from_everyone(value):
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value)
-    return told
+def gather_objects(value):
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
-def from_first(value, group=None):
-    """Rank 0's, on every rank."""
-    told = [value]
-    dist.broadcast_object_list(told, 0, group)
-    return told[0]
+def broadcast_from_rank_0(value, group=None):
+    values = [value]
+    dist.broadcast_object_list(values, 0, group)
+    return values[0]
 
 
-# Made once for all programs of a rank: all ranks play the same ones, so they ask in one order.
+# Groups and meshes are created once per rank and shared by all programs. All ranks run the same
+# programs, so they create groups in the same order.
 
 
 @functools.cache
 def group_of(ranks):
-    """The first so many ranks."""
+    """Return a group of the first `ranks` ranks."""
     return dist.new_group(range(ranks))
 
 
 @functools.cache
 def mesh_of(replicas, shards):
-    """Of the first ranks."""
+    """Return a mesh of the first ranks."""
     ranks = torch.arange(replicas * shards).view(replicas, shards)
     return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))

@@ -1,4 +1,4 @@
-"""Programs at FSDP2's hook: dct_fully_shard_hook on replicas of shards."""
+"""Random programs for dct_fully_shard_hook, on replicas of shards."""
 
 import warnings
 
@@ -21,15 +21,15 @@ from .common import (
     refused,
     values,
 )
-from .gradients import GradientDoor, draw_step, folder
+from .gradients import GradientRunner, draw_step, folder
 
-SHAPES = [(1,), (7,), (130,), (40, 33), (61, 31), (1, 900), (8, 4, 3, 3)]  # no scalars, by torch
+SHAPES = [(1,), (7,), (130,), (40, 33), (61, 31), (1, 900), (8, 4, 3, 3)]  # FSDP2: no scalars
 MESHES = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 2), (4, 1), (1, 4)]}
 _WRONG = ["replica", "density", "missing", "nan", "type", "version", "hook", "all_reduce"]
 
 
 def draw(draw):
-    """(the ranks of a program, its settings, its calls)."""
+    """Return (the number of ranks, settings, calls) of a random program."""
     ranks = draw.choice([2, 2, 2, 3, 4])
     units = [draw_shapes(draw, SHAPES) for _ in range(draw.choice([1, 1, 2]))]
     settings = {
@@ -64,30 +64,30 @@ def _call(draw, ranks):
 
 
 class Units(nn.Module):
-    """`Odd` models, each wrapped by itself, and one more for the root."""
+    """`Odd` models: one in the root, and others that are wrapped separately."""
 
     def __init__(self, units, frozen):
         super().__init__()
-        self.own = Odd(units[0], [0] if frozen else [])
+        self.root = Odd(units[0], [0] if frozen else [])
         self.inner = nn.ModuleList(Odd(shapes) for shapes in units[1:])
 
     def forward(self, *grads):
         out, at = 0, 0
-        for module in (self.own, *self.inner):
+        for module in (self.root, *self.inner):
             count = len(module.p)
             out = out + module(*grads[at : at + count])
             at += count
         return out
 
 
-class Door(GradientDoor):
-    """A rank of a run, all of which are in its mesh."""
+class Runner(GradientRunner):
+    """Runs a program on one rank. All ranks are in the mesh."""
 
-    OF_ALL = ()
-    RETURNS_ALL = False
+    ON_IDLE_RANKS = ()
+    TAKES_BACK_ALL_PASSES = False
 
     def __init__(self, rank, mesh, units, frozen, options, scale):
-        warnings.filterwarnings("ignore", category=FutureWarning)  # of FSDP and DCP
+        warnings.filterwarnings("ignore", category=FutureWarning)  # raised by FSDP and DCP
         self.rank, self._units, self._options = rank, units, options
         self._frozen = frozen and len(units[0]) > 1
         self._scaler = torch.amp.GradScaler(
@@ -95,10 +95,10 @@ class Door(GradientDoor):
         )
         self._group = dist.group.WORLD
         self._make(mesh)
-        self._account_anew()
+        self._reset_account()
 
     def _make(self, mesh, weights=None):
-        """A new model, state, optimizer; scaler and account stay."""
+        """Create a model, a state and an optimizer. The scaler and the account are kept."""
         self._mesh = mesh_of(*mesh)
         self._model = Units(self._units, self._frozen)
         if weights is not None:
@@ -111,16 +111,16 @@ class Door(GradientDoor):
         self._all = list(self._model.parameters())
         self._parameters = [p for p in self._all if p.requires_grad]
         outside = DTensor.from_local(torch.zeros(3), self._mesh["shard"], [Replicate()])
-        self._outside = nn.Parameter(outside)  # torch mixes none with other tensors
+        self._outside = nn.Parameter(outside)  # an optimizer cannot mix DTensors with other tensors
         self._optimizer = torch.optim.SGD([*self._parameters, self._outside], lr=1.0)
         scaled = {"grad_scaler": self._scaler, "optimizer": self._optimizer}
         self._state = dct_fully_shard_hook(self._model, mesh=self._mesh, **scaled, **self._options)
-        self._layout = self._place()
+        self._layout = self._compute_positions()
 
-    def _place(self):
-        """(which message, where in it) of every entry: FSDP cuts and pads the first dimension."""
+    def _compute_positions(self):
+        """Return (message, position) of each entry. FSDP splits and pads the first dimension."""
         shards, messages, places = self._mesh["shard"].size(), [], []
-        for number, module in enumerate((self._model.own, *self._model.inner)):
+        for number, module in enumerate((self._model.root, *self._model.inner)):
             start = 0
             for p in [p for p in module.p if p.requires_grad]:
                 rows = -(-p.shape[0] // shards)
@@ -131,7 +131,7 @@ class Door(GradientDoor):
                 start += rows * p[0].numel()
         return torch.cat(messages), torch.cat(places)
 
-    # What a program calls:
+    # Calls of a program
 
     def resize(self, mesh, transport):
         self.check()
@@ -143,7 +143,7 @@ class Door(GradientDoor):
             self._state.load_merged(place)
 
     def unfreeze(self):
-        """A new state, to which nothing of the old one's is pending; the old one does not fit."""
+        """Unfreeze parameters and create a new state. Loading the old state must raise."""
         if not self._frozen:
             return
         self.check()
@@ -157,23 +157,23 @@ class Door(GradientDoor):
         self._make(self._mesh.shape, weights)
         with refused(ValueError):
             self._state.load_state_dict(saved)
-        self._account_anew()
+        self._reset_account()
 
     def wrong(self, kind):
-        """A call that is refused, and changes nothing."""
+        """An invalid call must raise and change nothing."""
         saved = self._state.state_dict()
         ((replica, entry),) = saved["replicas"].items()
         before = digest(saved)
         name = max(entry["parameters"], key=lambda n: entry["parameters"][n]["residual"].numel())
         part = entry["parameters"][name]
-        spoilt = part | {"residual": part["residual"] * torch.nan}
+        broken = part | {"residual": part["residual"] * torch.nan}
         changed = {
             "replica": {**saved, "replicas": {"77": entry}},
             "density": {**saved, "replicas": {replica: entry | {"density": 0.123}}},
             "missing": {**saved, "replicas": {replica: entry | {"parameters": {}}}},
             "nan": {
                 **saved,
-                "replicas": {replica: entry | {"parameters": entry["parameters"] | {name: spoilt}}},
+                "replicas": {replica: entry | {"parameters": entry["parameters"] | {name: broken}}},
             },
             "type": 7,
             "version": {**saved, "version": 5},
@@ -184,12 +184,12 @@ class Door(GradientDoor):
             elif kind == "all_reduce":
                 dct_fully_shard_hook(self._model, mesh=self._mesh["shard"], density=0.1)
             elif kind == "nan" and not part["residual"].to_local().numel():
-                self._state.load_state_dict(None)  # no entry is here
+                self._state.load_state_dict(None)  # this rank has no entry to corrupt
             else:
                 self._state.load_state_dict(changed[kind])
         assert digest(self._state.state_dict()) == before
 
-    # What they stand on:
+    # Helpers
 
     def _backward(self, gradients, exchanged):
         self._model.set_requires_gradient_sync(exchanged)
@@ -198,7 +198,7 @@ class Door(GradientDoor):
     def _flat(self, parameters):
         return flat(p.full_tensor() for p in parameters)
 
-    def _set(self, weights):
+    def _set_weights(self, weights):
         parts = weights.split([p.numel() for p in self._all])
         with torch.no_grad():
             for p, part in zip(self._all, parts, strict=True):
@@ -206,28 +206,28 @@ class Door(GradientDoor):
                 first = rows * self._mesh.get_local_rank("shard")
                 own.copy_(part.view(p.shape)[first : first + len(own)])
 
-    def _renew(self, weights):
+    def _replace(self, weights):
         self._make(self._mesh.shape, weights)
 
     def _gradient(self):
         return flat(p.grad.full_tensor() for p in self._parameters)
 
-    def _owed(self):
-        """Of this replica, in units of the sum over all ranks: each counts for its replica."""
+    def _pending(self):
+        """Return all pending gradients of this replica, in units of the sum over all ranks."""
         ((_, entry),) = self._state.state_dict()["replicas"].items()
         names = {p: name for name, p in self._model.named_parameters()}
         replicas, parts = self._mesh["replicate"].size(), []
         for p in self._parameters:
             saved = entry["parameters"][names[p]]
-            owed = saved["residual"].full_tensor()
+            pending = saved["residual"].full_tensor()
             if "owner_residual" in saved:  # in units of the mean
-                owed = owed + replicas * saved["owner_residual"].full_tensor()
-            parts.append(owed)
+                pending = pending + replicas * saved["owner_residual"].full_tensor()
+            parts.append(pending)
         return flat(parts)
 
-    def _placed(self):
+    def _positions(self):
         return self._layout
 
-    def _hurts(self, rank):
-        shards = self._mesh["shard"].size()  # whose mean is sent
+    def _sends_with(self, rank):
+        shards = self._mesh["shard"].size()  # their mean is sent
         return rank // shards == self.rank // shards

@@ -1,12 +1,12 @@
-"""Readers of untrusted bytes.
+"""Fuzzing of ops that read untrusted bytes.
 
-Every op of the CPU that reads what a peer sent is called with sound messages and with what becomes
-of them by changes, those kept that take new branches, under ASan and UBSan. No access outside of
-what a call is given, no undefined behaviour, no hang; results and status equal those of decoders
-written from the format's description. `payload_info` reads headers in Python.
+Each CPU op that reads messages is called with valid and mutated messages, under ASan and UBSan.
+Inputs that reach new branches are kept and mutated further. No call may access memory outside its
+arguments, have undefined behavior, or hang. Results and status must equal those of decoders written
+from the format's description. `payload_info` reads headers in Python.
 
-tests/native/fuzz.cpp is what runs, for each instruction set in turn. It prints the input that
-stopped it, and runs that one again: build/fuzz/fuzz OP HEX.
+The fuzzer is tests/native/fuzz.cpp, which runs for each instruction set in turn. It prints the
+input that made it stop. To run that input again: build/fuzz/fuzz OP HEX.
 """
 
 import functools
@@ -32,14 +32,14 @@ OPS = (
 )
 COUNTS = dict.fromkeys([*OPS, "payload_info"], 10**7)
 BATCH = 500_000
-QUICK = ("payload_info",)  # of the ops ctest runs a thousandth
+QUICK = ("payload_info",)  # ctest runs a thousandth of the cases of the ops
 ISAS = ("avx512", "avx2", "default")
 BUILD = ROOT / "build" / "fuzz"
 
 
 @functools.cache
 def program() -> Path:
-    """The fuzzer, built with sanitizers and coverage."""
+    """Build the fuzzer with sanitizers and coverage; return its path."""
     cmake = Path(sys.executable).with_name("cmake")
     options = ["-DDCT_SANITIZE=address,undefined", "-DDCT_COVERAGE=ON", "--log-level=WARNING"]
     for command in (["-S", ROOT, "-B", BUILD, *options], ["--build", BUILD, "--target", "fuzz"]):
@@ -47,16 +47,16 @@ def program() -> Path:
     return BUILD / "fuzz"
 
 
-def run(door: str, first: int, count: int, seed: int) -> dict[str, Any]:
-    if door == "payload_info":
+def run(entry_point: str, first: int, count: int, seed: int) -> dict[str, Any]:
+    if entry_point == "payload_info":
         return _headers(first, count, seed)
-    return fuzz(program(), door, first, count, seed)
+    return fuzz(program(), entry_point, first, count, seed)
 
 
 def fuzz(
     program: Path, op: str, first: int, count: int, seed: int, most: int = 10
 ) -> dict[str, Any]:
-    """Feeds an op, until so many inputs have failed."""
+    """Fuzz an op until `most` inputs have failed."""
     isa = ISAS[first // BATCH % len(ISAS)]
     found: dict[str, Any] = {"failures": []}
     end = first + count
@@ -103,7 +103,7 @@ def _headers(first: int, count: int, seed: int) -> dict[str, Any]:
 
 
 def _header(choose: random.Random) -> bytes:
-    """Of 64 bytes: a sound one, of which up to three bytes are others."""
+    """Return a valid header of 64 bytes with up to three random bytes."""
     version, code = choose.choice(list(_DTYPES))
     numel = choose.getrandbits(choose.choice([4, 16, 40, 64]))
     count = choose.getrandbits(choose.choice([3, 32]))

@@ -1,4 +1,4 @@
-"""What programs at the two hooks share: a step, and what it puts in, takes and loses."""
+"""Shared by the programs for the two hooks: a step and its effect on the account."""
 
 import contextlib
 import copy
@@ -11,18 +11,18 @@ import torch.distributed.checkpoint as dcp
 from .account import Account
 from .common import (
     BLOCK,
-    beside,
+    broadcast_from_rank_0,
     digest,
     flat,
-    from_first,
     poison,
     refused,
     require_equal,
     through_a_file,
     values,
+    with_same_scale,
 )
 
-DENSE = 2.0**-6  # roundings of a mean in bfloat16
+DENSE = 2.0**-6  # relative rounding error of a mean in bfloat16
 _THEN = ["apply"] * 6 + ["take_back"] * 2 + ["drop"]
 
 
@@ -34,48 +34,48 @@ def draw_step(draw, ranks):
         value, count = draw.choice(["nan", "inf", "-inf"]), draw.choice([1, 1, 3, 500])
         step["bad"] = (draw.randrange(ranks), value, draw.randrange(1000), count)
     elif draw.random() < 0.1:
-        step["outside"] = True  # what overflows is in no gradient of the model
+        step["outside"] = True  # a gradient outside the model overflows
     if draw.random() < 0.3:
-        step["look"] = True
+        step["stats"] = True
     return step
 
 
-class GradientDoor:
-    """A rank of a run with a hook, which sends gradients.
+class GradientRunner:
+    """Runs a program with a hook on one rank.
 
-    Subclasses have `_model`, `_group` (all ranks of the mean), `_state`, `_options`, `_all` (the
-    parameters), `_parameters` (those that are trained), `_optimizer` (of these and `_outside`),
-    `_scaler` and `account`; and the methods without a body here.
+    Subclasses define `_model`, `_group` (all ranks of the mean), `_state`, `_options`, `_all` (all
+    parameters), `_parameters` (the trained ones), `_optimizer` (for these and `_outside`),
+    `_scaler` and `account`. They implement the methods that have no body here.
     """
 
     idle = False
-    RETURNS_ALL = True  # by take_back: also what earlier passes of a step have sent
+    TAKES_BACK_ALL_PASSES = True  # take_back also restores what earlier passes of a step sent
 
     def _backward(self, gradients, exchanged):
-        """A pass; whether its gradients are sent."""
+        """Run a backward pass; `exchanged` says whether its gradients are sent."""
 
     def _gradient(self):
-        """The mean, flat, of the last passes."""
+        """Return the flat mean gradient."""
 
     def _flat(self, parameters):
-        """Their weights, in full."""
+        """Return the flat, unsharded weights."""
 
-    def _set(self, weights):
-        """All parameters, from `_flat`."""
+    def _set_weights(self, weights):
+        """Set all parameters from the result of `_flat`."""
 
-    def _renew(self, weights):
-        """A new model, state and optimizer, as far as a load expects; scaler and account stay."""
+    def _replace(self, weights):
+        """Create what a load expects: a model, a state and an optimizer."""
 
-    def _owed(self):
-        """What is pending here, flat, in units of the ranks' sum."""
+    def _pending(self):
+        """Return this rank's pending gradients, flat, in units of the sum over ranks."""
 
-    def _placed(self):
-        """Of every entry the number of its message, and the place in it."""
+    def _positions(self):
+        """Return the message of each entry and its position there."""
 
-    def _hurts(self, rank):
-        """Whether what is not finite on `rank` is so in the messages of this one."""
+    def _sends_with(self, rank):
+        """Whether non-finite gradients of `rank` enter the messages of this rank."""
 
-    # What a program calls:
+    # Calls of a program
 
     def step(self, step):
         bad, passes = step.get("bad"), step.get("passes", 1)
@@ -83,8 +83,8 @@ class GradientDoor:
         together = passes == 1 or step["no_sync"] or not compressed  # one exchange
         scale, bad_pass = self._scaler.get_scale(), step["seed"] % passes
         self._optimizer.zero_grad(set_to_none=step["seed"] % 2 == 0)
-        total, earlier, hit = 0, None, self._hit(bad)
-        near = hit  # what is not finite, and what it takes with it
+        total, earlier, hit = 0, None, self._nonfinite_mask(bad)
+        near = hit  # non-finite entries, and entries that are lost with them
         for number in range(passes):
             gradients = values(self._all, step["seed"] + number, self.rank)
             kept = [g for g, p in zip(gradients, self._all, strict=True) if p.requires_grad]
@@ -96,31 +96,31 @@ class GradientDoor:
                 earlier = self._gradient() / scale
             self._backward(gradients, exchanged)
             if hit.any() and exchanged and number >= bad_pass:
-                near = self._beside(near if together else near | self._first())
+                near = self._with_same_scale(near if together else near | self._first_of_payloads())
         mean = self._gradient() / scale
         require_equal(mean, self._group, "gradients")
-        if step.get("look"):
-            self._look()
+        if step.get("stats"):
+            self._check_stats()
         if compressed:
-            lost = near & (bool(bad) and self._hurts(bad[0]))
+            lost = near & (bool(bad) and self._sends_with(bad[0]))
             self.account.put(torch.where(lost, 0.0, total))
             if not together:
                 self.account.may_lose |= near
         else:
             self._require_dense(mean, total, hit)
-        told = near | self._first() if hit.any() else near  # of an overflow, in what came
+        affected = near | self._first_of_payloads() if hit.any() else near
         if not self._applied(step, mean):
             if step["then"] == "drop":
-                self._leaves(mean, -1, told) if compressed else None
-            elif earlier is not None and not self.RETURNS_ALL:
-                self._leaves(earlier, -1, told)
+                self._record(mean, -1, affected) if compressed else None
+            elif earlier is not None and not self.TAKES_BACK_ALL_PASSES:
+                self._record(earlier, -1, affected)
         elif not compressed:
-            self._leaves(mean, 1, hit)
+            self._record(mean, 1, hit)
         else:
-            self.account.may_lose |= told
+            self.account.may_lose |= affected
 
     def replay(self, how, steps):
-        """Once more from a checkpoint, in the same objects or new ones: bit for bit the same."""
+        """Repeat steps from a checkpoint in the same or new objects; results must be equal."""
         self.check()
         with folder(self._group) as place:
             saved = self._save(place if how == "dcp" else None)
@@ -134,7 +134,7 @@ class GradientDoor:
         assert ends[0] == ends[1] or self._options.get("policy") == "fixed"
 
     def move(self, transport, how):
-        """To a different transport, through a checkpoint."""
+        """Load a checkpoint into a state with a different transport."""
         self.check()
         with folder(self._group) as place:
             saved = self._save(place if how == "dcp" else None)
@@ -144,24 +144,24 @@ class GradientDoor:
     def check(self):
         weights = self._flat(self._parameters)
         require_equal(weights, self._group, "weights")
-        self.account.check(-weights, self._owed(), self._group)
+        self.account.check(-weights, self._pending(), self._group)
 
     def end(self):
         self.check()
-        self._look()
+        self._check_stats()
         self._state.close()
         self._state.close()
         with refused(ValueError, RuntimeError):
             self._backward(values(self._all, 0, self.rank), True)
 
-    # What they stand on:
+    # Helpers
 
     def _applied(self, step, mean):
-        """Whether the optimizer stepped, as the program or the scaler decides."""
+        """Return whether the optimizer stepped, which the program or the scaler decides."""
         overflows = bool(step.get("outside")) and self._scaler.is_enabled()
         self._outside.grad = torch.full_like(self._outside, torch.inf if overflows else 0.0)
         if step["then"] == "take_back":
-            for _ in range(1 + step["seed"] % 2):  # again: nothing
+            for _ in range(1 + step["seed"] % 2):  # a second call has no effect
                 self._state.take_back()
         if step["then"] != "apply":
             return False
@@ -172,7 +172,7 @@ class GradientDoor:
         assert skipped == (self._scaler.get_scale() < before)
         return not skipped
 
-    def _look(self):
+    def _check_stats(self):
         stats = self._state.stats()
         assert stats["step"] == self._state.step
         for name in ("density", "overflow"):
@@ -181,40 +181,40 @@ class GradientDoor:
         for figures in self._state.parameter_stats().values():
             assert 0 <= figures["density"] <= 1 and figures["residual_norm"] >= 0
 
-    def _leaves(self, mean, times, but):
-        """What was applied or thrown away without having been put in, or having come back."""
-        self.account.put(torch.where(but | ~mean.isfinite(), 0.0, mean), times)
-        self.account.may_lose |= but
+    def _record(self, mean, times, affected):
+        """Record a mean that was applied or dropped but is not in the account otherwise."""
+        self.account.put(torch.where(affected | ~mean.isfinite(), 0.0, mean), times)
+        self.account.may_lose |= affected
 
     def _require_dense(self, mean, total, hit):
-        told = torch.stack([total.double(), total.double().abs()])
-        dist.all_reduce(told, group=self._group)
-        expected, room = told / self._group.size()
+        sums = torch.stack([total.double(), total.double().abs()])
+        dist.all_reduce(sums, group=self._group)
+        expected, room = sums / self._group.size()
         assert ((mean - expected).abs() <= DENSE * room)[~hit].all(), "dense mean"
 
-    def _hit(self, bad):
-        """The entries that were not finite on some rank."""
+    def _nonfinite_mask(self, bad):
+        """Return the entries that are non-finite on some rank."""
         mask = torch.zeros(sum(p.numel() for p in self._parameters), dtype=torch.bool)
         if bad and bad[0] < self._group.size():
             mask[bad[2] : bad[2] + bad[3]] = True
         return mask
 
-    def _beside(self, mask):
-        """These entries, and in few bits those that share a scale."""
-        return beside(mask, *self._placed(), self._options["format"])
+    def _with_same_scale(self, mask):
+        """Add the entries that share a scale with masked entries."""
+        return with_same_scale(mask, *self._positions(), self._options["format"])
 
-    def _first(self):
-        """The entries that tell of an overflow: the first of payloads."""
-        return self._placed()[1] % BLOCK == 0
+    def _first_of_payloads(self):
+        """Return the first entry of each payload block, which can report an overflow."""
+        return self._positions()[1] % BLOCK == 0
 
-    def _account_anew(self):
-        """Of weights to which nothing is pending."""
+    def _reset_account(self):
+        """Create a new account. Nothing may be pending."""
         weights = self._flat(self._parameters)
         self.account = Account([p.numel() for p in self._parameters], -weights)
         self.account.lost |= ~weights.isfinite()
 
     def _save(self, place):
-        """What a run goes on from; the state in a folder as well, unless `place` is None."""
+        """Return a checkpoint. Also save the state to the folder `place`, unless it is None."""
         if place is not None:
             dcp.save({"dct": self._state}, checkpoint_id=place, process_group=self._group)
         return {
@@ -226,10 +226,10 @@ class GradientDoor:
 
     def _restore(self, saved, how, place):
         if how == "same":
-            self._set(saved["weights"])
+            self._set_weights(saved["weights"])
         else:
             self._state.close()
-            self._renew(saved["weights"])
+            self._replace(saved["weights"])
         if how == "dcp":
             dcp.load({"dct": self._state}, checkpoint_id=place, process_group=self._group)
         else:
@@ -240,7 +240,7 @@ class GradientDoor:
 
 @contextlib.contextmanager
 def folder(group):
-    """One for all ranks of a group of the first ranks."""
-    with tempfile.TemporaryDirectory() as own:
-        yield from_first(own, group)
+    """A temporary folder that the ranks of the group share."""
+    with tempfile.TemporaryDirectory() as local:
+        yield broadcast_from_rank_0(local, group)
         dist.barrier(group)

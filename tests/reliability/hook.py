@@ -1,4 +1,4 @@
-"""Programs at DDP's hook: DCTState and dct_hook."""
+"""Random programs for DCTState and dct_hook with DDP."""
 
 import contextlib
 
@@ -13,23 +13,23 @@ from ranks import owed
 from .common import (
     TRANSPORTS,
     Odd,
+    broadcast_from_rank_0,
     digest,
     draw_format,
     draw_shapes,
     flat,
-    from_everyone,
-    from_first,
+    gather_objects,
     group_of,
     refused,
     through_a_file,
 )
-from .gradients import GradientDoor, draw_step, folder
+from .gradients import GradientRunner, draw_step, folder
 
 _WRONG = ["rank", "density", "missing", "nan", "type", "version", "merge", "hook"]
 
 
 def draw(draw):
-    """(the most ranks of a program, its settings, its calls)."""
+    """Return (the largest number of ranks, settings, calls) of a random program."""
     ranks = draw.choice([1, 2, 2, 2, 3, 3])
     most = max(ranks, draw.choice([2, 2, 3]))
     shapes = draw_shapes(draw)
@@ -66,10 +66,10 @@ def _call(draw, most):
     return ("check",)
 
 
-class Door(GradientDoor):
-    """A rank of a run; ranks that are not in its group wait for a `resize`."""
+class Runner(GradientRunner):
+    """Runs a program on one rank. Ranks outside the group are idle until a `resize`."""
 
-    OF_ALL = ("resize", "unfreeze")  # also called on ranks that wait
+    ON_IDLE_RANKS = ("resize", "unfreeze")  # also called on idle ranks
 
     def __init__(self, rank, shapes, frozen, options, bucket_mb, view, scale, ranks):
         self.rank, self._frozen = rank, [i for i in frozen if i < len(shapes) - 1]
@@ -81,19 +81,19 @@ class Door(GradientDoor):
         self._join(ranks)
         if not self.idle:
             self._make()
-            self._account_anew()
+            self._reset_account()
 
     def _join(self, ranks):
         self.idle = self.rank >= ranks
         self._group = group_of(ranks)
 
     def _make(self, weights=None):
-        """A new model, DDP, state, optimizer; scaler and account stay."""
+        """Create a model, its DDP, a state and an optimizer. Scaler and account are kept."""
         self._model = Odd(self._shapes, self._frozen)
         self._all = list(self._model.p)
         self._parameters = [p for p in self._all if p.requires_grad]
         if weights is not None:
-            self._set(weights)
+            self._set_weights(weights)
         group = self._group
         self._ddp = DistributedDataParallel(self._model, process_group=group, **self._ddp_options)
         self._outside = nn.Parameter(torch.zeros(3))
@@ -101,17 +101,17 @@ class Door(GradientDoor):
         scaled = {"grad_scaler": self._scaler, "optimizer": self._optimizer}
         self._state = DCTState(self._ddp, **scaled, **self._options)
         self._ddp.register_comm_hook(self._state, dct_hook)
-        self._exchanged = 0  # passes: after its first DDP deals its parameters out anew
+        self._exchanged = 0  # exchanged passes; DDP rebuilds its buckets after the first
 
-    def _set(self, weights):
+    def _set_weights(self, weights):
         parts = weights.split([p.numel() for p in self._all])
         for p, part in zip(self._all, parts, strict=True):
             p.data.copy_(part.view(p.shape))
 
-    # What a program calls:
+    # Calls of a program
 
     def replay(self, how, steps):
-        if self._exchanged > 1:  # or else the buckets that DDP goes on with are not in it
+        if self._exchanged > 1:  # before, the checkpoint does not contain the final buckets
             super().replay(how, steps)
 
     def resize(self, ranks, transport, by_dcp):
@@ -122,9 +122,9 @@ class Door(GradientDoor):
                 self.account.regroup(self._group)
                 saved = self._save(place if by_dcp else None)
                 self._state.close()
-            states = [one["state"] for one in from_everyone(saved) if one is not None]
+            states = [one["state"] for one in gather_objects(saved) if one is not None]
             merged = merge_states(place if by_dcp else states)
-        saved = from_first(saved)
+        saved = broadcast_from_rank_0(saved)
         self._options = self._options | {"transport": transport}
         self._join(ranks)
         self.account = saved["account"]
@@ -134,7 +134,7 @@ class Door(GradientDoor):
             self._state.load_state_dict(through_a_file(merged))
 
     def unfreeze(self):
-        """A new DDP and state, to which nothing of the old one's is pending."""
+        """Unfreeze parameters and create a new DDP and state, without the old residuals."""
         if not self._frozen:
             return
         self._frozen = []
@@ -146,16 +146,16 @@ class Door(GradientDoor):
         self._make(weights)
         with refused(ValueError):
             self._state.load_state_dict(saved)
-        self._account_anew()
+        self._reset_account()
 
     def wrong(self, kind):
-        """A call that is refused, and changes nothing."""
+        """An invalid call must raise and change nothing."""
         saved = self._state.state_dict()
         (entry,) = saved["ranks"].values()
         before = digest(saved)
         name = max(entry["parameters"], key=lambda n: entry["parameters"][n]["residual"].numel())
         part = entry["parameters"][name]
-        spoilt = part | {"residual": part["residual"] * torch.nan}
+        broken = part | {"residual": part["residual"] * torch.nan}
         changed = {
             "rank": {**saved, "ranks": {"77": entry}},
             "density": {**saved, "ranks": {str(self.rank): entry | {"density": 0.123}}},
@@ -163,7 +163,7 @@ class Door(GradientDoor):
             "nan": {
                 **saved,
                 "ranks": {
-                    str(self.rank): entry | {"parameters": entry["parameters"] | {name: spoilt}}
+                    str(self.rank): entry | {"parameters": entry["parameters"] | {name: broken}}
                 },
             },
             "type": 7,
@@ -178,9 +178,9 @@ class Door(GradientDoor):
                 self._state.load_state_dict(changed[kind])
         assert digest(self._state.state_dict()) == before
 
-    # What they stand on:
+    # Helpers
 
-    def _owed(self):
+    def _pending(self):
         return flat(part for _, part in sorted(owed(self._state.state_dict()).items()))
 
     def _backward(self, gradients, exchanged):
@@ -194,20 +194,20 @@ class Door(GradientDoor):
     def _flat(self, parameters):
         return flat(parameters)
 
-    def _renew(self, weights):
-        settled = self._exchanged > 1  # the checkpoint names the buckets that DDP goes on with
+    def _replace(self, weights):
+        settled = self._exchanged > 1  # the checkpoint contains the final buckets
         self._make(weights)
         self._exchanged = 2 * settled
 
-    def _placed(self):
+    def _positions(self):
         placed, own = {}, {f"p.{i}": p for i, p in enumerate(self._all)}
         for number, names in enumerate(self._state._buckets.names()):
             sizes = [own[name].numel() for name in names]
             for name, part in zip(names, torch.arange(sum(sizes)).split(sizes), strict=True):
-                p = own[name]  # in the order of the parameter's memory, which is dense
+                p = own[name]  # entries are in memory order, without gaps
                 placed[p] = number, part.as_strided(p.shape, p.stride()).reshape(-1)
         messages = [torch.full_like(placed[p][1], placed[p][0]) for p in self._parameters]
         return torch.cat(messages), torch.cat([placed[p][1] for p in self._parameters])
 
-    def _hurts(self, rank):
+    def _sends_with(self, rank):
         return rank == self.rank

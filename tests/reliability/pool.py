@@ -1,4 +1,4 @@
-"""Rank processes that live on from one program to the next: a start costs more than a program."""
+"""Rank processes that run many programs, because starting them takes longer than a program."""
 
 import contextlib
 import gc
@@ -13,19 +13,19 @@ import forked
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=60)  # of collectives: machines may be busy
+TIMEOUT = timedelta(seconds=60)  # for collectives; machines may be busy
 SECONDS = 240  # for a call
-GRACE = 2  # for the others once a rank has failed
+GRACE = 2  # seconds for the other ranks after one has failed
 
 
 class Failed(Exception):
-    """A rank raised, died or hung; the text says which, and with what."""
+    """A rank raised, exited or hung. The message contains the rank and its traceback."""
 
 
 class Pool:
-    """`ranks` gloo processes; after a call that failed they are new ones.
+    """`ranks` gloo processes, which are replaced after a call that failed.
 
-    With `with`, which ends them.
+    Use it in a `with` statement, which ends the processes.
     """
 
     def __init__(self, ranks):
@@ -39,11 +39,11 @@ class Pool:
         self._end()
 
     def call(self, function, *args, seconds=SECONDS):
-        """[function(rank, *args) of each]; raises Failed, once all processes have ended."""
+        """Return [function(rank, *args) for each rank]. If one fails, end all and raise Failed."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # it has ended, as `recv` will say
+            with contextlib.suppress(OSError):  # the process has ended; `recv` reports it
                 pipe.send((function, args))
         results, texts = {}, []
         deadline = time.monotonic() + seconds
@@ -74,11 +74,11 @@ class Pool:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store
         for rank in range(self._ranks):
-            pipe, theirs = forked.context.Pipe()
-            args = rank, self._ranks, store.port, theirs, self._folder.name
+            pipe, child_pipe = forked.context.Pipe()
+            args = rank, self._ranks, store.port, child_pipe, self._folder.name
             process = forked.context.Process(target=_serve, args=args, daemon=True)
             process.start()
-            theirs.close()
+            child_pipe.close()
             self._processes.append(process)
             self._pipes.append(pipe)
 
@@ -94,8 +94,8 @@ class Pool:
 
 
 def _serve(rank, ranks, port, pipe, folder):
-    gc.freeze()  # what was imported stays
-    tempfile.tempdir = folder  # of which nothing stays
+    gc.freeze()  # imported modules are never collected
+    tempfile.tempdir = folder  # removed by the pool
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
@@ -106,5 +106,5 @@ def _serve(rank, ranks, port, pipe, folder):
             result = function(rank, *args), None
         except BaseException:
             result = None, traceback.format_exc()
-        gc.collect()  # models end before the next program's
+        gc.collect()  # releases the models of this program
         pipe.send(result)

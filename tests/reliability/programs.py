@@ -1,13 +1,14 @@
 """Random programs over the public API.
 
-Steps, skipped steps, accumulation, take_back, flush, checkpoints, other numbers of ranks, NaN,
-overflow, wrong calls: after each program all that ranks put in is in the weights or pending, per
-entry, as in one process in float64, to float32 rounding; replicas are equal bit for bit; a
-checkpoint goes on bit for bit; what is refused is refused in a sentence, and changes nothing.
+Programs contain steps, skipped steps, accumulation, take_back, flush, checkpoints, changes of the
+number of ranks, NaN, overflow and invalid calls. After each program, all contributions of ranks are
+in the weights or pending. This is checked per entry against float64 sums, to float32 rounding.
+Replicas have equal bits, and a checkpoint resumes bit for bit. Invalid calls raise an error of this
+package and change nothing.
 
-A program is a door's settings and a list of calls, each a method of its `Door`. To run one again:
+A program consists of settings and a list of calls, which are methods of a `Runner`. To repeat one:
 
-    python -c "from reliability import programs; programs.again('hook', RANKS, SETTINGS, CALLS)"
+    python -c "from reliability import programs; programs.rerun('hook', RANKS, SETTINGS, CALLS)"
 """
 
 import contextlib
@@ -20,63 +21,63 @@ from .pool import Failed, Pool
 
 COUNTS = dict.fromkeys(("hook", "averager", "fsdp2", "replicas"), 1000)
 BATCH = 50
-SHRINKS = 120  # seconds in which a program that fails is made shorter
+SHRINK_SECONDS = 120  # time limit for shortening a program that fails
 
 
-def drawn(door, number, seed):
-    """A program: (the ranks it needs, settings, calls)."""
-    return door_of(door).draw(random.Random(f"{seed} {door} {number}"))
+def draw_program(entry_point, number, seed):
+    """Return a program: (number of ranks, settings, calls)."""
+    return module_of(entry_point).draw(random.Random(f"{seed} {entry_point} {number}"))
 
 
-def run(door, first, count, seed):
+def run(entry_point, first, count, seed):
     counts, failures = Counter(), []
     with contextlib.ExitStack() as stack:
         pools = {}
         for number in range(first, first + count):
-            program = drawn(door, number, seed)
+            program = draw_program(entry_point, number, seed)
             ranks = program[0]
             if ranks not in pools:
                 pools[ranks] = stack.enter_context(Pool(ranks))
             counts.update(name for name, *_ in program[2])
             try:
-                pools[ranks].call(play, door, *program[1:])
+                pools[ranks].call(play, entry_point, *program[1:])
             except Failed as failed:
-                shorter, text = shrunk(pools[ranks], door, program, str(failed))
-                failures.append({"case": number, "what": f"{door}, {shorter}:\n{text}"})
+                shorter, text = shrink(pools[ranks], entry_point, program, str(failed))
+                failures.append({"case": number, "what": f"{entry_point}, {shorter}:\n{text}"})
     return {"failures": failures, **counts}
 
 
-def shrunk(pool, door, program, text):
-    """The shortest program found by leaving out calls that still fails, and how it does."""
+def shrink(pool, entry_point, program, text):
+    """Remove calls while the program still fails; return it and its error."""
     ranks, settings, calls = program
-    at, end = 0, time.monotonic() + SHRINKS
+    at, end = 0, time.monotonic() + SHRINK_SECONDS
     while at < len(calls) and time.monotonic() < end:
         fewer = calls[:at] + calls[at + 1 :]
         try:
-            pool.call(play, door, settings, fewer)
+            pool.call(play, entry_point, settings, fewer)
             at += 1
         except Failed as failed:
             calls, text = fewer, str(failed)
     return (ranks, settings, calls), text
 
 
-def again(door, ranks, settings, calls):
+def rerun(entry_point, ranks, settings, calls):
     with Pool(ranks) as pool:
-        pool.call(play, door, settings, calls)
+        pool.call(play, entry_point, settings, calls)
 
 
-def play(rank, door, settings, calls):
-    """A program, on one of its ranks."""
-    own = door_of(door).Door(rank, **settings)
+def play(rank, entry_point, settings, calls):
+    """Run a program on one of its ranks."""
+    runner = module_of(entry_point).Runner(rank, **settings)
     for number, (name, *args) in enumerate(calls):
         try:
-            if not own.idle or name in own.OF_ALL:
-                getattr(own, name)(*args)
+            if not runner.idle or name in runner.ON_IDLE_RANKS:
+                getattr(runner, name)(*args)
         except BaseException as error:
             raise RuntimeError(f"in call {number}, {name}{(*args,)}") from error
-    if not own.idle:
-        own.end()
+    if not runner.idle:
+        runner.end()
 
 
-def door_of(name):
+def module_of(name):
     return importlib.import_module(f"reliability.{name}")

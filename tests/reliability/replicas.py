@@ -1,4 +1,4 @@
-"""Programs at replicas of tables: ReplicaSync on ShardedEmbeddingBags."""
+"""Random programs for ReplicaSync on ShardedEmbeddingBags."""
 
 import copy
 import random
@@ -20,14 +20,14 @@ from .common import (
     BLOCK,
     SCALES,
     TRANSPORTS,
-    beside,
+    broadcast_from_rank_0,
     digest,
     draw_format,
-    from_everyone,
-    from_first,
+    gather_objects,
     mesh_of,
     refused,
     require_equal,
+    with_same_scale,
 )
 
 OPTIMIZERS = {
@@ -36,11 +36,11 @@ OPTIMIZERS = {
     "delayed": partial(MomentumScaledRowWiseAdagrad, lr=0.125, scale=2, delayed=True),
 }
 _WRONG = ["second", "copy", "every", "owned", "ids", "momentum"]
-BFLOAT16 = 2.0**-7  # of rounding a change, and a sum of changes
+BFLOAT16 = 2.0**-7  # relative error of rounding a change and the sum of changes
 
 
 def draw(draw):
-    """(the most ranks of a program, its settings, its calls)."""
+    """Return (the largest number of ranks, settings, calls) of a random program."""
     shards = draw.choice([1, 1, 1, 2])
     replicas = draw.choice([1, 2, 2, 2, 3] if shards == 1 else [1, 2])
     most = max(replicas, draw.choice([2, 2, 3]) if shards == 1 else 2)
@@ -91,10 +91,10 @@ def draw_step(draw, most):
     return step
 
 
-class Door:
-    """A rank of a run; ranks that are not in its mesh wait for a `resize`."""
+class Runner:
+    """Runs a program on one rank. Ranks outside the mesh are idle until a `resize`."""
 
-    OF_ALL = ("resize",)  # also called on ranks that wait
+    ON_IDLE_RANKS = ("resize",)  # also called on idle ranks
 
     def __init__(self, rank, mesh, rows, width, optimizer, options, dedup, sparse):
         self.rank, self._rows, self._width = rank, rows, width
@@ -116,18 +116,18 @@ class Door:
         self._bags = ShardedEmbeddingBags(tables, plan, self._mesh, **self._bag_options)
         self._optimizer = OPTIMIZERS[self._optimizer_name]([self._bags.weight])
         self._sync = ReplicaSync(self._bags, optimizer=self._optimizer, **self._options)
-        self._account_anew()
+        self._reset_account()
 
-    def _account_anew(self):
-        """Nothing is pending."""
+    def _reset_account(self):
+        """Create new accounts. Nothing may be pending."""
         weight = self._bags.weight.detach()
         self.account = Account([weight.numel()], weight.flatten())
-        self._of_state = Account([len(weight)], self._state())
-        self._since = torch.zeros(weight.numel(), dtype=torch.float64)  # put in since a sync
+        self._state_account = Account([len(weight)], self._state())
+        self._since = torch.zeros(weight.numel(), dtype=torch.float64)  # since the last sync
         self._touched, self._union = (torch.zeros(len(weight), dtype=torch.bool) for _ in "ab")
         self._steps = 0
 
-    # What a program calls:
+    # Calls of a program
 
     def step(self, step):
         self._optimizer.zero_grad()
@@ -146,37 +146,37 @@ class Door:
             (out * slopes).sum().backward()
         if not step.get("skipped"):
             weight, state = self._bags.weight.detach().clone(), self._state()
-            self._note_rows()
+            self._record_touched_rows()
             self._optimizer.step()
             moved = (self._bags.weight.detach().double() - weight.double()).flatten()
             grown = self._state().double() - state.double()
             self._since += moved.nan_to_num(0, 0, 0).abs()
             self.account.put(torch.where(moved.isfinite(), moved, 0.0))
-            self._of_state.put(torch.where(grown.isfinite(), grown, 0.0))
+            self._state_account.put(torch.where(grown.isfinite(), grown, 0.0))
         self._steps += 1
         if self._steps == self._options["every"]:
-            self._synced()
+            self._prepare_sync()
         self._sync.step()
         if self._steps == 0:
-            self._require_alike()
+            self._require_equal_replicas()
 
     def sync(self):
-        self._synced()
+        self._prepare_sync()
         self._sync.sync()
-        self._require_alike()
+        self._require_equal_replicas()
 
     def check(self):
-        """Once all is sent, it is there."""
-        self._synced()
+        """After a flush, all replicas must be equal and contain all changes."""
+        self._prepare_sync()
         self._sync.flush()
-        self._require_alike()
-        nothing = torch.zeros(len(self.account.own))
+        self._require_equal_replicas()
+        nothing = torch.zeros(len(self.account.contributions))
         self.account.check(self._bags.weight.detach().flatten(), nothing, self._group)
-        self._of_state.check(self._state(), nothing[: len(self._touched)], self._group)
+        self._state_account.check(self._state(), nothing[: len(self._touched)], self._group)
         self._union.zero_()
 
     def replay(self, how, steps):
-        """Once more from a checkpoint: bit for bit the same."""
+        """Repeat steps from a checkpoint; results must be bitwise equal."""
         self.check()
         saved = copy.deepcopy([self._bags.state_dict(), self._optimizer.state_dict()])
         ends = []
@@ -196,13 +196,13 @@ class Door:
         if not self.idle:
             self.check()
             saved = self._bags.state_dict(), self._optimizer.state_dict()
-        everyones = from_everyone(saved)
-        self._make(replicas, from_first(self._mesh.shape[1]))
+        saved_by_rank = gather_objects(saved)
+        self._make(replicas, broadcast_from_rank_0(self._mesh.shape[1]))
         if not self.idle:
-            self._load(copy.deepcopy(everyones[self._mesh.get_local_rank("shard")]))
+            self._load(copy.deepcopy(saved_by_rank[self._mesh.get_local_rank("shard")]))
 
     def wrong(self, kind):
-        """A call that is refused, and changes nothing."""
+        """An invalid call must raise and change nothing."""
         bags, optimizer = self._bags, self._optimizer
         before = digest([bags.weight, self._state()])
         with refused(ValueError, TypeError):
@@ -228,16 +228,16 @@ class Door:
     def end(self):
         self.check()
 
-    # What they stand on:
+    # Helpers
 
     def _state(self):
-        """[rows]: what the optimizer accumulates, all of it; zeros if it does not."""
+        """Return the optimizer's accumulated sums [rows], including pending ones, or zeros."""
         state = self._optimizer.state.get(self._bags.weight, {})
         if "sum" not in state:
             return torch.zeros(len(self._bags.weight))
         return state["sum"] + state.get("pending", 0)
 
-    def _note_rows(self):
+    def _record_touched_rows(self):
         grad = self._bags.weight.grad
         if grad is not None:
             dense = grad.to_dense() if grad.is_sparse else grad
@@ -246,32 +246,32 @@ class Door:
                 rows[grad._indices()[0]] = True
             self._touched |= rows | dense.any(1)
 
-    def _synced(self):
-        """Before a sync: what it may lose, and round."""
+    def _prepare_sync(self):
+        """Before a sync, record which entries it may lose or round."""
         bad = ~self._bags.weight.detach().isfinite()
-        told = torch.cat([self._touched.view(-1, 1), bad, ~self._state().isfinite().view(-1, 1)], 1)
-        told = told.int()
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        touched, bad, of_state = told[:, 0] > 0, told[:, 1:-1] > 0, told[:, -1] > 0
-        self._of_state.may_lose |= of_state
+        bad_state = ~self._state().isfinite()
+        flags = torch.cat([self._touched.view(-1, 1), bad, bad_state.view(-1, 1)], 1).int()
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        touched, bad, bad_state = flags[:, 0] > 0, flags[:, 1:-1] > 0, flags[:, -1] > 0
+        self._state_account.may_lose |= bad_state
         self._union |= touched
         at = torch.arange(self._union.sum() * self._width)
         if bad.any():
-            within = beside(bad[self._union].flatten(), 0, at, self._options["format"])
+            within = with_same_scale(bad[self._union].flatten(), 0, at, self._options["format"])
             bad[self._union] |= (within | (at % BLOCK == 0)).view(-1, self._width)
         self.account.may_lose |= bad.flatten()
         if self._options["format"] == "bfloat16" and "density" not in self._options:
-            self.account.rough += BFLOAT16 * self._since
+            self.account.tolerance += BFLOAT16 * self._since
             self._union.zero_()
         self._touched.zero_()
         self._since.zero_()
         self._steps = 0
 
-    def _require_alike(self):
+    def _require_equal_replicas(self):
         require_equal([self._bags.weight, self._state()], self._group, "replicas")
 
     def _load(self, saved):
         weights, state = saved
         self._bags.load_state_dict(weights)
         self._optimizer.load_state_dict(state)
-        self._account_anew()
+        self._reset_account()

@@ -1,4 +1,4 @@
-"""Defects planted in the readers: the fuzzer finds each of them."""
+"""The fuzzer finds each defect that is planted in the readers."""
 
 import json
 import shlex
@@ -8,7 +8,7 @@ import pytest
 
 from reliability import ROOT, fuzz
 
-# {what is wrong: (op, text of its source, what stands there instead)}
+# {defect: (op, text of its source, replacement)}
 DEFECTS = {
     "position past the end": ("scatter_unpack", "|| positions[entries - 1] >= length", ""),
     "position twice": ("scatter_unpack", "<= positions[i - 1]", "< positions[i - 1]"),
@@ -23,7 +23,7 @@ DEFECTS = {
 
 @pytest.mark.large
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_planted_defect_is_found(defect, tmp_path):
+def test_fuzzer_finds_planted_defects(defect, tmp_path):
     op, right, wrong = DEFECTS[defect]
     build = fuzz.program().parent
     source = ROOT / "csrc" / "cpu" / f"{op}.cpp"

@@ -1,4 +1,4 @@
-"""Programs find defects that are planted, and say what is wrong."""
+"""Random programs find planted defects and report them."""
 
 import random
 import threading
@@ -79,63 +79,63 @@ def _hangs():
         threading.Event().wait()
 
 
-def _planted(rank, plant, door):
+def _planted(rank, plant, entry_point):
     plant()
     draw = random.Random(1)
-    draw_step = programs.door_of(door).draw_step
+    draw_step = programs.module_of(entry_point).draw_step
     calls = [("step", draw_step(draw, 2)) for _ in range(20)]
-    programs.play(rank, door, SETTINGS[door], calls)
+    programs.play(rank, entry_point, SETTINGS[entry_point], calls)
 
 
-def _case(door, plant, said, large=True):
+def _parameters(entry_point, plant, text, large=True):
     marks = [pytest.mark.large] if large else []
-    return pytest.param(door, plant, said, id=f"{door}{plant.__name__}", marks=marks)
+    return pytest.param(entry_point, plant, text, id=f"{entry_point}{plant.__name__}", marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("door", "plant", "said"),
+    ("entry_point", "plant", "text"),
     [
-        _case("hook", _forgets_an_entry, "entries of .* are not conserved", large=False),
-        _case("averager", _forgets_an_entry, "are not conserved"),
-        _case("fsdp2", _forgets_an_entry, "are not conserved"),
-        _case("replicas", _forgets_an_entry, "are not conserved"),
-        _case("hook", _takes_nothing_back, "are not conserved"),
-        _case("fsdp2", _takes_nothing_back, "are not conserved"),
-        _case("hook", _differs, "gradients differ between ranks"),
-        _case("averager", _differs, "weights differ between ranks"),
-        _case("replicas", _differs, "replicas differ between ranks"),
+        _parameters("hook", _forgets_an_entry, "entries of .* are not conserved", large=False),
+        _parameters("averager", _forgets_an_entry, "are not conserved"),
+        _parameters("fsdp2", _forgets_an_entry, "are not conserved"),
+        _parameters("replicas", _forgets_an_entry, "are not conserved"),
+        _parameters("hook", _takes_nothing_back, "are not conserved"),
+        _parameters("fsdp2", _takes_nothing_back, "are not conserved"),
+        _parameters("hook", _differs, "gradients differ between ranks"),
+        _parameters("averager", _differs, "weights differ between ranks"),
+        _parameters("replicas", _differs, "replicas differ between ranks"),
     ],
 )
-def test_a_planted_defect_is_found(door, plant, said):
-    with Pool(2) as pool, pytest.raises(Failed, match=said):
-        pool.call(_planted, plant, door)
+def test_programs_find_planted_defects(entry_point, plant, text):
+    with Pool(2) as pool, pytest.raises(Failed, match=text):
+        pool.call(_planted, plant, entry_point)
 
 
-def test_a_rank_that_hangs_is_named():
+def test_hanging_rank_is_reported():
     with Pool(2) as pool:
         with pytest.raises(Failed, match="rank 1 did not return"):
             pool.call(_planted, _hangs, "averager", seconds=2)
-        assert pool.call(max, 1) == [1, 1]  # by new processes
+        assert pool.call(max, 1) == [1, 1]  # in new processes
 
 
 class _FailsAt:
-    """A pool whose programs fail where they have both of these calls."""
+    """A pool in which programs fail if they contain all needed calls."""
 
     def __init__(self, *needed):
         self._needed = set(needed)
 
-    def call(self, function, door, settings, calls):
+    def call(self, function, entry_point, settings, calls):
         if self._needed <= set(calls):
             raise Failed("both")
 
 
-def test_a_program_that_fails_is_made_shorter():
+def test_failing_program_is_shortened():
     calls = [(name,) for name in "abcdefg"]
-    program, text = programs.shrunk(_FailsAt(("b",), ("f",)), "hook", (2, {}, calls), "")
+    program, text = programs.shrink(_FailsAt(("b",), ("f",)), "hook", (2, {}, calls), "")
     assert program == (2, {}, [("b",), ("f",)]) and text == "both"
 
 
-def test_a_program_follows_from_its_number_and_the_seed():
-    for door in programs.COUNTS:
-        assert programs.drawn(door, 3, 0) == programs.drawn(door, 3, 0)
-        assert programs.drawn(door, 3, 0) != programs.drawn(door, 3, 1)
+def test_program_is_determined_by_number_and_seed():
+    for entry_point in programs.COUNTS:
+        assert programs.draw_program(entry_point, 3, 0) == programs.draw_program(entry_point, 3, 0)
+        assert programs.draw_program(entry_point, 3, 0) != programs.draw_program(entry_point, 3, 1)

@@ -1,4 +1,4 @@
-"""A thousandth of each part at its quick entry points, or a hundredth with -m large."""
+"""Runs a thousandth of each part at its quick entry points, or a hundredth with -m large."""
 
 import json
 import types
@@ -9,28 +9,28 @@ from reliability import PARTS, __main__, part
 
 
 def _cases():
-    """(part, entry point, number of cases): a thousandth and, marked large, a hundredth."""
+    """Yield (part, entry point, number of cases): a thousandth, or a hundredth if marked large."""
     for name in PARTS:
         module = part(name)
-        for door, asked in module.COUNTS.items():
-            if door in getattr(module, "QUICK", module.COUNTS):
-                yield pytest.param(name, door, max(asked // 1000, 1), id=f"{name}-{door}")
+        for point, asked in module.COUNTS.items():
+            if point in getattr(module, "QUICK", module.COUNTS):
+                yield pytest.param(name, point, max(asked // 1000, 1), id=f"{name}-{point}")
             many = max(asked // 100, 1)
             yield pytest.param(
-                name, door, many, id=f"{name}-{door}-{many}", marks=pytest.mark.large
+                name, point, many, id=f"{name}-{point}-{many}", marks=pytest.mark.large
             )
 
 
-@pytest.mark.parametrize(("name", "door", "count"), list(_cases()))
-def test_no_case_fails(name, door, count):
-    assert part(name).run(door, 0, count, seed=0)["failures"] == []
+@pytest.mark.parametrize(("name", "point", "count"), list(_cases()))
+def test_no_case_fails(name, point, count):
+    assert part(name).run(point, 0, count, seed=0)["failures"] == []
 
 
 def test_failures_are_kept_and_a_run_resumes(tmp_path, monkeypatch, capsys):
     calls = []
 
-    def cases(door, first, count, seed):
-        calls.append((door, first, count, seed))
+    def cases(point, first, count, seed):
+        calls.append((point, first, count, seed))
         failures = [{"case": 3, "what": "3 is bad"}] if first <= 3 < first + count else []
         return {"failures": failures, "steps": 2 * count, "max_kb": first}
 
@@ -41,16 +41,16 @@ def test_failures_are_kept_and_a_run_resumes(tmp_path, monkeypatch, capsys):
         out = ["--out", str(tmp_path / "day" / "numbers.json")]
         return __main__.run(__main__.parse(["fuzz", "--seed", "7", *out, *arguments]))
 
-    assert run("--door", "a", "--count", "3") == 0
+    assert run("--entry-point", "a", "--count", "3") == 0
     assert run() == 1
     assert calls == [("a", 0, 2, 7), ("a", 2, 1, 7), ("a", 3, 2, 7), ("b", 0, 2, 7)]
     assert "a: 5 run, 1 failed\n  case 3: 3 is bad\n" in capsys.readouterr().out
     content = json.loads((tmp_path / "day" / "numbers.json").read_text())
     failures = [{"case": 3, "what": "3 is bad"}]
-    assert content["doors"]["a"] == {"done": 5, "failures": failures, "steps": 10, "max_kb": 3}
+    assert content["results"]["a"] == {"done": 5, "failures": failures, "steps": 10, "max_kb": 3}
     assert run("--count", "5", "--minutes", "0") == 1
     assert len(calls) == 4
-    with pytest.raises(SystemExit, match="--door must be one of a, b, got c"):
-        run("--door", "c")
+    with pytest.raises(SystemExit, match="--entry-point must be one of a, b, got c"):
+        run("--entry-point", "c")
     with pytest.raises(SystemExit, match="has seed 7, not 8"):
         run("--seed", "8")

@@ -1,7 +1,7 @@
-"""Every format at every entry point, by both transports, each asked the same of the same numbers.
+"""Every format at every entry point with both transports, on the same numbers.
 
-The results are, to the bit, what `tests/oracle` makes of all ranks' numbers in one process; the
-rest is pending; ranks have equal bits; and bytes are those of the formula and `plan()`.
+Results equal, bit for bit, those that `tests/oracle` computes for all ranks in one process. The
+rest is pending. All ranks have equal bits, and bytes match the formula and `plan()`.
 """
 
 import itertools
@@ -19,20 +19,20 @@ from nodes import TRANSPORTS
 from ranks import assert_same, gathered, on_ranks
 from wire_meter import WireMeter
 
-NUMEL, WIDTH, STEPS = 35 * 1024, 512, 2  # three blocks, or two in each half: the last is short
+NUMEL, WIDTH, STEPS = 35 * 1024, 512, 2  # 3 blocks, or 2 per half; the last is short
 
 
 def _numbers(step, rank):
-    """Of very different sizes, from row to row and within one."""
+    """Numbers whose magnitudes vary widely between and within rows."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     sizes = 10.0 ** torch.randint(-3, 3, (NUMEL // 1024,), generator=generator).float()
     x = torch.randn(NUMEL, generator=generator) * sizes.repeat_interleave(1024)
     x *= 2.0 ** torch.randint(-8, 3, (NUMEL,), generator=generator).float()
-    return x * (torch.arange(NUMEL) // 64 % 8 == 0)  # zeros cost the oracle no time
+    return x * (torch.arange(NUMEL) // 64 % 8 == 0)  # the oracle is fast for zeros
 
 
 class _Exchange:
-    """The ranks of one exchange, in one process."""
+    """Simulates all ranks of one exchange."""
 
     def __init__(self, numel, ranks, format, transport):
         self._by_owners = transport == "reduce_scatter"
@@ -42,7 +42,7 @@ class _Exchange:
 
     @property
     def nbytes(self):
-        """What a rank sends; all of them own a range here."""
+        """Bytes that a rank sends. Every rank owns a range."""
         times = 2 if self._by_owners else 1
         return times * (len(self.residuals) - 1) * self._geometry.nbytes
 
@@ -50,32 +50,32 @@ class _Exchange:
         return self._geometry.bounds(rank)
 
     def mean(self, grads):
-        whole, share, sent = self._geometry, 1 / len(grads), []
+        geometry, share, sent = self._geometry, 1 / len(grads), []
         for residual, grad in zip(self.residuals, grads, strict=True):
-            rows = [bytearray(whole.nbytes) for _ in range(whole.ranges)]
-            residual[:] = payloads.quantize_pack(residual, grad.numpy(), rows, whole)
+            rows = [bytearray(geometry.nbytes) for _ in range(geometry.ranges)]
+            residual[:] = payloads.quantize_pack(residual, grad.numpy(), rows, geometry)
             sent.append(rows)
         if self._by_owners:
-            results, every, share = [], sent, 1.0
-            for owner in range(whole.ranges):
-                low, high = whole.bounds(owner)
-                own = payloads.Geometry(high - low, whole.format)
-                results.append(bytearray(whole.nbytes))
+            results, payloads_by_rank, share = [], sent, 1.0
+            for owner in range(geometry.ranges):
+                low, high = geometry.bounds(owner)
+                owner_geometry = payloads.Geometry(high - low, geometry.format)
+                results.append(bytearray(geometry.nbytes))
                 self.owned[low:high], _ = payloads.dequantize_sum_pack(
-                    [rows[owner] for rows in every],
+                    [rows[owner] for rows in payloads_by_rank],
                     self.owned[low:high],
                     results[-1],
-                    own,
-                    1 / len(every),
+                    owner_geometry,
+                    1 / len(payloads_by_rank),
                 )
             sent = [results]
-        bits, status = payloads.dequantize_sum(sent, whole, "float32", share)
+        bits, status = payloads.dequantize_sum(sent, geometry, "float32", share)
         assert not status.any()
         return torch.from_numpy(floats.widen(bits, "float32"))
 
 
 class _Oracle:
-    """The results of all ranks of an entry point. Some ranks may reduce densely first."""
+    """Simulates all ranks of an entry point, including a dense reduction inside nodes."""
 
     def __init__(self, point, format, transport):
         self._local = point.local_size or 1
@@ -86,7 +86,7 @@ class _Oracle:
         self.nbytes = self._exchanges[0].nbytes
 
     def result(self, grads):
-        if self._base is not None:  # what ranks have moved by, and everybody's weights
+        if self._base is not None:  # numbers are changes, and results are the new base
             moved = [self._base + grad - self._base for grad in grads]
             self._base += self._exchanges[0].mean(moved)
             return self._base
@@ -97,9 +97,9 @@ class _Oracle:
 
 
 class _Tables(LocalSteps):
-    """Replicas of a table of which every row changes."""
+    """Replicas of a table in which every row changes."""
 
-    def __init__(self, sizes, start_step=0, **settings):  # it has no dense steps
+    def __init__(self, sizes, start_step=0, **settings):  # start_step unused
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         rows = [NUMEL // WIDTH]
         self.bags = ShardedEmbeddingBags([torch.zeros(rows[0], WIDTH)], plan_shards(rows, 1), mesh)
@@ -122,7 +122,7 @@ class _Tables(LocalSteps):
 
 
 class _OracleOfTables:
-    """An exchange is new at each sync, and rows keep what is pending."""
+    """Each sync is a new exchange, and pending changes are kept per row."""
 
     def __init__(self, format, transport):
         self._settings, self._pending = (NUMEL, 2, format, transport), torch.zeros(2, NUMEL)
@@ -140,67 +140,67 @@ class _OracleOfTables:
 
 
 def _extra_bytes(make):
-    """Beside payloads: whether all weights are finite, or which rows changed."""
+    """Bytes besides payloads: the flag for finite weights, or the list of changed rows."""
     ranks = dist.get_world_size()
     if make is _Tables:
         return 8 + 4 * (NUMEL // WIDTH)
     return 2 * (ranks - 1) * 8 // ranks if make is LocalSteps else 0
 
 
-def _holds(make, rank):
+def _check(make, rank):
     ranks = dist.get_world_size()
     steps = [[_numbers(step, r) for r in range(ranks)] for step in range(STEPS)]
-    # Two roundings a step to float32, of numbers up to the largest of their row.
+    # The error bound is two float32 roundings per step, relative to the row's largest number.
     largest = sum(numbers.abs() for grads in steps for numbers in grads).view(-1, 1024)
     largest = largest.amax(1).repeat_interleave(1024)
     total = sum(numbers.double() for grads in steps for numbers in grads) / ranks
     for format, transport in itertools.product(payloads.FORMATS, TRANSPORTS):
-        what, settings = (format, transport), {"format": format, "transport": transport}
+        case, settings = (format, transport), {"format": format, "transport": transport}
         point = make([NUMEL], density=1, start_step=0, **settings)
-        oracle = _OracleOfTables(*what) if make is _Tables else _Oracle(point, *what)
+        oracle = _OracleOfTables(*case) if make is _Tables else _Oracle(point, *case)
         for step, grads in enumerate(steps):
             with WireMeter(point.group) as meter:
                 got = point.step(grads[rank])
                 sent = meter.take()
             assert_same(got)
             if rank == 0:
-                assert torch.equal(got, oracle.result(grads)), (what, step)
+                assert torch.equal(got, oracle.result(grads)), (case, step)
         left = point.pending()
-        assert bool(left.any()) == (format != "float32"), what
-        assert ((point.applied + left - total).abs() <= 1e-6 * largest).all(), what
-        assert sent == oracle.nbytes + _extra_bytes(make), what
+        assert bool(left.any()) == (format != "float32"), case
+        assert ((point.applied + left - total).abs() <= 1e-6 * largest).all(), case
+        assert sent == oracle.nbytes + _extra_bytes(make), case
         if make is _Tables:
             point.state.flush()
             assert_same(point.weights())
-            assert ((point.weights() - total).abs() <= 1e-6 * largest).all(), what
+            assert ((point.weights() - total).abs() <= 1e-6 * largest).all(), case
             continue
         stats, plan = point.state.stats(), point.state.plan()
-        told = [stats[key] for key in ("density", "overflow", "wire_bytes")]
-        assert told == [1, 0, oracle.nbytes], what
+        reported = [stats[key] for key in ("density", "overflow", "wire_bytes")]
+        assert reported == [1, 0, oracle.nbytes], case
         assert f"{oracle.nbytes:,}" in plan and f"{format} values" in plan
         assert "Capacity" not in plan
 
 
 @on_ranks(3)
 def test_ddp(rank):
-    _holds(Hook, rank)
+    _check(Hook, rank)
 
 
 @on_ranks(4)
 def test_ddp_on_nodes(rank):
-    _holds(NodeMesh, rank)
+    _check(NodeMesh, rank)
 
 
 @on_ranks(4)
 def test_fsdp2(rank):
-    _holds(Sharded, rank)
+    _check(Sharded, rank)
 
 
 @on_ranks(2)
 def test_local_steps(rank):
-    _holds(LocalSteps, rank)
+    _check(LocalSteps, rank)
 
 
 @on_ranks(2)
 def test_replicas_of_tables(rank):
-    _holds(_Tables, rank)
+    _check(_Tables, rank)
