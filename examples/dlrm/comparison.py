@@ -1,4 +1,4 @@
-"""All runs of a comparison, on one rank; and the command that starts the ranks."""
+"""All runs of a comparison on one rank, and the command that starts the ranks."""
 
 import argparse
 import sys
@@ -10,7 +10,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from . import progress, report
-from .arguments import parse
+from .arguments import ADAMW, parse
+from .conclusion import conclusion
 from .data import criteo
 from .data.dataset import Dataset, load
 from .errors import RankError, UsageError
@@ -62,17 +63,21 @@ def compare(options: argparse.Namespace) -> None:
             with progress.bar(console, title, data.description["steps_per_epoch"]) as on_step:
                 result = run(mode, seed, data, options, on_step)
             runs.setdefault(mode, []).append(result)
-            if console is not None:  # after every run: results of an interrupted command stay
+            if console is not None:  # after every run: an interrupted command keeps results
                 console.print(report.line(mode, result), markup=False, highlight=False)
                 report.write_summary(options.out, _config(options), data.description, runs, bayes)
                 report.write_curves(options.out, runs)
     if console is not None:
         report.print_table(console, runs, bayes)
+        if text := conclusion(runs, options):
+            console.print(f"{text}\n", markup=False, highlight=False)
+        if options.optimizer != "adamw":
+            console.print(f"To try AdamW with int4, add {ADAMW}.", markup=False, highlight=False)
         console.print(f"in {options.out}: {report.SUMMARY}, {report.CURVES}", style="dim")
 
 
 def make_console() -> Console | None:
-    """Where rank 0 prints; None on other ranks."""
+    """The console of rank 0; None on other ranks."""
     if dist.get_rank() != 0:
         return None
     console = Console()
@@ -80,15 +85,17 @@ def make_console() -> Console | None:
 
 
 def describe(console: Console | None, data: Dataset) -> None:
-    """Print how many rows and steps there are, and which lines were skipped."""
+    """Print the source and the number of rows and steps, and which lines were skipped."""
     if console is None:
         return
     if data.warning is not None:
         console.print(data.warning, style="yellow", markup=False)
     counts = data.description
+    source = f"rows of {counts['file']}" if "file" in counts else "generated rows (no real data)"
     console.print(
-        f"{counts['train_rows']:,} training rows, {counts['test_rows']:,} test rows; "
-        f"{dist.get_world_size()} ranks, {counts['steps_per_epoch']:,} steps"
+        f"{source}: {counts['train_rows']:,} for training, {counts['test_rows']:,} for the test; "
+        f"{dist.get_world_size()} ranks, {counts['steps_per_epoch']:,} steps",
+        markup=False,
     )
 
 
