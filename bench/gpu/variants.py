@@ -114,7 +114,7 @@ def ops_of(op: str, path: Path, scratch: torch.Tensor) -> SimpleNamespace:
     called = Library(path, scratch) if scratch.is_cuda else backend.Executor(path)
 
     def run(*arguments):
-        with backend.calling(called):
+        with backend.use_library(called):
             return getattr(backend, op)(*arguments)
 
     return SimpleNamespace(**{op: run})
