@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -26,8 +27,11 @@ from bench.microbench import cases, native
 from bench.microbench.cases import Case
 from bench.microbench.command import results
 from bench.microbench.timing import take_turns
+from dct_kernels import payload_layout
 
 DEFAULT, COPY = "default", "copy kernel"
+# The threshold and the payload of a bucket, computed as in the hook.
+SAMPLED = "sample_threshold, mask_pack"
 ROUNDS = 5
 
 
@@ -41,6 +45,30 @@ def policy(load: str, store: str) -> Variant:
     ops = ("mask_pack", "quantize_pack", "dequantize_sum", COPY)
     return Variant(ops, (("**/*.cu*", "__ldcs(", load), ("**/*.cu*", "__stcs(", store)))
 
+
+# Programmatic dependent launch of mask_pack's first kernel: its blocks start and prefetch while the
+# previous kernel runs. mask_pack alone must not do this, because the previous kernel could write
+# the gradient.
+_DEPENDENT_LAUNCH = """
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_dependent(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t,
+                             cudaStream_t stream, Arguments&&... arguments) {
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+"""
+_SHARED = "  __shared__ RadixSelectShared<FewPicks::kThreads> shared;\n"
+_CLEARED = "  if (thread_index() == 0) block_sum = 0;\n"
+_THRESHOLD = "threshold_of(args, tile.range);\n"
+_DEVICE = "inline int device_attribute("
 
 VARIANTS = {
     "plain": policy("__ldca(", "__stwb("),
@@ -60,6 +88,26 @@ VARIANTS = {
     ),
     "small tiles": Variant(
         ("mask_pack",), (("**/mask_pack.cu", "multiprocessors() ? 1 : 2", "0 ? 1 : 1"),)
+    ),
+    "hidden sampling": Variant(
+        (SAMPLED,),
+        (
+            ("**/device.cuh", _DEVICE, _DEPENDENT_LAUNCH + _DEVICE),
+            (
+                "**/sample_few.cuh",
+                _SHARED,
+                _SHARED + '  asm("griddepcontrol.launch_dependents;");\n',
+            ),
+            ("**/mask_pack.cu", "launch(mask_pack_stage", "launch_dependent(mask_pack_stage"),
+            ("**/mask_pack.cu", f"  const float threshold = {_THRESHOLD}", ""),
+            ("**/mask_pack.cu", "threshold, begin, length, slot}", "0, begin, length, slot}"),
+            (
+                "**/mask_pack.cu",
+                _CLEARED,
+                f'{_CLEARED}  asm volatile("griddepcontrol.wait;" ::: "memory");\n'
+                f"  stager.threshold = {_THRESHOLD}",
+            ),
+        ),
     ),
 }
 
@@ -104,7 +152,7 @@ def library(name: str, op: str, gpu: int | None = None) -> Path:
         if name == DEFAULT:
             return build.build(gpu=gpu)
         sources = patched(toolkit.CSRC, variant, Path(folder, "csrc"))
-        return build.build(sources, (op,), gpu)
+        return build.build(sources, op.split(", "), gpu)
 
 
 def ops_of(op: str, path: Path, scratch: torch.Tensor) -> SimpleNamespace:
@@ -113,11 +161,11 @@ def ops_of(op: str, path: Path, scratch: torch.Tensor) -> SimpleNamespace:
         return SimpleNamespace(copy=ctypes.CDLL(str(path)).native_copy)
     called = Library(path, scratch) if scratch.is_cuda else backend.Executor(path)
 
-    def run(*arguments):
+    def run(op, *arguments):
         with backend.use_library(called):
             return getattr(backend, op)(*arguments)
 
-    return SimpleNamespace(**{op: run})
+    return SimpleNamespace(**{name: partial(run, name) for name in op.split(", ")})
 
 
 def chosen(op: str, device: str, scale: int) -> Iterator[Case]:
@@ -131,12 +179,35 @@ def chosen(op: str, device: str, scale: int) -> Iterator[Case]:
             yield cases.dequantize_sum(device, numel, "float32", 8)
         elif op == "scatter_unpack":
             yield from (cases.scatter_unpack(device, numel, 0.01, ranks) for ranks in (2, 64))
+        elif op == SAMPLED:
+            yield sampled_case(device, numel)
         else:
             yield copy_case(device, 12 * numel)
 
 
+def cold_sets(nbytes: int) -> int:
+    return max(2, min(64, cases.COLD_BYTES // nbytes))
+
+
+def sampled_case(device: str, numel: int) -> Case:
+    sets, capacity = cold_sets(12 * numel), max(1, numel // 80)
+    grad = [torch.randn(numel, device=device) for _ in range(sets)]
+    residual = [torch.zeros_like(tensor) for tensor in grad]
+    nbytes = payload_layout(numel, capacity, BF16).nbytes
+    payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    seen = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def run(ops, i):
+        tau = ops.sample_threshold(grad[i], residual[i], 0.01, 1, 4096, i)
+        ops.mask_pack(residual[i], grad[i], tau, payload, seen, capacity, BF16)
+        return tau, residual[i], payload, seen
+
+    detail = "float32 grad, bfloat16 values"
+    return Case(SAMPLED, detail, numel, 12 * numel, sets, run, reset=lambda i: residual[i].zero_())
+
+
 def copy_case(device: str, nbytes: int) -> Case:
-    sets = max(2, min(64, cases.COLD_BYTES // nbytes))
+    sets = cold_sets(nbytes)
     source = [torch.randn(nbytes // 8, device=device) for _ in range(sets)]
     target = [torch.zeros_like(tensor) for tensor in source]
 

@@ -98,9 +98,9 @@ class Decoder {
     } else if (statement.opcode == "bar.sync") {
       if (operands.size() != 1 || operands[0] != "0") throw Error("only bar.sync 0 is supported");
       result.kind = Kind::kBarrier;
-    } else if (statement.opcode == "prefetch.global.L2") {
+    } else if (statement.opcode == "prefetch.global.L2" || parts[0] == "griddepcontrol") {
       result.kind = Kind::kCompute;
-      result.run = [](char*, const Instruction&, uint32_t) {};  // a hint
+      result.run = [](char*, const Instruction&, uint32_t) {};  // hints; kernels run one by one
     } else if (parts[0] == "ld" || parts[0] == "st" || parts[0] == "atom" || parts[0] == "red") {
       memory(result, parts, operands);
     } else if (parts[0] == "ldmatrix" || parts[0] == "stmatrix") {
