@@ -48,10 +48,7 @@ def parser(name: str, description: str, exchanges: Sequence[str], known: Callabl
 
 
 def train_by_rates(options: argparse.Namespace, job: Job) -> None:
-    """Train all exchanges with all rates for the first seed, and at the best rate for the others.
-
-    Then write a report on all runs in --out.
-    """
+    """Train with all rates for the first seed, then at the best rate, and report all runs."""
     make_folder(options.out)
     settings = settings_of(options)
     runs.load(options.out, settings)  # raises an error before training if they differ

@@ -66,10 +66,7 @@ def read(folders: Mapping[str, Path]) -> list[Source]:
 
 
 def windows(sources: Iterable[Source], length: int) -> dict[str, Tensor]:
-    """{part: uint8 [windows, length], indices of characters}.
-
-    The files of a part are concatenated and split into windows that do not overlap.
-    """
+    """{part: uint8 [windows, length], indices of characters}; windows do not overlap."""
     texts: dict[str, list[bytes]] = {}
     for source in sources:
         texts.setdefault(source.part(), []).append(source.text)

@@ -1,13 +1,10 @@
 """Measures the cost of a training step with 100 million gradients in buckets of 25 MB: step.json.
 
-Ops: each bucket is sampled (with as many samples as in the hook), packed, and unpacked from P
-payloads, which are copies of its own. Or all entries are quantized, packed, and summed from P
-payloads. The ops are called directly and replayed from a CUDA graph.
-
-Model: forward and backward of a transformer with the same number of parameters in DDP on one rank.
-It runs without a hook, with an empty hook, with torch's bf16_compress_hook, and with ours. One rank
-sends no bytes, so the difference is the hook's exposed time. If the host time equals the step time,
-the host is the bottleneck.
+Ops: each bucket is sampled as in the hook, packed, and unpacked from P copies of its payload. Or
+all entries are quantized, packed and summed. The ops are called directly and in a CUDA graph.
+Model: a transformer with as many parameters in DDP on one rank, without a hook, with an empty hook,
+with torch's bf16_compress_hook, and with ours. One rank sends no bytes, so the difference is the
+hook's exposed time. If the host time equals the step time, the host is the bottleneck.
 """
 
 import argparse

@@ -109,12 +109,7 @@ def mask_pack(
     clustered: bool = False,
     misaligned: bool = False,
 ) -> Case:
-    """Time mask_pack.
-
-    Args:
-        clustered: keep whole rows, as in an embedding table.
-        misaligned: shift residual and gradient by one element.
-    """
+    """`clustered` keeps whole rows, as in a table; `misaligned` shifts tensors by one element."""
     sets = _sets((8 + grad_dtype.itemsize) * numel, cold)
     clean = _normal(sets, numel, device)
     grad = [t.to(grad_dtype) for t in _normal(sets, numel, device)]

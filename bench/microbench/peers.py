@@ -106,11 +106,8 @@ def compaction(
 
 
 def every_entry(residual: list[Tensor], grad: list[Tensor], format: str) -> dict[str, Peer]:
-    """Peers of quantize_pack on these buffers.
-
-    These are torch's bfloat16 hook, which keeps no residual, and FBGEMM's rows of 64 and PowerSGD
-    with rank 1, both with error feedback.
-    """
+    """Peers of quantize_pack: torch's bfloat16 hook, which keeps no residual; FBGEMM's rows of 64
+    and PowerSGD with rank 1, both with error feedback."""
     peers = bf16_cast(grad)
     numel = residual[0].numel()
     side = 2 ** (numel.bit_length() // 2)

@@ -14,9 +14,8 @@ from .modes import MODES, START_STEP
 from .options import Formatter, count, fraction, number, positive
 
 DESCRIPTION = """\
-Train DLRM, a click model, with several ways of exchanging gradients. Compare quality and bytes
-sent, and predict the step time over a 1 Gbit/s link. For each seed, all modes start from the same
-weights and see the same batches.
+Train DLRM, a click model, with several ways of exchanging gradients. Compare quality and bytes, and
+predict the step time at 1 Gbit/s. For each seed, all modes start from the same weights and batches.
 """
 ADAMW = "--optimizer adamw --format int4"
 EPILOG = f"""\

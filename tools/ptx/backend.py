@@ -148,10 +148,8 @@ def _call(op: str, *fields) -> None:
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate memory with unusual values that kernels must not read before they write it.
-
-    The values show entries that a kernel does not write.
-    """
+    """Memory that kernels must not read before they write it. Unusual values reveal entries that a
+    kernel does not write."""
     if _libraries:
         return torch.empty(shape, dtype=dtype, device=_libraries[-1].device)
     out = torch.empty(shape, dtype=dtype)

@@ -66,10 +66,8 @@ class MachineCode:
     def _issued(
         self, issues: Mapping[int, int], count: Callable[[list[Instruction]], int]
     ) -> float:
-        """Count all instructions of a block as often as the median of their lines.
-
-        Some of them were moved here, or are predicated although PTX branches.
-        """
+        """A block runs as often as the median of its lines, because ptxas moves some instructions
+        from other blocks, and replaces some branches by predicates."""
         total = 0.0
         for code in filter(None, (block.code for block in self.blocks)):
             runs = statistics.median(issues.get(i.line, 0) / self.copies[i.line] for i in code)

@@ -15,11 +15,8 @@ from ..backend import Executor
 
 
 def mask_pack(backend):
-    """Two ranges with five tiles in total, the last one short.
-
-    The kept entries of the first range fit into the payload. Those of the second do not, and about
-    half of its warps fill their slots.
-    """
+    """Two ranges with five tiles in total, the last one short. The kept entries of the first range
+    fit into the payload. Those of the second do not, and half of its warps fill their slots."""
     numel, capacity, ranges = 9 * 4096 + 77, 1000, 2
     nbytes = payload_layout(numel, capacity, torch.float32, ranges).nbytes
     residual, payload = samples.normal(numel), torch.zeros(ranges, nbytes, dtype=torch.uint8)

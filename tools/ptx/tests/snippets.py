@@ -18,10 +18,8 @@ _numbers = itertools.count()
 
 
 def run(body, *arguments, blocks=1, threads=32, shared=0, replicas=False):
-    """Launch a kernel with these lines.
-
-    %rd0, %rd1, ... are its arguments, %r0 is the thread, and `memory` has `shared` bytes.
-    """
+    """Launch a kernel with these lines. %rd0, %rd1, ... contain its arguments, and %r0 the thread.
+    `memory` has `shared` bytes."""
     name = f"kernel_{next(_numbers)}"
     parameters = [f".param .u64 {name}_{i}" for i in range(len(arguments))]
     text = ".version 9.0\n.target sm_90\n.address_size 64\n"
