@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
+# Only `make lint` and `make docs` need the last two; the tools of docs need Python 3.11.
+EXTRAS ?= test,lint,docs
 # The second torch of `make abi`: the binary built against TORCH must work there unchanged.
 OTHER_TORCH ?= torch==2.14.1
 
@@ -42,7 +44,7 @@ $(VENV)/installed: pyproject.toml setup.py
 	@echo "installing $(TORCH) and tools into $(VENV) (a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet $(TORCH) "setuptools>=64" wheel ninja cmake
-	@DCT_BUILD=0 $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint,docs]'
+	@DCT_BUILD=0 $(BIN)/pip install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
 # The compiler's commands, a thousand characters each, are shown where one of them fails.
