@@ -5,8 +5,8 @@
 
 Replicas train independently with AdamW. Every 10 steps each rank averages its shards with the rank
 that has the same shards of the other replica. The first run stops after step 40 and saves; the
-second resumes and stops after step 80. Prints the messages of a rank, the loss, which falls, and
-the sum of the weights. A single run of 80 steps in a different folder prints the same sum.
+second resumes and stops after step 80. Prints the messages of a rank, the decreasing loss, and the
+sum of the weights. A single run of 80 steps in a different folder prints the same sum.
 """
 
 import gc

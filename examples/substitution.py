@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     description = "Train DeepFM with equivalent substitution. Compare with one process."
     parser = make_parser("substitution.py", description, EPILOG, rows=60_000)
     add = parser.add_argument
-    add("--ranks", type=count, default=2, help="local processes; ignored under torchrun")
+    add("--ranks", type=count, default=2, help="local processes, without torchrun")
     add("--capacity", type=count, default=200_000, help="features that a rank can own")
     add("--density", type=fraction, default=0.01, help="density of the MLP's gradients")
     add("--lr", type=positive, default=0.05, help="learning rate of the MLP, which uses SGD")
@@ -157,7 +157,7 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program; returns its exit status."""
+    """Run the program and return its exit status."""
     return run_program("substitution.py", compare, parse(arguments))
 
 

@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     description = "Train DLRM with sharded and replicated tables. Compare float32 with compression."
     parser = make_parser("two_dimensional.py", description, EPILOG, rows=60_000)
     add = parser.add_argument
-    add("--ranks", type=count, default=4, help="local processes; ignored under torchrun")
+    add("--ranks", type=count, default=4, help="local processes, without torchrun")
     add("--replicas", type=count, default=2, help="groups of ranks, each with all tables")
     add("--sync-every", type=count, default=10, metavar="N", help="steps between syncs of replicas")
     add("--sync-format", choices=FORMATS, default="int4", help="format of changes at a sync")
@@ -126,7 +126,7 @@ def run(is_compressed: bool, data: Dataset, options: argparse.Namespace, on_step
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program; returns its exit status."""
+    """Run the program and return its exit status."""
     return run_program("two_dimensional.py", compare, parse(arguments))
 
 

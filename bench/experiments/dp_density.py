@@ -16,8 +16,8 @@ are DCTAverager with period H, and ahead:D% is DCTAverager(period=1, step_ahead=
 dense, bf16, powersgd, reduce_scatter and fsdp also take ",transport=reduce_scatter".
 fsdp-WEIGHTS-GRADIENTS is compress_fully_shard with these formats; its scores use unrounded weights.
 
-All ranks are simulated in one process, and results are bitwise those of real ranks. The bytes that
-a rank sends are computed from the message sizes.
+All ranks are simulated in one process, and the results are bitwise identical to those of real
+ranks. The bytes that a rank sends are computed from the message sizes.
 
 1. With several rates, each method is trained with each rate from seed 0. Its best rate has the
    lowest loss on the validation part.

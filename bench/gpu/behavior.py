@@ -82,7 +82,7 @@ def streams(pair: tuple[Case, Case], ops: SimpleNamespace) -> str:
 
 def compiled(case: Case) -> str:
     """Compile the public functions with Inductor, so that their checks are also traced."""
-    torch.compiler.reset()  # otherwise all ops count as versions of the same function
+    torch.compiler.reset()  # otherwise dynamo counts all ops as recompilations of one function
     expected = results(case, dct_kernels)
     case.reset(0)
     function = torch.compile(lambda: case.run(dct_kernels, 0), fullgraph=True, dynamic=True)

@@ -222,7 +222,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
-    parser.add_argument("--stages", metavar="A,B", default=usual, help="only these")
+    parser.add_argument("--stages", metavar="A,B", default=usual, help="stages to run")
     limit = "seconds after which the current stage is stopped and no other starts (default: 575)"
     parser.add_argument("--limit", type=float, default=575, metavar="S", help=limit)
     parser.add_argument("--dry-run", action="store_true", help="check the commands without a GPU")

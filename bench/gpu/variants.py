@@ -1,4 +1,4 @@
-"""Times variants of kernels in turns on the same buffers, because only a GPU can show the fastest.
+"""Times variants of kernels in turns on the same buffers, to find the fastest on a GPU.
 
 A variant is a copy of the sources with some text replaced. Before it is timed, its results must be
 bitwise those of the unchanged sources. variants.json is written after each case. Without a GPU

@@ -90,14 +90,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options. On an error, exit with status 2 and name the option, rule and value."""
     parser = make_parser("train_dlrm.py", DESCRIPTION, EPILOG, rows=400_000)
     add = parser.add_argument
-    add("--ranks", type=count, default=2, help="local processes; ignored under torchrun")
+    add("--ranks", type=count, default=2, help="local processes, without torchrun")
     add("--hash-size", type=table_size, default=4000, help="most rows per embedding table")
     add("--embedding-dim", type=count, default=16, help="width of an embedding")
     add(
         "--optimizer",
         choices=tuple(OPTIMIZERS),
         default="sgd",
-        help="of the MLPs: SGD, SGD with momentum 0.9, or AdamW",
+        help="optimizer of the MLPs: SGD, SGD with momentum 0.9, or AdamW",
     )
     rates = ", ".join(f"{rate:g} for {name}" for name, rate in RATES.items())
     add("--lr", type=positive, help=f"learning rate of the MLPs (default: {rates})")
@@ -143,7 +143,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=POLICIES[0],
         help="DCT: sample thresholds in every step, or in every L-th step as in the paper",
     )
-    add("--refresh-every", type=count, metavar="L", help="DCT, policy fixed (default: 1000)")
+    add("--refresh-every", type=count, metavar="L", help="DCT with policy fixed (default: 1000)")
     rows = parser.add_mutually_exclusive_group()
     rows.add_argument(
         "--row-density",

@@ -23,7 +23,7 @@ PLAIN_WIDTH = 120  # of output that is not on a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program train_dlrm.py; returns its exit status."""
+    """Run train_dlrm.py and return its exit status."""
     return run_program("train_dlrm.py", compare, parse(arguments))
 
 
@@ -49,7 +49,7 @@ def run_program(name: str, work: Callable[..., None], options: argparse.Namespac
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Run every mode from every seed; rank 0 reports and writes results. Collective."""
+    """Run all modes with all seeds. Rank 0 prints and writes the results. Collective."""
     console = make_console()
     data = load(options.data, options.rows, options.hash_size, options.batch_size)
     describe(console, data)

@@ -26,7 +26,7 @@ class ShardedDLRM(nn.Module):
     Args:
         model: the whole DLRM, equal on all ranks.
         plan: the shards of every rank of a group.
-        exchange: exchanges rows.
+        exchange: the function that exchanges rows.
         dedup: send each row, and the sum of its gradients, once per rank even if several samples
             of the batch use it.
         replicas: number of groups, each with all tables.

@@ -202,7 +202,7 @@ selp.b32 %r9, 1, 0, %p{which};"""
 
 
 def test_reductions_in_memory():
-    """All threads of two blocks reduce into memory, without a result in a register."""
+    """All threads of two blocks update memory; the instruction has no result register."""
     memory = torch.zeros(2, dtype=torch.int64)
     body = """
 shl.b32 %r1, 1, %r0;
