@@ -59,7 +59,7 @@ def widths(text: str) -> list[int]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make --out before the work begins.
+    """Create the folder --out before the work starts.
 
     Raises:
         UsageError: the folder cannot be created or written to.

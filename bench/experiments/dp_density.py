@@ -86,7 +86,7 @@ PROBLEMS = {
 
 
 def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) -> dict:
-    """The record of one run."""
+    """Train one run and return its record."""
     start = time.process_time()
     model = task.model(run["seed"])
     batches = [task.batches(run["seed"], rank, options.ranks) for rank in range(options.ranks)]

@@ -27,7 +27,7 @@ from dct_kernels.layout import QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS
 
 ROWS, LARGEST = 65536, 2**28
-GRADS = ((F32, F32), (BF16, BF16), (F32, BF16))  # and the dtype of values
+GRADS = ((F32, F32), (BF16, BF16), (F32, BF16))  # dtypes of gradients and values
 NOTHING, EVERYTHING = 1e-12, 1.0  # densities
 # {(op, end of the case, elements or None for any): the smallest fraction of a copy's speed}.
 # row_pack is limited by its search, and scatter_unpack with many payloads by scattered writes.

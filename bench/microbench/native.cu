@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
     high = fmaxf(high, fabsf(own[c]));
   }
   for (int d = 16; d > 0; d /= 2) high = fmaxf(high, __shfl_xor_sync(~0u, high, d));
-  float low = 0.0f;  // at least k reach it; fewer than k exceed high
+  float low = 0.0f;  // at least k magnitudes reach low; fewer than k exceed high
   for (int round = 0; round < 32; ++round) {
     const float middle = low + (high - low) / 2;
     int count = 0;

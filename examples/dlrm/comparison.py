@@ -19,7 +19,7 @@ from .launch import is_first, launch
 from .loop import run
 from .scores import score_all_ranks
 
-PLAIN_WIDTH = 120  # of output that is not on a terminal
+PLAIN_WIDTH = 120  # columns of output that is not on a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def run_program(name: str, work: Callable[..., None], options: argparse.Namespac
     """Check files, then call `work(options)` on all ranks.
 
     Returns:
-        The exit status. A failure is explained on stderr.
+        The exit status. Failures are explained on stderr.
     """
     try:
         if options.data is not None:
@@ -100,7 +100,7 @@ def describe(console: Console | None, data: Dataset) -> None:
 
 
 def _make_folder(folder: Path, overwrite: bool) -> None:
-    """Make the folder for results before the work begins."""
+    """Create the folder for results before the work starts."""
     summary, probe = folder / report.SUMMARY, folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How DDP averages gradients: torch's own hooks as baselines, and DCT."""
+"""Ways to average gradients with DDP: torch's hooks as baselines, and DCT."""
 
 import argparse
 from collections.abc import Callable

@@ -18,7 +18,7 @@ from .scores import Scores
 Runs = dict[str, list[Run]]  # by mode
 SUMMARY, CURVES = "summary.json", "curves.png"
 SHORT_STEPS = 300  # in shorter runs, modes differ mostly because DCT sends gradients late
-SMOOTHED_STEPS = 100  # at most; a tenth of a short run
+SMOOTHED_STEPS = 100  # fewer in short runs: a tenth of their steps
 
 
 def write_summary(folder: Path, config: dict, data: dict, runs: Runs, bayes: Scores | None) -> None:
@@ -61,7 +61,7 @@ def plot(runs: Runs) -> Figure:
 
 
 def line(mode: str, run: Run) -> str:
-    """One run in one line."""
+    """Describe a run in one line."""
     scores, sent = run.scores, run.summary()["bytes_per_step_per_rank"]
     return (
         f"{mode} seed {run.seed}: AUC {scores.auc:.4f}, log loss {scores.log_loss:.4f}, "

@@ -1,4 +1,4 @@
-"""A pass over batches: losses, times and bytes of every step."""
+"""Trains on batches, and records the loss, time and bytes of each step."""
 
 import dataclasses
 import time

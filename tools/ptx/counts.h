@@ -51,7 +51,7 @@ class Counts {
   }
   void access(const Instruction& i, const Touched& touched);
 
-  // A line for the kernel and one for each of its instructions.
+  // One line for the kernel, and one for each of its instructions.
   std::string report() const;
 
  private:

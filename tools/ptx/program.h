@@ -86,7 +86,7 @@ struct Extent {
 struct Program {
   Entry entry;
   std::vector<Instruction> code;
-  std::vector<char> arena;  // of a warp before it starts; immediates are in place
+  std::vector<char> arena;  // registers of a warp before it starts, with immediates
   int32_t special[kSpecials];
   std::vector<int64_t> parameters_at;  // offsets in the bytes of the arguments
   int64_t parameter_bytes = 0;

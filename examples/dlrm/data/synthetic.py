@@ -53,7 +53,7 @@ class Generator:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        # One of the values that a cardinality counts is "missing".
+        # Cardinalities include "missing".
         self.counts = np.minimum(CARDINALITIES, MAX_CARDINALITY) - 1
         columns, ints = np.arange(len(self.counts)), np.arange(INTS)
         self.missing = 0.4 * hashing.uniform(seed, _SETTING, columns) ** 2
