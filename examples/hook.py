@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/hook.py
 
-Prints the messages of each bucket, the loss, which decreases as in a dense run, and the fraction of
-entries and the bytes that a rank sends per step.
+Prints the messages of each bucket and the loss, which decreases as in a dense run. Then prints the
+fraction of entries and the bytes that a rank sends per step.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """Simulates local SGD of several ranks in one process, for dp_density.py.
 
 Each rank has a model, and an optimizer that uses only this rank's gradients. Every `period` steps
-the ranks average the changes of their weights, with bitwise the results of `DCTAverager`.
+the ranks average the changes of their weights. Results are bitwise those of `DCTAverager`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

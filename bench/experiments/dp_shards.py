@@ -2,7 +2,7 @@
 
 The ranks share one copy of the weights. Before each step the weights are replaced by the values
 that ranks would gather, and after it the gradients by the sums that the owners of shards would
-compute. Messages are bitwise those of `compress_fully_shard` (tests/bench/test_dp_density.py).
+compute. Messages are bitwise equal to those of `compress_fully_shard` (test_dp_density.py).
 Each block of the model, and the rest, is one wrapped module, which is gathered once per step.
 """
 

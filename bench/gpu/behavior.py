@@ -111,7 +111,7 @@ def main() -> None:
         try:
             print(f"{name}: {check(*given)}", flush=True)
             done += 1
-        except Exception as error:  # dynamo raises many types; go on with the other checks
+        except Exception as error:  # dynamo raises many types; continue with other checks
             print(f"{name}: {check.__name__}: {error}", flush=True)
             failures.append(f"{name} ({check.__name__})")
     report(failures, f"{done} checks passed: graphs, streams, torch.compile, opcheck, no host sync")

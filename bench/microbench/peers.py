@@ -39,7 +39,7 @@ def topk(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def random_k(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """k entries drawn with replacement, without duplicates."""
+    """k random entries, drawn with replacement; duplicates are dropped."""
     residual += grad
     index = torch.randint(residual.numel(), (k,), device=residual.device).unique()
     return take(residual, index)
