@@ -41,9 +41,9 @@ def method(name: str) -> partial:
         r"([\w-]+)(?::(?:([\d.]+)%)?(?:x([1-9]\d*))?)?", name.removesuffix(TRANSPORT)
     )
     kind, percent, period = found.groups() if found else (name, None, None)
-    given = "D%" * (percent is not None) + "xH" * (period is not None)
-    if kind not in METHODS or METHODS[kind][0] != given:
-        known = ", ".join(f"{kind}:{has}" if has else kind for kind, (has, _) in METHODS.items())
+    suffix = "D%" * (percent is not None) + "xH" * (period is not None)
+    if kind not in METHODS or METHODS[kind][0] != suffix:
+        known = ", ".join(f"{kind}:{end}" if end else kind for kind, (end, _) in METHODS.items())
         raise argparse.ArgumentTypeError(f"must be one of {known}, got {name!r}")
     made = METHODS[kind][1]
     if percent is not None:

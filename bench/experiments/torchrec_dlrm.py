@@ -136,9 +136,8 @@ class Clicks(nn.Module):
 class Rows:
     """A context that counts the bytes of rows that this rank sends.
 
-    TorchRec sends rows with an all-to-all. With `sums` it adds them with a reduce-scatter and
-    gathers their gradients; rings are assumed. Messages of 32- or 64-bit integers are ids or
-    counts, and are not counted.
+    TorchRec sends rows with an all-to-all. With `sums` it uses a reduce-scatter, and an all-gather
+    for gradients; rings are assumed. Messages of 32- or 64-bit integers (ids, counts) are ignored.
     """
 
     def __init__(self, sums: bool) -> None:
