@@ -72,7 +72,8 @@ def compare(options: argparse.Namespace) -> None:
         if text := conclusion(runs, options):
             console.print(f"{text}\n", markup=False, highlight=False)
         if options.optimizer != "adamw":
-            console.print(f"To try AdamW with int4, add {ADAMW}.", markup=False, highlight=False)
+            text = f"To try AdamW with int4, add {ADAMW} (make train OPTIONS='{ADAMW}')."
+            console.print(text, markup=False, highlight=False)
         console.print(f"in {options.out}: {report.SUMMARY}, {report.CURVES}", style="dim")
 
 
