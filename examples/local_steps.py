@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/local_steps.py
 
-Weights are bfloat16. Prints the messages that are sent every 10 steps, the decreasing loss, the
-fraction of entries that was sent, and the sum of the weights, which is equal on both ranks.
+Weights are bfloat16. Prints the messages that are sent every 10 steps, and the decreasing loss.
+Then prints the fraction of entries that was sent, and the sum of the weights, equal on both ranks.
 """
 
 import os
