@@ -1,1 +1,1 @@
-"""The laboratory: benchmarks and experiments, run from the root of a checkout."""
+"""Benchmarks and experiments, run from the root of a checkout."""

@@ -1,4 +1,4 @@
-"""What the programs share: how they read arguments, where results go, and how they end."""
+"""Shared by the programs: parsing of arguments, the folder for results, and the exit status."""
 
 import argparse
 import signal
@@ -12,12 +12,12 @@ from examples.dlrm.errors import UsageError
 from examples.dlrm.options import Formatter, count, number, positive
 from examples.dlrm.options import fraction as density
 
-__all__ = ["UsageError", "count", "density", "number", "positive"]  # of the click model as well
+__all__ = ["UsageError", "count", "density", "number", "positive"]  # for programs
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes no abbreviations, and reports an error in one line without the usage."""
+    """Accepts no abbreviations, and reports errors in one line without the usage."""
 
     def __init__(self, **kwargs: object) -> None:
         super().__init__(allow_abbrev=False, formatter_class=Formatter, **kwargs)
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def several(item: Callable, known: Collection[str] = ()) -> Callable:
-    """An argparse type: different items joined by ',', all in `known` if that is given."""
+    """An argparse type: different items joined by ',', all in `known` unless it is empty."""
 
     def parse(text: str) -> list:
         values = [item(part) for part in text.split(",")]
@@ -41,7 +41,7 @@ def several(item: Callable, known: Collection[str] = ()) -> Callable:
 
 
 def row_format(text: str) -> tuple[str, ...]:
-    """An argparse type: a format of rows, or two joined by ',', of rows and of their gradients."""
+    """An argparse type: a format of rows, or one for rows and one for gradients, joined by ','."""
     names = tuple(text.split(","))
     if len(names) > 2 or not set(names) <= set(ROW_FORMATS):
         rule = f"one or two of {', '.join(ROW_FORMATS)}, joined by ','"
@@ -59,10 +59,10 @@ def widths(text: str) -> list[int]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make --out before the work begins.
+    """Create the folder --out before the work starts.
 
     Raises:
-        UsageError: it cannot be made or written to.
+        UsageError: the folder cannot be created or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,12 +74,12 @@ def make_folder(folder: Path) -> None:
 
 
 def exit_status(program: str, work: Callable[[], int | None]) -> int:
-    """The status of a program that does `work`. If it fails, one line on stderr says why.
+    """Call `work` and return the exit status. If it fails, print the reason in one line on stderr.
 
-    SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that contexts are left in order.
+    SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that context managers exit.
     """
     for signal_number in ENDING_SIGNALS:
-        if signal.getsignal(signal_number) is not signal.SIG_IGN:  # nohup stays nohup
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(signal_number, signal.default_int_handler)
     try:
         return work() or 0

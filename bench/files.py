@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writes files atomically."""
 
 import contextlib
 import json
@@ -8,20 +8,20 @@ from bench.cli import UsageError
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace the file. A reader, and a run that is interrupted, finds the old or the new one.
+    """Replace the file. Readers see the old or the new content, also if the run is interrupted.
 
     Raises:
-        UsageError: it cannot be written, for example on a full disk. The old file is unchanged.
+        UsageError: the file cannot be written, for example if the disk is full. The old file stays.
     """
-    aside = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}.part")
     try:
-        aside.write_bytes(content)
-        aside.replace(path)
+        part.write_bytes(content)
+        part.replace(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
     finally:
         with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: object) -> None:

@@ -1,4 +1,4 @@
-"""The host time of communication hooks, per bucket of DDP."""
+"""Measures the host time of communication hooks per bucket of DDP."""
 
 import argparse
 import statistics
@@ -19,9 +19,9 @@ from dct_parallel import DCTState, dct_hook
 DESCRIPTION = """\
 Measure the host time that a communication hook adds to a step of DDP, per bucket.
 
-One rank, gloo, one thread. The model has one bucket of 992 elements per layer, so almost all of the
-time that a hook adds is time of the host. Hooks run in turns; times are medians over the steps,
-less those of DDP without a hook.
+Uses one rank, gloo and one thread. The model has one bucket of 992 elements per layer, so almost
+all of the time that a hook adds is host time. Hooks run in turns. A time is the median over the
+steps minus the median of DDP without a hook.
 """
 HOOKS = {
     "none": None,
@@ -34,12 +34,12 @@ WIDTH, WARM_UP = 31, 10  # a layer has 31 x 31 weights and 31 biases
 
 def parser() -> Parser:
     parser = Parser(prog="python -m bench.hooks", description=DESCRIPTION)
-    parser.add_argument("--buckets", type=count, default=16, help="of each model")
-    parser.add_argument("--steps", type=count, default=60, help="that are timed, of each hook")
+    parser.add_argument("--buckets", type=count, default=16, help="number of buckets of each model")
+    parser.add_argument("--steps", type=count, default=60, help="timed steps per hook")
     return parser
 
 
-def hooked(hook: object, buckets: int) -> DistributedDataParallel:
+def make_ddp(hook: object, buckets: int) -> DistributedDataParallel:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(buckets)]
     ddp = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.003)
@@ -51,8 +51,8 @@ def hooked(hook: object, buckets: int) -> DistributedDataParallel:
 
 
 def added(buckets: int, steps: int) -> dict[str, float]:
-    """{hook: microseconds per bucket that it adds to a step}."""
-    models = {name: hooked(hook, buckets) for name, hook in HOOKS.items()}
+    """Return {hook: microseconds per bucket that it adds to a step}."""
+    models = {name: make_ddp(hook, buckets) for name, hook in HOOKS.items()}
     x, times = torch.randn(4, WIDTH), {name: [] for name in HOOKS}
     for step in range(WARM_UP + steps):
         for name, ddp in models.items():

@@ -1,4 +1,4 @@
-"""Microbenchmarks: every op beside a copy of the bytes that it must move, and beside peers."""
+"""Microbenchmarks: compares each op with a copy of the same bytes and with other methods."""
 
 import sys
 from collections.abc import Sequence

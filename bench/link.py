@@ -1,4 +1,4 @@
-"""Step time and bytes of training over links of a set rate."""
+"""Measures step time and bytes of training over throttled links."""
 
 import argparse
 import json
@@ -31,43 +31,43 @@ from bench.rates import UNLIMITED, describe_rate, parse_rate
 
 ROOT = Path(__file__).parents[1]
 DESCRIPTION = """\
-Train DLRM on generated rows over links of a set rate, with several ways of averaging gradients,
-or a transformer in shards, and measure a step: its time, and the bytes that leave a rank's
-interface.
+Train over throttled links and measure the time of a step and the bytes that leave a rank's
+interface. The model is DLRM on generated rows with several ways of averaging gradients, or a
+sharded transformer.
 
 Every rank is a process in a network namespace. A link is a veth pair with a token bucket filter at
 both ends, so each direction has the full rate. A bridge joins the links. Bytes are read from the
 interface's counters. This needs root and the commands ip and tc (Debian, Ubuntu: apt-get install
-iproute2). --loopback measures without them and without a rate limit. The namespaces are removed at
-the end, also after Ctrl-C; those of a killed run are removed by the next run.
+iproute2). --loopback needs neither, but has no rate limit. The program removes the namespaces when
+it ends, also after Ctrl-C. If a run is killed, the next run removes its namespaces.
 """
 EPILOG = """\
 examples:
   sudo $(which python) -m bench.link
-      2 ranks, 100 Mbit/s to unlimited, all replicated modes
+      2 ranks, rates from 100 Mbit/s to unlimited, all replicated modes
   sudo $(which python) -m bench.link --ranks 2,4 --rates 1gbit,5gbit,10gbit --modes dense,bf16,dct
-      up to which rate is DCT faster?
+      find the rate up to which DCT is faster
   sudo $(which python) -m bench.link --embedding-dim 64 --rates 1gbit --row-format int4,ternary \\
       --modes hybrid-dense,hybrid-dct,hybrid-format-dedup
-      sharded tables: rows in few bits, each distinct row once
+      sharded tables with quantized rows; each distinct row is sent once
   sudo $(which python) -m bench.link --modes fsdp-bfloat16,fsdp-int8,fsdp-int4 --seconds 60
       FSDP2: 10.7 million parameters, 512 tokens per rank and step
   python -m bench.link --loopback
-      no root: the cost of each mode where the network costs next to nothing
+      without root: the cost of each mode if the network is very fast
 """
 
 
 def parser() -> Parser:
-    """Exits with status 2 and a text that names argument, rule and value."""
+    """Make the parser. On an error it exits with status 2 and names argument, rule and value."""
     parser = Parser(prog="python -m bench.link", description=DESCRIPTION, epilog=EPILOG)
-    measured = parser.add_argument_group("what is measured")
+    measured = parser.add_argument_group("measurements")
     measured.add_argument(
         "--ranks",
         type=several(number(int, lambda n: 2 <= n <= 64, "an integer in [2, 64]")),
         default="2",
         metavar="N,...",
-        help="rank counts; ranks share this machine's cores, so more of them than cores compute "
-        "slower",
+        help="numbers of ranks; ranks share this machine's cores, so they compute more slowly if "
+        "there are fewer cores than ranks",
     )
     measured.add_argument(
         "--rates",
@@ -81,44 +81,44 @@ def parser() -> Parser:
         type=several(str, METHODS),
         default=",".join(REPLICATED),
         metavar="M,...",
-        help="float32 and bfloat16 all-reduce, PowerSGD of rank 1, DCT with both transports, and "
-        "with every entry in int4; local-ternary: DCTAverager every 10 steps, where a step is the "
-        "mean of ten; hybrid-...: embedding tables sharded over the ranks, with rows in float32, "
-        "by their largest entries, or in few bits; with -dedup each distinct row is sent once; "
-        "fsdp-...: a transformer in shards that computes in bfloat16, with torch's collectives or "
-        "with `compress_fully_shard`; with -kept weights are gathered once per step",
+        help="float32 and bfloat16 all-reduce, PowerSGD with rank 1, DCT with both transports, and "
+        "DCT with all entries in int4; local-ternary: DCTAverager every 10 steps, where a step is "
+        "the mean of ten; hybrid-...: embedding tables sharded over the ranks, with rows in "
+        "float32, their largest entries, or a quantized format; with -dedup each distinct row is "
+        "sent once; fsdp-...: a sharded transformer that computes in bfloat16, with torch's "
+        "collectives or `compress_fully_shard`; with -kept weights are gathered once per step",
     )
     measured.add_argument(
         "--loopback",
         action="store_true",
-        help="127.0.0.1 instead of namespaces and links: no root, no rate limit, and bytes that "
-        "include all else that this machine sends to itself",
+        help="use 127.0.0.1 instead of namespaces and links: needs no root, has no rate limit, and "
+        "counts all bytes that this machine sends to itself",
     )
-    extent = parser.add_argument_group("how long")
+    extent = parser.add_argument_group("duration")
     extent.add_argument("--steps", type=count, default=60, help="timed steps per mode, in 3 rounds")
     extent.add_argument(
         "--seconds",
         type=positive,
         default=15.0,
-        help="the timed steps of a mode take about this long at most; slow links get fewer steps, "
-        "at least 15",
+        help="most seconds for the timed steps of a mode, approximately; slow links get fewer "
+        "steps, at least 15",
     )
     extent.add_argument(
         "--timeout",
         type=positive,
         default=120.0,
-        help="seconds per mode and rate after which the ranks are ended with an error",
+        help="seconds per mode and rate after which the run fails",
     )
     model = parser.add_argument_group("model")
     model.add_argument(
         "--bucket-mb",
         type=positive,
         default=1024.0,
-        help="DDP's bucket size in MiB; the default makes one bucket. With several, exchanges "
-        "overlap with the backward pass",
+        help="DDP's bucket size in MiB; the default makes one bucket. With several buckets, "
+        "exchanges overlap with the backward pass",
     )
     model.add_argument("--batch-size", type=count, default=128, help="rows per rank and step")
-    model.add_argument("--hash-size", type=count, default=4000, help="rows of a table at most")
+    model.add_argument("--hash-size", type=count, default=4000, help="most rows per table")
     model.add_argument("--embedding-dim", type=count, default=16, help="width of an embedding")
     model.add_argument(
         "--density",
@@ -130,22 +130,23 @@ def parser() -> Parser:
         "--row-density",
         type=density,
         default=0.05,
-        help="hybrid-dct: fraction of each pooled embedding sent, and of its gradient, rounded up",
+        help="hybrid-dct: fraction of the entries of each pooled embedding, and of its gradient, "
+        "that is sent, rounded up",
     )
     model.add_argument(
         "--row-format",
         type=row_format,
         default="int4",
         metavar="FORMAT[,BACKWARD]",
-        help="hybrid-format: number format of pooled embeddings, and of their gradients if that "
-        "is another",
+        help="hybrid-format: number format of pooled embeddings, and of their gradients if it "
+        "differs",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("runs/link"),
         metavar="DIR",
-        help="folder for link.json, which has everything that is measured",
+        help="folder for link.json, which contains all measurements",
     )
     return parser
 
@@ -157,7 +158,7 @@ def run(options: argparse.Namespace) -> int:
     if options.loopback and options.rates != [None]:
         raise UsageError(f"--loopback has no rate limit: --rates must be {UNLIMITED}")
     if len({mode in SHARDED for mode in options.modes}) > 1:
-        raise UsageError("--modes must train one model: all of them fsdp-..., or none")
+        raise UsageError("--modes must train one model: all modes must be fsdp-..., or none")
     make_folder(options.out)
     print(report.announce(options), flush=True)
     plain = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
@@ -174,18 +175,18 @@ def run(options: argparse.Namespace) -> int:
                 for mode in options.modes:
                     rounds = list(zip(*(rank["rounds"][mode] for rank in measured), strict=True))
                     result["cells"].append(report.merge(ranks, rate, mode, rounds, shared))
-                # Now, so that an interrupted run keeps its results.
+                # After each rate, so that an interrupted run keeps its results.
                 files.write_json(options.out / "link.json", result)
-                print(f"{ranks} ranks at {describe_rate(rate)} are measured", flush=True)
+                print(f"measured {ranks} ranks at {describe_rate(rate)}", flush=True)
     print(f"\n{report.render(result)}\n\n{report.NOTE}\nin {options.out}: link.json")
     return 0
 
 
 def _measure(network: Namespaces | Loopback, ranks: int, options: argparse.Namespace) -> list[dict]:
-    """What every rank measured, in a process each.
+    """Run one process per rank and return the measurements of each.
 
     Raises:
-        UsageError: a rank failed, or took too long.
+        UsageError: a rank failed or took too long.
     """
     settings = vars(options) | {"out": None, "transfer_port": _free_port()}
     environment = os.environ | {
@@ -194,7 +195,7 @@ def _measure(network: Namespaces | Loopback, ranks: int, options: argparse.Names
         "MASTER_ADDR": network.address(0),
         "MASTER_PORT": str(_free_port()),
         "GLOO_SOCKET_IFNAME": network.interface,
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of addresses without a name
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # otherwise warns of addresses without a name
     }
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder, str(rank)) for rank in range(ranks)]
@@ -203,7 +204,7 @@ def _measure(network: Namespaces | Loopback, ranks: int, options: argparse.Names
             subprocess.Popen(
                 network.command(rank, [*program, str(out)]),
                 env=environment | {"RANK": str(rank)},
-                start_new_session=True,  # Ctrl-C reaches this process alone, which cleans up
+                start_new_session=True,  # only this process gets Ctrl-C; it cleans up
             )
             for rank, out in enumerate(outs)
         ]
@@ -217,7 +218,7 @@ def _measure(network: Namespaces | Loopback, ranks: int, options: argparse.Names
 
 
 def _wait(processes: list[subprocess.Popen], timeout: float) -> None:
-    """Until all have ended without an error."""
+    """Wait until all processes have ended without an error."""
     deadline = time.monotonic() + timeout
     while (ended := [process.poll() for process in processes]) != [0] * len(processes):
         for rank, status in enumerate(ended):

@@ -11,7 +11,7 @@ import torch
 
 
 def describe() -> dict[str, object]:
-    """Machine, software, command line and load; no paths, no host name."""
+    """Describe the machine, software, command line and load, without paths or the host name."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "arguments": sys.argv[1:],

@@ -21,7 +21,7 @@ def parse_rate(text: str) -> float | None:
 
 
 def describe_rate(rate: float | None) -> str:
-    """As a reader writes it: "1 Gbit/s"."""
+    """Format a rate for output, such as "1 Gbit/s"."""
     if rate is None:
         return UNLIMITED
     return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"

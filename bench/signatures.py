@@ -1,8 +1,8 @@
-"""Fills in the signatures of public names in docs/reference, as text for readers of a checkout.
+"""Writes the signatures of public names into docs/reference, for readers of a checkout.
 
     python -m bench.signatures
 
-A block stands between `<!-- signatures: PACKAGE -->` and `<!-- end signatures -->`.
+A block is between `<!-- signatures: PACKAGE -->` and `<!-- end signatures -->`.
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ BLOCK = re.compile(
     r"(?P<begin>^<!-- signatures: (?P<package>\w+) -->\n).*?(?P<end>^<!-- end signatures -->$)",
     re.DOTALL | re.MULTILINE,
 )
-WIDTH = 88  # characters, which the site shows without scrolling
+WIDTH = 88  # characters that the site shows without scrolling
 
 
 def fill(text: str) -> str:
-    """The text of a page with its blocks rewritten."""
+    """Return the text of a page with its blocks rewritten."""
     return BLOCK.sub(
         lambda block: f"{block['begin']}{render(block['package'])}{block['end']}", text
     )
 
 
 def render(package: str) -> str:
-    """Blocks of code: ops with their schemas, then the names that exist in Python only."""
+    """Render blocks of code: ops with their schemas, then names that exist only in Python."""
     module = importlib.import_module(package)
     named = {name: getattr(module, name) for name in module.__all__}
     schemas = {name: schema for name in named if (schema := _schema(name)) is not None}
@@ -52,13 +52,13 @@ def _code(entries: list[str]) -> str:
 
 
 def _schema(name: str) -> str | None:
-    """The arguments of the op of this name, if there is one."""
+    """The arguments of the op with this name, or None."""
     op = getattr(torch.ops.dct, name, None)
     return None if op is None else str(op.default._schema).removeprefix(f"dct::{name}")
 
 
 def _entry(call: str, value: Callable) -> str:
-    """The call, wrapped below its bracket, the first line of its docstring, and its methods."""
+    """The call, with lines aligned at its bracket, the first docstring line, and the methods."""
     indent = " " * (call.index("(") + 1)
     whole = call.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
     lines = textwrap.wrap(whole, WIDTH, subsequent_indent=indent, break_long_words=False)
@@ -71,9 +71,9 @@ def _entry(call: str, value: Callable) -> str:
 
 
 def _methods(kind: type) -> Iterator[str]:
-    """Public, documented methods that the class defines itself; none of a dataclass."""
-    own = {} if dataclasses.is_dataclass(kind) else vars(kind)
-    for name, value in own.items():
+    """Public, documented methods that the class itself defines; none for a dataclass."""
+    members = {} if dataclasses.is_dataclass(kind) else vars(kind)
+    for name, value in members.items():
         if inspect.isfunction(value) and not name.startswith("_") and value.__doc__:
             yield f".{name}{_arguments(value, skip=1)}"
 
@@ -85,7 +85,7 @@ def _arguments(value: Callable, skip: int = 0) -> str:
 
 
 class _Text(str):
-    """A default value as a user writes it."""
+    """A default value, as written in code."""
 
     __repr__ = str.__str__
 
@@ -103,7 +103,7 @@ def _written(value: object) -> str:
 
 
 def differing() -> dict[Path, str]:
-    """{page: its text as it must be} of the pages that differ."""
+    """Return {page: its correct text} for the pages that differ from it."""
     texts = {page: fill(page.read_text()) for page in sorted(PAGES.glob("*.md"))}
     return {page: text for page, text in texts.items() if page.read_text() != text}
 

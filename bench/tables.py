@@ -1,4 +1,4 @@
-"""Tables of Markdown, and the formats of their figures."""
+"""Markdown tables, and the formats of their figures."""
 
 import math
 import statistics
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table without the columns that are empty in every row, all as wide as their widest cell."""
+    """A Markdown table with padded cells. Columns whose cells are all empty are omitted."""
     columns = list(zip(headings, *rows, strict=True))
     kept = [each for n, each in enumerate(columns) if n == 0 or any(each[1:])]
     widths = [max(3, *map(len, each)) for each in kept]
@@ -16,7 +16,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def header(headings: Sequence[str]) -> str:
-    """The first two lines of a table."""
+    """The first two lines of a table: headings and separator."""
     return f"{line(headings)}\n{line(['---'] * len(headings))}"
 
 
@@ -25,13 +25,13 @@ def line(cells: Iterable[str]) -> str:
 
 
 def mean(values: Sequence[float]) -> str:
-    """With the standard deviation."""
+    """The mean of the values with their standard deviation."""
     deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.4f}{deviation}"
 
 
 def difference(values: Sequence[float]) -> str:
-    """Its mean with the standard error."""
+    """The mean of differences with its standard error."""
     if len(values) < 2:
         return "".join(f"{value:+.4f}" for value in values)
     error = statistics.stdev(values) / math.sqrt(len(values))

@@ -1,11 +1,11 @@
-"""Mixed precision: bfloat16 autocast, and a GradScaler whose skipped steps lose no gradients.
+"""Mixed precision: bfloat16 autocast and a GradScaler, whose skipped steps lose no gradients.
 
     torchrun --nproc-per-node 2 examples/amp.py
 
 At step 5 the batch of rank 1 contains an infinity, so the gradients of both ranks overflow. Both
 ranks skip the step and halve the scale, and the entries that were sent in that step return to the
-residuals. Every rank prints the skipped step and the sum of its weights, which is the same on all
-ranks to the last digit.
+residuals. Each rank prints the skipped step and the sum of its weights. The sum is the same on all
+ranks, in all digits.
 """
 
 import gc
@@ -50,7 +50,7 @@ def train(rank):
 def main():
     dist.init_process_group("gloo")
     train(dist.get_rank())
-    gc.collect()  # the model ends before its process group
+    gc.collect()  # free the model before its process group
     dist.destroy_process_group()
 
 

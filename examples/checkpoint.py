@@ -1,10 +1,11 @@
-"""Checkpoint and resume: residuals differ between ranks, so every rank saves a file of its own.
+"""Checkpoint and resume: residuals differ between ranks, so each rank saves its own file.
 
     torchrun --nproc-per-node 2 examples/checkpoint.py FOLDER 10
     torchrun --nproc-per-node 2 examples/checkpoint.py FOLDER 20
 
-The first run stops after step 10, the second goes on to step 20. Both print where they start, and
-the sum of the weights, to the last digit: one run of 20 steps, in another folder, ends the same.
+The first run stops after step 10, and the second resumes and stops after step 20. Both print the
+first step and the sum of the weights. A single run of 20 steps in a different folder prints the
+same sum, in all digits.
 """
 
 import gc
@@ -43,7 +44,7 @@ def train(rank, folder, stop):
 
     os.makedirs(folder, exist_ok=True)
     torch.save({name: part.state_dict() for name, part in parts.items()}, path + ".tmp")
-    os.replace(path + ".tmp", path)  # an interrupted save leaves the old file as it was
+    os.replace(path + ".tmp", path)  # an interrupted save keeps the old file
     if rank == 0:
         total = sum(parameter.double().sum().item() for parameter in ddp.parameters())
         print(f"stops after step {state.step}, weights {total!r}")
@@ -52,7 +53,7 @@ def train(rank, folder, stop):
 def main(folder, stop):
     dist.init_process_group("gloo")
     train(dist.get_rank(), folder, stop)
-    gc.collect()  # the model ends before its process group
+    gc.collect()  # free the model before its process group
     dist.destroy_process_group()
 
 

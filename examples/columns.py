@@ -1,9 +1,9 @@
-"""A layer cut by columns: each rank computes its part of the features, and gathers all of them.
+"""A layer split by columns: each rank computes a part of the features, then all are gathered.
 
     torchrun --nproc-per-node 2 examples/columns.py
 
-Activations and their gradients cross in int8. Prints the loss, and the bytes that rank 0 sends in a
-step, beside those in float32.
+Activations and their gradients are sent in int8. Prints the loss, the bytes that rank 0 sends per
+step, and the bytes that it would send in float32.
 """
 
 import gc
@@ -22,8 +22,8 @@ INPUTS, HIDDEN, BATCH = 32, 256, 64
 
 def train(rank, ranks):
     torch.manual_seed(0)
-    teacher = torch.randn(INPUTS, 1) / INPUTS**0.5  # what there is to learn
-    head = nn.Sequential(nn.ReLU(), nn.Linear(HIDDEN, 1))  # whole on every rank, and the same
+    teacher = torch.randn(INPUTS, 1) / INPUTS**0.5  # the model learns |x @ teacher|
+    head = nn.Sequential(nn.ReLU(), nn.Linear(HIDDEN, 1))  # equal on all ranks
     part = nn.Linear(INPUTS, HIDDEN // ranks)
     nn.init.normal_(part.weight, std=0.2, generator=torch.Generator().manual_seed(rank))
     optimizer = torch.optim.Adam([*part.parameters(), *head.parameters()], lr=2e-3)
@@ -35,7 +35,7 @@ def train(rank, ranks):
             loss = (head(whole) - (x @ teacher).abs()).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            for parameter in part.parameters():  # has the sum of all ranks' gradients, of one loss
+            for parameter in part.parameters():  # the gradient is a sum over ranks of equal losses
                 parameter.grad /= ranks
             optimizer.step()
             sent = meter.take()
@@ -49,7 +49,7 @@ def train(rank, ranks):
 def main():
     dist.init_process_group("gloo")
     train(dist.get_rank(), dist.get_world_size())
-    gc.collect()  # the model ends before its process group
+    gc.collect()  # free the model before its process group
     dist.destroy_process_group()
 
 

@@ -1,14 +1,14 @@
-"""FSDP2: a small transformer in shards, which send weights and gradients in few bits.
+"""FSDP2: a small sharded transformer that sends weights and gradients in quantized formats.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py FOLDER 40
     torchrun --nproc-per-node 2 examples/fsdp2.py FOLDER 80
     torchrun --nproc-per-node 4 examples/fsdp2.py OTHER_FOLDER 80 --replicas 2
 
-The first run stops after step 40 and saves, the second resumes and stops after step 80. The third
+The first run stops after step 40 and saves; the second resumes and stops after step 80. The third
 run has two replicas of two shards, as on two nodes, and the hook sends the gradients between the
-replicas in int4. Runs on GPUs with NCCL if there are any, else on CPUs with gloo. Prints the bytes
-that a rank sends for each module, the loss, and the sum of the weights: one run of 80 steps in a
-different folder prints the same digits.
+replicas in int4. Uses GPUs with NCCL if there are any, else CPUs with gloo. Prints the bytes that a
+rank sends for each module, the loss, and the sum of the weights. A single run of 80 steps in a
+different folder prints the same sum, in all digits.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, TOKENS)
 
     def forward(self, tokens):
-        """The loss of the next tokens."""
+        """The loss of predicting the next tokens."""
         x = self.embedding(tokens[:, :-1])
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, device=x.device)
         for block in self.blocks:
@@ -49,7 +49,7 @@ class Transformer(nn.Module):
 
 
 def batch(step, rank, device):
-    """Every token has one successor, which the model learns. Samples differ by rank and step."""
+    """The model learns the one successor of each token. Samples differ by rank and step."""
     successor = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = [torch.randint(TOKENS, (16,), generator=generator)]
@@ -65,7 +65,7 @@ def train(device, options):
     torch.manual_seed(0)  # the same weights on all ranks, because fully_shard sends none
     model = Transformer().to(device)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["shard"])  # with the whole mesh torch would average replicas
+        fully_shard(block, mesh=mesh["shard"])  # with the whole mesh, torch would average replicas
     fully_shard(model, mesh=mesh["shard"])
     shards = compress_fully_shard(model, weights=options.weights, gradients=options.gradients)
     states = {"shards": shards}
@@ -110,21 +110,21 @@ def main():
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     formats = {"type": lambda name: None if name == "none" else name, "default": "int8"}
-    formats |= {"help": "int8 (default), int4, bfloat16, float32, or none: torch's collective"}
-    parser.add_argument("folder", metavar="FOLDER", help="for checkpoints, on all ranks the same")
+    formats |= {"help": "int8 (default), int4, bfloat16, float32, or none for torch's collective"}
+    parser.add_argument("folder", metavar="FOLDER", help="of checkpoints, the same on all ranks")
     parser.add_argument("stop", metavar="STOP", type=int, help="the last step")
     parser.add_argument("--weights", metavar="FORMAT", **formats)
     parser.add_argument("--gradients", metavar="FORMAT", **formats)
     parser.add_argument("--replicas", metavar="N", type=int, default=1, help="default: 1")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("torchrun starts the ranks")
+        parser.error("start the ranks with torchrun")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     train(device, options)
-    gc.collect()  # the model ends before its process group
+    gc.collect()  # free the model before its process group
     dist.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
-"""Data parallel: two ranks train one model, and each sends 0.5 % of its gradient entries.
+"""Data parallel: two ranks train one model, and each rank sends 0.5 % of its gradient entries.
 
     torchrun --nproc-per-node 2 examples/hook.py
 
-Prints what each bucket sends; then the loss, which falls as in a dense run; then the
-fraction of entries that was sent, and the bytes that a rank sends in a step.
+Prints the messages of each bucket and the loss, which decreases as in a dense run. Then prints the
+fraction of entries and the bytes that a rank sends per step.
 """
 
 import gc
@@ -20,7 +20,7 @@ from dct_parallel import DCTState, dct_hook
 
 
 def batch(step, rank):
-    """A regression task; every rank and step has samples of its own."""
+    """A regression task with different samples on each rank and in each step."""
     generator = torch.Generator().manual_seed(2 * step + rank)
     x = torch.randn(64, 128, generator=generator)
     return x, x[:, :8].sum(1, keepdim=True).tanh()
@@ -31,7 +31,7 @@ def train(rank):
     model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 1))
     ddp = DistributedDataParallel(model)
     state = DCTState(ddp, density=0.005)
-    ddp.register_comm_hook(state, dct_hook)  # from here on an ordinary training loop
+    ddp.register_comm_hook(state, dct_hook)  # the rest is an ordinary training loop
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
 
     if rank == 0:
@@ -46,14 +46,14 @@ def train(rank):
             print(f"step {step}: loss {loss.item():.3f}")
     if rank == 0:
         stats = state.stats()
-        print(f"sent {stats['density']:.2%} of the entries, {stats['wire_bytes']:,} bytes a step")
+        print(f"sent {stats['density']:.2%} of the entries, {stats['wire_bytes']:,} bytes per step")
 
 
 def main():
     # If a rank is missing, the others raise an error after 5 minutes instead of gloo's 30.
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     train(dist.get_rank())
-    gc.collect()  # the model ends before its process group
+    gc.collect()  # free the model before its process group
     dist.destroy_process_group()
 
 

@@ -1,10 +1,10 @@
-"""A recommender in two halves: embedding tables sharded over the ranks, an MLP on all of them.
+"""A hybrid-parallel recommender: embedding tables sharded over the ranks, and an MLP on all ranks.
 
     torchrun --nproc-per-node 2 examples/hybrid.py
 
-Of every embedding the 4 largest of 32 entries cross, and their gradients come back. Of the MLP's
-gradients 1 % cross. Prints the loss and the bytes that rank 0 sends in a step, beside those of the
-same exchange in float32.
+Ranks send the 4 largest of the 32 entries of each embedding, and receive the gradients of these
+entries. They also send 1 % of the MLP's gradient entries. Prints the loss, the bytes that rank 0
+sends per step, and the bytes of the same exchange in float32.
 """
 
 import gc
@@ -19,30 +19,30 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_parallel import DCTState, RowFormat, all_to_all_rows, dct_hook
 from wire_meter import WireMeter
 
-RANKS, IDS, WIDTH, BATCH = 2, 100, 32, 64  # one table a rank; samples a rank
+RANKS, IDS, WIDTH, BATCH = 2, 100, 32, 64  # one table and 64 samples per rank
 
 
 def train(rank):
     torch.manual_seed(0)
-    taste = torch.randn(IDS, RANKS)  # what there is to learn
-    table = nn.Embedding(IDS, WIDTH)  # of the ids in column `rank`; the other rank has the other
+    taste = torch.randn(IDS, RANKS)  # determines the labels
+    table = nn.Embedding(IDS, WIDTH)  # for the ids in column `rank`
     mlp = nn.Sequential(nn.Linear(RANKS * WIDTH, 256), nn.ReLU(), nn.Linear(256, 1))
     ddp = DistributedDataParallel(mlp)
     state = DCTState(ddp, density=0.01)
     ddp.register_comm_hook(state, dct_hook)
-    # Entries that did not cross get no gradient: tables want a higher learning rate.
+    # Tables need a higher learning rate, because entries that were not sent get no gradient.
     groups = [{"params": mlp.parameters()}, {"params": table.parameters(), "lr": 20.0}]
     optimizer = torch.optim.SGD(groups, lr=0.2)
 
     with WireMeter() as meter:
         for step in range(301):
             generator = torch.Generator().manual_seed(step)
-            ids = torch.randint(IDS, (RANKS * BATCH, RANKS), generator=generator)  # all ranks'
-            pooled = table(ids[:, rank])  # for everybody's samples, [RANKS * BATCH, WIDTH]
-            mine = all_to_all_rows(
+            ids = torch.randint(IDS, (RANKS * BATCH, RANKS), generator=generator)  # of all ranks
+            pooled = table(ids[:, rank])  # of all ranks' samples, [RANKS * BATCH, WIDTH]
+            received = all_to_all_rows(
                 pooled, [BATCH] * RANKS, [BATCH] * RANKS, format=RowFormat(density=0.125)
             )
-            features = mine.view(RANKS, BATCH, WIDTH).transpose(0, 1).flatten(1)
+            features = received.view(RANKS, BATCH, WIDTH).transpose(0, 1).flatten(1)
             clicked = (taste[ids, [0, 1]].sum(1) > 0).float()[rank * BATCH : (rank + 1) * BATCH]
             loss = nn.functional.binary_cross_entropy_with_logits(ddp(features)[:, 0], clicked)
             optimizer.zero_grad()
@@ -59,7 +59,7 @@ def train(rank):
 def main():
     dist.init_process_group("gloo")
     train(dist.get_rank())
-    gc.collect()  # the model ends before its process group
+    gc.collect()  # free the model before its process group
     dist.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
-"""Local steps: two ranks train with AdamW on their own, and average what their weights changed by.
+"""Local SGD: two ranks train independently with AdamW, and average the changes of their weights.
 
     torchrun --nproc-per-node 2 examples/local_steps.py
 
-Weights are bfloat16. Prints what is sent every tenth step; then the loss, which falls; then the
-fraction of entries that was sent each time; and a sum of the weights, the same on both ranks.
+Weights are bfloat16. Prints the messages that are sent every 10 steps, and the decreasing loss.
+Then prints the fraction of entries that was sent, and the sum of the weights, equal on both ranks.
 """
 
 import os
@@ -17,7 +17,7 @@ from dct_parallel import DCTAverager
 
 
 def batch(step, rank):
-    """A regression task; every rank and step has samples of its own."""
+    """A regression task with different samples on each rank and in each step."""
     generator = torch.Generator().manual_seed(2 * step + rank)
     x = torch.randn(64, 128, generator=generator)
     return x, x[:, :8].sum(1, keepdim=True).tanh()
@@ -40,10 +40,11 @@ def train(rank):
         averager.average_parameters()
         if rank == 0 and step % 100 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
-    averager.flush()  # the last step, and all that waits
+    averager.flush()  # averages the last step and all residuals
     if rank == 0:
         stats = averager.stats()
-        print(f"sent {stats['density']:.1%} of the entries, {stats['wire_bytes']:,} bytes a time")
+        sent, nbytes = stats["density"], stats["wire_bytes"]
+        print(f"sent {sent:.1%} of the entries, {nbytes:,} bytes per averaging")
     total = sum(parameter.double().sum().item() for parameter in model.parameters())
     print(f"rank {rank}: weights {total:.6f}")
 

@@ -1,12 +1,12 @@
-"""FSDP2 inside a node, local steps between nodes: two replicas of a model, each cut over two ranks.
+"""FSDP2 inside a node, local SGD between nodes: two replicas of a model, each on two ranks.
 
     torchrun --nproc-per-node 4 examples/sharded_local_steps.py FOLDER 40
     torchrun --nproc-per-node 4 examples/sharded_local_steps.py FOLDER 80
 
-Replicas train with AdamW on their own, and every tenth step each rank averages its shards with the
-rank that holds the same ones in the other replica. The first run stops after step 40 and saves, the
-second goes on to step 80. Prints what a rank sends; the loss, which falls; and the sum of the
-weights, to the last digit: one run of 80 steps, in another folder, ends the same.
+Replicas train independently with AdamW. Every 10 steps each rank averages its shards with the rank
+that has the same shards of the other replica. The first run stops after step 40 and saves; the
+second resumes and stops after step 80. Prints the messages of a rank, the decreasing loss, and the
+sum of the weights. A single run of 80 steps in a different folder prints the same sum.
 """
 
 import gc
@@ -23,30 +23,30 @@ from torch.distributed.fsdp import fully_shard
 
 from dct_parallel import DCTAverager
 
-SHARDS = 2  # on GPUs as many as a node has
+SHARDS = 2  # on GPUs, the number of GPUs per node
 
 
 def batch(step, rank):
-    """A regression task; every rank and step has samples of its own."""
+    """A regression task with different samples on each rank and in each step."""
     generator = torch.Generator().manual_seed(4 * step + rank)
     x = torch.randn(32, 128, generator=generator)
     return x, x[:, :8].sum(1, keepdim=True).tanh()
 
 
-def saved(mesh, model, optimizer, averager):
-    """What DCP saves and loads. Optimizers of replicas differ, so each has a name of its own."""
+def state_to_save(mesh, model, optimizer, averager):
+    """The state for DCP. Optimizers of replicas differ, so each replica has a different key."""
     weights, steps = get_state_dict(model, optimizer)
     replica = f"replica{mesh.get_local_rank('replicate')}"
     return {replica: {"model": weights, "optimizer": steps}, "averager": averager.state_dict()}
 
 
 def load(folder, mesh, model, optimizer, averager):
-    state = saved(mesh, model, optimizer, averager)
+    state = state_to_save(mesh, model, optimizer, averager)
     dcp.load(state, checkpoint_id=folder)
     averager.load_state_dict(state.pop("averager"))
-    (own,) = state.values()
+    (replica,) = state.values()
     set_state_dict(
-        model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optimizer"]
+        model, optimizer, model_state_dict=replica["model"], optim_state_dict=replica["optimizer"]
     )
 
 
@@ -55,7 +55,7 @@ def train(rank, folder, stop):
     mesh = init_device_mesh("cpu", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 1))
-    fully_shard(model[0], mesh=mesh["shard"])  # not the whole mesh: torch would average gradients
+    fully_shard(model[0], mesh=mesh["shard"])  # with the whole mesh, torch would average gradients
     fully_shard(model, mesh=mesh["shard"])
     averager = DCTAverager(model, period=10, process_group=mesh["replicate"].get_group())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
@@ -76,7 +76,7 @@ def train(rank, folder, stop):
         if rank == 0 and step % 20 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
 
-    dcp.save(saved(mesh, model, optimizer, averager), checkpoint_id=folder)
+    dcp.save(state_to_save(mesh, model, optimizer, averager), checkpoint_id=folder)
     total = sum(parameter.full_tensor().double().sum().item() for parameter in model.parameters())
     print(f"rank {rank} stops after step {averager.step}, weights {total!r}")
 
@@ -84,7 +84,7 @@ def train(rank, folder, stop):
 def main(folder, stop):
     dist.init_process_group("gloo")
     train(dist.get_rank(), folder, stop)
-    gc.collect()  # the model ends before its process group
+    gc.collect()  # free the model before its process group
     dist.destroy_process_group()
 
 

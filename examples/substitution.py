@@ -1,12 +1,13 @@
-"""Equivalent substitution: ranks share rows of features and exchange partial results, no rows.
+"""Equivalent substitution: ranks own rows of features and exchange partial results, not rows.
 
     python examples/substitution.py --ranks 2
 
 Trains DeepFM, whose three operators (linear terms, a factorization machine, pooled embeddings) have
-equivalent substitutes: each rank applies them to the rows that it owns, and the partial results are
-added up. A feature gets its row when it first appears. Prints quality and bytes of three runs on
-the same batches: all samples in one process; ranks that average the MLP's gradients in float32; and
-ranks that compress them by DCT. The first two differ only in the order of sums.
+equivalent substitutes: each rank applies them to the rows that it owns, and the ranks sum the
+partial results. A feature gets a row when it first appears. Prints the quality and bytes of three
+runs on the same batches: one process with all samples, ranks that average the MLP's gradients in
+float32, and ranks that compress these gradients with DCT. The first two differ only in the order
+of sums.
 """
 
 import argparse
@@ -51,11 +52,11 @@ SEED, WIDTH, HIDDEN = 0, 16, (256, 128)
 
 
 class DeepFM(nn.Module):
-    """DeepFM (arXiv 1703.04247) on features that the ranks of a group share.
+    """DeepFM (arXiv 1703.04247), whose features are distributed over the ranks of a group.
 
     Args:
         capacity: number of features that this rank can own.
-        rows_group, ids_group: process groups of the same ranks, for partial results and for ids.
+        rows_group, ids_group: process groups of the same ranks for partial results and ids.
     """
 
     def __init__(
@@ -87,19 +88,19 @@ class DeepFM(nn.Module):
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options. Exits with status 2 and a text that names option, rule and value."""
-    description = "Train DeepFM by equivalent substitution beside the same model in one process."
+    """Parse the options. On an error, exit with status 2 and name the option, rule and value."""
+    description = "Train DeepFM with equivalent substitution. Compare with one process."
     parser = make_parser("substitution.py", description, EPILOG, rows=60_000)
     add = parser.add_argument
-    add("--ranks", type=count, default=2, help="local processes; torchrun's if it started this one")
+    add("--ranks", type=count, default=2, help="local processes, without torchrun")
     add("--capacity", type=count, default=200_000, help="features that a rank can own")
-    add("--density", type=fraction, default=0.01, help="compressed: of the MLP's gradients")
-    add("--lr", type=positive, default=0.05, help="learning rate of the MLP, under SGD")
+    add("--density", type=fraction, default=0.01, help="density of the MLP's gradients")
+    add("--lr", type=positive, default=0.05, help="learning rate of the MLP, which uses SGD")
     add(
         "--embedding-lr",
         type=positive,
         default=0.02,
-        help="learning rate of the features' rows, under row-wise AdaGrad",
+        help="learning rate of the features' rows, which use row-wise AdaGrad",
     )
     return parser.parse_args(arguments)
 
@@ -123,7 +124,7 @@ def run(
     """Train and test one model. Collective."""
     is_alone = name == "one process"
     ranks = range(dist.get_world_size())
-    # For one process every rank is a group of its own, and all of them do the same.
+    # To train in one process, each rank forms its own group, and all ranks compute the same.
     grouped = [[rank] for rank in ranks] if is_alone else [list(ranks)]
     groups = {each: dist.new_subgroups_by_enumeration(grouped)[0] for each in ("rows", "ids")}
     steps = list(batches(data, options.batch_size, SEED))
@@ -156,7 +157,7 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program; returns its exit status."""
+    """Run the program and return its exit status."""
     return run_program("substitution.py", compare, parse(arguments))
 
 

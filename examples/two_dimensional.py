@@ -2,10 +2,10 @@
 
     python examples/two_dimensional.py --ranks 4 --replicas 2
 
-Trains DLRM twice on the same batches: everything exchanged in float32, then everything compressed.
-Prints quality and bytes of both. Ranks form groups. Inside a group the tables are sharded: ids go
-to the ranks that own the rows, embeddings come back. Each group has a replica of all tables, which
-`ReplicaSync` averages every few steps. The MLPs are on all ranks.
+Trains DLRM twice on the same batches: first with all exchanges in float32, then compressed. Prints
+the quality and bytes of both runs. Ranks form groups. The tables are sharded inside a group: ranks
+send ids to the owners of the rows and receive embeddings. Each group has a replica of all tables,
+and `ReplicaSync` averages the replicas every few steps. The MLPs are on all ranks.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from dlrm.training import require_equal_weights, train
 EPILOG = """\
 examples:
   python examples/two_dimensional.py
-      generated rows on 4 local ranks, 2 replicas of the tables, each shared by 2 ranks
+      generated rows on 4 local ranks, 2 replicas of the tables, each sharded over 2 ranks
   python examples/two_dimensional.py --data train.txt --replicas 4 --sync-every 20
       a file in Criteo's format, all tables on every rank
 """
@@ -46,22 +46,22 @@ SEED, HASH_SIZE, EMBEDDING_DIM = 0, 4000, 16
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options. Exits with status 2 and a text that names option, rule and value."""
-    description = "Train DLRM with tables in shards and replicas: float32 beside compressed."
+    """Parse the options. On an error, exit with status 2 and name the option, rule and value."""
+    description = "Train DLRM with sharded and replicated tables. Compare float32 with compression."
     parser = make_parser("two_dimensional.py", description, EPILOG, rows=60_000)
     add = parser.add_argument
-    add("--ranks", type=count, default=4, help="local processes; torchrun's if it started this one")
+    add("--ranks", type=count, default=4, help="local processes, without torchrun")
     add("--replicas", type=count, default=2, help="groups of ranks, each with all tables")
     add("--sync-every", type=count, default=10, metavar="N", help="steps between syncs of replicas")
-    add("--sync-format", choices=FORMATS, default="int4", help="compressed: of changes at a sync")
-    add("--row-format", choices=ROW_FORMATS, default="int8", help="compressed: of embeddings")
-    add("--density", type=fraction, default=0.01, help="compressed: of the MLPs' gradients")
-    add("--lr", type=positive, default=0.1, help="learning rate of the MLPs, under SGD")
+    add("--sync-format", choices=FORMATS, default="int4", help="format of changes at a sync")
+    add("--row-format", choices=ROW_FORMATS, default="int8", help="format of embeddings")
+    add("--density", type=fraction, default=0.01, help="density of the MLPs' gradients")
+    add("--lr", type=positive, default=0.1, help="learning rate of the MLPs, which use SGD")
     add(
         "--embedding-lr",
         type=positive,
         default=0.02,
-        help="learning rate of the tables, under momentum-scaled row-wise AdaGrad",
+        help="learning rate of the tables, which use momentum-scaled row-wise AdaGrad",
     )
     options = parser.parse_args(arguments)
     ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else options.ranks
@@ -102,7 +102,7 @@ def run(is_compressed: bool, data: Dataset, options: argparse.Namespace, on_step
         model.mlps.register_comm_hook(None, default_hooks.allreduce_hook)
 
     mlps = torch.optim.SGD(model.mlps.parameters(), options.lr)
-    # Accumulators of a replica grow faster than those of one group with all samples would.
+    # Accumulators of a replica grow faster than in one group with all samples.
     tables = MomentumScaledRowWiseAdagrad(
         model.tables.parameters(), options.embedding_lr, scale=options.replicas
     )
@@ -115,7 +115,7 @@ def run(is_compressed: bool, data: Dataset, options: argparse.Namespace, on_step
     groups = {"ids": model.ids_group, "rows": model.rows_group, "sync": model.sync_group}
     steps = batches(data, options.batch_size, SEED)
     record = train(model, [mlps, tables], steps, groups, on_step, after_step=sync.step)
-    sync.flush()  # replicas are equal from here on
+    sync.flush()  # all replicas are now equal
     require_equal_weights(digest(model.mlps))
     require_equal_weights(digest(model.tables), model.sync_group)
     if state is not None:
@@ -126,7 +126,7 @@ def run(is_compressed: bool, data: Dataset, options: argparse.Namespace, on_step
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program; returns its exit status."""
+    """Run the program and return its exit status."""
     return run_program("two_dimensional.py", compare, parse(arguments))
 
 

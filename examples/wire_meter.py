@@ -1,4 +1,4 @@
-"""Counts the bytes that this rank sends, where a collective is called: copy it if it helps you.
+"""Counts the bytes that this rank sends by wrapping collectives. Copy it if you find it useful.
 
 with WireMeter() as meter:
     step()
@@ -23,12 +23,12 @@ def reduce_scatter_bytes(nbytes: int, world_size: int) -> int:
 
 
 def broadcast_bytes(nbytes: int, world_size: int) -> int:
-    """Bytes per rank in a broadcast of `nbytes`, averaged over ranks: all but one receive."""
+    """Bytes per rank in a broadcast of `nbytes`, averaged over ranks. All but one rank receive."""
     return (world_size - 1) * nbytes // world_size
 
 
 def _all_to_all_bytes(call: Mapping[str, Any], world_size: int) -> int:
-    """Bytes that go to other ranks: all but this rank's own split."""
+    """Bytes sent to other ranks: all splits except this rank's own."""
     sent: Tensor = call["input"]
     splits: list[int] | None = call["input_split_sizes"]
     if not splits:
@@ -39,8 +39,8 @@ def _all_to_all_bytes(call: Mapping[str, Any], world_size: int) -> int:
 
 _Counter = Callable[[Mapping[str, Any], int], int]
 
-# {function of torch.distributed: bytes of one call, from its arguments and the world size}. Those
-# that a torch version lacks are left out.
+# {function of torch.distributed: bytes of one call, from its arguments and the world size}. Some
+# versions of torch lack some of these functions.
 _COUNTERS: dict[str, _Counter] = {
     "all_reduce": lambda call, p: all_reduce_bytes(call["tensor"].nbytes, p),
     "all_gather": lambda call, p: all_gather_bytes(call["tensor"].nbytes, p),
@@ -55,19 +55,18 @@ _COUNTERS: dict[str, _Counter] = {
 
 
 class WireMeter:
-    """Counts the bytes that this rank sends through `torch.distributed`, whatever the method.
+    """Counts the bytes that this rank sends through `torch.distributed`.
 
-    While active, the module's collectives are replaced by wrappers that count and call on. So it
-    sees every call written `torch.distributed.<name>(...)`, on any thread: this package's and the
-    hooks of torch.distributed.algorithms.ddp_comm_hooks; and all point-to-point messages, those of
-    torch.distributed.pipelining included. Names: all_reduce, all_gather, all_gather_into_tensor,
-    all_gather_single, reduce_scatter_tensor, reduce_scatter_single, all_to_all_single, broadcast,
-    send, isend and batch_isend_irecv; no others. It does not see DDP's built-in all-reduce, which
-    is issued in C++: register `default_hooks.allreduce_hook` to count it. Ring algorithms are
-    assumed. Meters nest; leave them in reverse order.
+    While the meter is active, it replaces these functions by wrappers: all_reduce, all_gather,
+    all_gather_into_tensor, all_gather_single, reduce_scatter_tensor, reduce_scatter_single,
+    all_to_all_single, broadcast, send, isend and batch_isend_irecv. It counts all calls of
+    `torch.distributed.<name>(...)` on any thread, including calls by this package, by torch's DDP
+    hooks and by torch.distributed.pipelining. It does not see DDP's built-in all-reduce, which is
+    issued in C++; register `default_hooks.allreduce_hook` to count it. Ring algorithms are
+    assumed. Meters can be nested; exit them in reverse order.
 
     Args:
-        group: count only calls with this process group; default all.
+        group: count only calls with this process group; default: all calls.
 
     Raises:
         TypeError: `group` is neither a process group nor None.
@@ -75,16 +74,16 @@ class WireMeter:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"group must be a process group that this rank is in, got {group!r}")
+            raise TypeError(f"group must be a process group that contains this rank, got {group!r}")
         self._group = group
         self._lock = threading.Lock()
         self._bytes = 0
-        # A torch function mode, as of set_default_device, makes isend call itself.
+        # With a torch function mode, such as set_default_device's, isend calls itself.
         self._calling = threading.local()
         self._originals: dict[str, Callable[..., Any]] = {}
 
     def take(self) -> int:
-        """Bytes sent since the meter started or was last read, and start again from 0."""
+        """Return the bytes sent since the meter started or was last read, and reset it to 0."""
         with self._lock:
             taken, self._bytes = self._bytes, 0
         return taken
@@ -113,7 +112,7 @@ class WireMeter:
             group = bound.arguments["group"]
             counted = self._group is None or group is self._group
             ranks = dist.get_world_size(group)
-            if counted and ranks > 0:  # else this rank is not of that group: the call does nothing
+            if counted and ranks > 0:  # 0 if this rank is not in the group
                 with self._lock:
                     self._bytes += count(bound.arguments, ranks)
             self._calling.now = True
@@ -127,5 +126,5 @@ class WireMeter:
 
 def _replace(name: str, function: Callable[..., Any]) -> None:
     setattr(dist, name, function)
-    if name == "isend":  # `send` calls it where it is defined, and a P2POp compares with that
+    if name == "isend":  # `send` and P2POp use the original module's isend
         dist.distributed_c10d.isend = function

@@ -119,5 +119,5 @@ def backend(request):
         pytest.skip(f"not on this machine: {ptx.build.missing()}")
     if request.param.startswith("ptx-"):
         ptx.executor().configure(request.config.getoption("--ptx-seed"))
-        ptx.executor().have(multiprocessors=2)  # one block is a small grid, four are not
+        ptx.executor().set_multiprocessors(2)  # one block is a small grid, four are not
     return BACKENDS[request.param]

@@ -43,7 +43,7 @@ def test_hook(run, tmp_path):
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 2
     assert "fewer bytes than the all-reduce" in printed
-    assert re.search(r"sent 0\.\d\d% of the entries, 1,792 bytes a step", printed)
+    assert re.search(r"sent 0\.\d\d% of the entries, 1,792 bytes per step", printed)
 
 
 @in_forks
@@ -61,7 +61,7 @@ def test_local_steps(run, tmp_path):
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 2
     assert "Every 10 steps: " in printed and "fewer than that." in printed
-    assert re.search(r"sent \d+\.\d% of the entries, [\d,]+ bytes a time", printed)
+    assert re.search(r"sent \d+\.\d% of the entries, [\d,]+ bytes per averaging", printed)
     weights = re.findall(r"weights (-?\d+\.\d+)", printed)
     assert len(weights) == 2 and weights[0] == weights[1]
 

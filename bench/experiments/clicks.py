@@ -18,39 +18,40 @@ from examples.dlrm.scores import evaluate
 from . import runs
 from .runs import RATE_SEED, scores
 
-# Trains on this rank, by (exchange, rate of the tables, seed, data, options): the model, its last
-# loss, and the bytes that this rank sent per step, by purpose.
+# Trains on this rank with (exchange, rate of the tables, seed, data, options). Returns the model,
+# its last loss, and the bytes that this rank sent per step, by purpose.
 Job = Callable[..., tuple[nn.Module, float, dict[str, float]]]
 
 
 def parser(name: str, description: str, exchanges: Sequence[str], known: Callable) -> Parser:
-    """The options of both programs; `known` is the argparse type of an exchange's name."""
+    """The options of both programs. `known` is the argparse type of an exchange's name."""
     parser = Parser(prog=f"python -m bench.experiments.{name}", description=description)
     parser.set_defaults(problem="")
     add = parser.add_argument
     add("--exchanges", nargs="+", type=known, default=exchanges, metavar="EXCHANGE")
-    add("--rates", type=several(positive), default="0.3,1,3,10", help="of the tables")
-    add("--seeds", type=int, default=5, help="at the best rate; 0: the test rows are not read")
+    add(
+        "--rates", type=several(positive), default="0.3,1,3,10", help="learning rates of the tables"
+    )
+    add("--seeds", type=int, default=5, help="at the best rate; 0: do not use test rows")
     add("--ranks", type=count, default=2)
     add("--data", type=Path, metavar="FILE", help="rows in Criteo's layout")
-    add("--rows", type=count, default=1_000_000, help="to generate without --data")
+    add("--rows", type=count, default=1_000_000, help="generated rows without --data")
     add("--epochs", type=count, default=1)
-    add("--batch-size", type=count, default=128, help="of a rank")
-    add("--lr", type=positive, default=0.1, help="of the MLPs, by SGD")
-    add("--hash-size", type=count, default=4000, help="rows of a table at most")
+    add("--batch-size", type=count, default=128, help="rows per rank and step")
+    add("--lr", type=positive, default=0.1, help="learning rate of the MLPs (SGD)")
+    add("--hash-size", type=count, default=4000, help="most rows per table")
     add("--embedding-dim", type=count, default=64)
     add("--bottom", type=widths, default="512-256-64", help="hidden widths of the bottom MLP")
     add("--top", type=widths, default="512-256", help="hidden widths of the top MLP")
-    add("--out", type=Path, default=Path("runs", name), help="runs of one setting")
+    add("--out", type=Path, default=Path("runs", name), help="folder for runs of one setting")
     return parser
 
 
 def train_by_rates(options: argparse.Namespace, job: Job) -> None:
-    """Train every exchange with every rate from the first seed, then at its best rate from the
-    other seeds, and write a report on all runs in --out."""
+    """Train with all rates for the first seed, then at the best rate, and report all runs."""
     make_folder(options.out)
     settings = settings_of(options)
-    runs.load(options.out, settings)  # raises before any training if they differ
+    runs.load(options.out, settings)  # raises an error before training if they differ
     _train(
         options, [(n, rate, RATE_SEED) for n in options.exchanges for rate in options.rates], job
     )
@@ -71,15 +72,15 @@ def settings_of(options: argparse.Namespace) -> dict[str, object]:
 def _train(
     options: argparse.Namespace, settings: Iterable[tuple[str, float, int]], job: Job
 ) -> None:
-    asked = [dict(zip(("method", "rate", "seed"), each, strict=True)) for each in settings]
-    asked = [run | {"problem": options.problem} for run in asked]
-    missing = [run for run in asked if not runs.path(options.out, run).exists()]
+    wanted = [dict(zip(("method", "rate", "seed"), each, strict=True)) for each in settings]
+    wanted = [run | {"problem": options.problem} for run in wanted]
+    missing = [run for run in wanted if not runs.path(options.out, run).exists()]
     if missing:
         launch(_work, options.ranks, missing, options, job)
 
 
 def _work(missing: Sequence[dict], options: argparse.Namespace, job: Job) -> None:
-    """All of the runs, on one rank."""
+    """Do all of the runs on one rank."""
     data = dataset.load(
         options.data, options.rows, options.hash_size, options.batch_size, validation_fraction=0.1
     )
@@ -100,4 +101,4 @@ def _work(missing: Sequence[dict], options: argparse.Namespace, job: Job) -> Non
             file = runs.path(options.out, run)
             files.write_json(file, record)
             print(f"{file.stem}: {record.get('validation', 'diverged')}", flush=True)
-        del model  # before its process groups
+        del model  # free it before its process groups

@@ -1,30 +1,30 @@
-"""Quality of data-parallel training by optimizer, method and learning rate.
+"""Measures the quality of data-parallel training by optimizer, method and learning rate.
 
     python -m bench.experiments.dp_density --problems python-adamw --methods dense int4 --rates 8e-3
     python -m bench.experiments.dp_density --problems clicks-sgd --data ROWS.tsv --rates 0.1
 
-Problems: python-... trains a transformer on the Python sources of torch and sympy, and reads no
-character twice. clicks-... trains DLRM on rows of clicks, generated or from --data. clicks-adam
-uses row-wise AdaGrad for the tables (with --table-lr) and Adam for the MLPs.
+Problems: python-... trains a transformer on the Python sources of torch and sympy, and reads each
+character at most once. clicks-... trains DLRM on rows of clicks, generated or from --data.
+clicks-adam uses row-wise AdaGrad for the tables (with --table-lr) and Adam for the MLPs.
 
-The learning rate follows a cosine to 0. A transformer's rises over the first --warmup steps.
+The learning rate follows a cosine to 0. For a transformer it rises over the first --warmup steps.
 
-Methods: dense (float32), bf16, powersgd4, powersgd8 and powersgd16 (PowerSGD of that rank, after a
-tenth of the steps), dct:D% and reduce_scatter:D% (DCTState; D is the percentage of entries sent),
-int8, int4 and ternary (DCTState with every entry in that format). local:D%xH and local-FORMAT:xH
-are DCTAverager with period H, and ahead:D% is DCTAverager(period=1, step_ahead=True). All but
+Methods: dense (float32), bf16, powersgd4, powersgd8 and powersgd16 (PowerSGD with that rank, after
+a tenth of the steps), dct:D% and reduce_scatter:D% (DCTState; D is the percentage of entries sent),
+int8, int4 and ternary (DCTState with all entries in that format). local:D%xH and local-FORMAT:xH
+are DCTAverager with period H, and ahead:D% is DCTAverager(period=1, step_ahead=True). All except
 dense, bf16, powersgd, reduce_scatter and fsdp also take ",transport=reduce_scatter".
-fsdp-WEIGHTS-GRADIENTS is compress_fully_shard with these formats, and scores unrounded weights.
+fsdp-WEIGHTS-GRADIENTS is compress_fully_shard with these formats; its scores use unrounded weights.
 
-All ranks are simulated in one process with the bits of real ranks. Bytes are what a rank sends,
-computed from the message sizes.
+All ranks are simulated in one process, and the results are bitwise identical to those of real
+ranks. The bytes that a rank sends are computed from the message sizes.
 
-1. With several rates, every method is trained with each from seed 0. Its best rate has the lowest
-   loss on the validation part.
+1. With several rates, each method is trained with each rate from seed 0. Its best rate has the
+   lowest loss on the validation part.
 2. At its best rate it is trained from seeds 0, 1, 2, ... and scored on the test part.
 
-Each finished run is a file in --out and is not repeated, so an interrupted command can be started
-again, and methods, rates and seeds can be added. The report covers all runs in --out.
+Each finished run is a file in --out and is not repeated, so you can restart an interrupted command,
+and add methods, rates and seeds. The report covers all runs in --out.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Problem(NamedTuple):
     """A task and its optimizer.
 
     Attributes:
-        rates: to try, unless others are given.
+        rates: learning rates to try by default.
     """
 
     task: str
@@ -86,7 +86,7 @@ PROBLEMS = {
 
 
 def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) -> dict:
-    """The record of one run."""
+    """Train one run and return its record."""
     start = time.process_time()
     model = task.model(run["seed"])
     batches = [task.batches(run["seed"], rank, options.ranks) for rank in range(options.ranks)]
@@ -104,7 +104,7 @@ def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) 
 
     if dp_methods.is_local(make):
         models = [model, *(copy.deepcopy(model) for _ in batches[1:])]
-        updates = [update_of(own) for own in models]
+        updates = [update_of(replica) for replica in models]
         steps = dp_local.train(models, task.loss, batches, make(models), updates, options.steps)
     elif make.func is dp_shards.Shards:
         shards, update = make(model, options.ranks), update_of(model)
@@ -131,7 +131,7 @@ def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) 
 def stepper(
     optimizers: list[torch.optim.Optimizer], parts: Sequence[float]
 ) -> Callable[[int], None]:
-    """A function that takes step number `step` with that part of the full rate."""
+    """Return a function that takes step number `step` with parts[step] of the full rate."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     full = [group["lr"] for group in groups]
 
@@ -150,8 +150,8 @@ def settings_of(options: argparse.Namespace) -> dict[str, object]:
 
 
 def work(options: argparse.Namespace) -> None:
-    """All runs that are asked for and do not exist yet."""
-    runs.load(options.out, settings_of(options))  # raises before any training if they differ
+    """Do all selected runs that do not exist yet."""
+    runs.load(options.out, settings_of(options))  # raises an error before training if they differ
 
     @cache
     def task(name: str) -> Task:
@@ -188,17 +188,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), metavar="P")
     methods = ["dense", "bf16", "dct:1%"]
     add("--methods", nargs="+", type=dp_methods.named, default=methods, metavar="M")
-    add("--rates", type=several(positive), help="to try, joined by ','; each problem has its own")
-    add("--table-lr", type=positive, default=0.02, help="of clicks-adam's tables")
+    add("--rates", type=several(positive), help="joined by ',' (default: depends on the problem)")
+    add("--table-lr", type=positive, default=0.02, help="rate of clicks-adam's tables")
     add("--steps", type=count, default=600)
     add("--seeds", type=count, default=3)
     add("--ranks", type=count, default=2)
-    add("--batch", type=count, metavar="N", help="rows or texts of a rank and step: 128, or 8")
-    add("--warmup", type=count, default=50, help="steps; a tenth of all is better in long runs")
-    add("--width", type=count, default=96, help="of the transformer")
-    add("--layers", type=count, default=3, help="of the transformer")
+    add("--batch", type=count, metavar="N", help="rows or texts per rank and step: 128 or 8")
+    add("--warmup", type=count, default=50, help="steps; long runs need a tenth of --steps")
+    add("--width", type=count, default=96, help="width of the transformer")
+    add("--layers", type=count, default=3, help="layers of the transformer")
     add("--data", type=Path, metavar="FILE", help="rows of clicks in Criteo's layout")
-    add("--rows", type=count, default=1_000_000, help="of clicks to generate without --data")
+    add("--rows", type=count, default=1_000_000, help="generated rows without --data")
     add("--out", type=Path, default=Path("runs/dp_density"))
     return parser.parse_args(arguments)
 

@@ -1,7 +1,7 @@
-"""Local steps of several ranks in one process, for dp_density.py.
+"""Simulates local SGD of several ranks in one process, for dp_density.py.
 
-Every rank has a model and an optimizer that sees this rank's gradients alone. Every `period` steps
-the ranks average what their weights have moved by, with the bits that `DCTAverager` gives.
+Each rank has a model, and an optimizer that uses only this rank's gradients. Every `period` steps
+the ranks average the changes of their weights. Results are bitwise those of `DCTAverager`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +17,11 @@ class Local(dp_ranks.Counts):
     """Averages the models as `DCTAverager` does.
 
     Args:
-        models: of all ranks, with equal weights.
-        density: of what weights have moved by.
-        period: steps.
+        models: the models of all ranks, with equal weights.
+        density: fraction of the changes that is sent.
+        period: number of steps between averagings.
         format, transport: see `Buckets`.
-        step_ahead: start each period from weights to which the residual has been added.
+        step_ahead: start each period from weights that include the residual.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class Local(dp_ranks.Counts):
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average what the weights have moved by since the last call."""
-        moved = [self._flat(rank) - self.base - self.ahead[rank] for rank in range(self.ranks)]
-        self.base += self.exchange(self.buckets, moved)
+        """Average the changes of the weights since the last call."""
+        changes = [self._flat(rank) - self.base - self.ahead[rank] for rank in range(self.ranks)]
+        self.base += self.exchange(self.buckets, changes)
         if self.step_ahead:
             self.ahead = [residual.clone() for residual in self.buckets.unsent()]
         for rank in range(self.ranks):
@@ -52,7 +52,7 @@ class Local(dp_ranks.Counts):
             self._set(rank, start)
 
     def end(self) -> None:
-        """Give every rank the weights that all have in common."""
+        """Set all ranks to the averaged weights."""
         for rank in range(self.ranks):
             self._set(rank, self.base)
 
@@ -73,14 +73,14 @@ def train(
     step_weights: Sequence[Callable[[int], None]],
     steps: int,
 ) -> Iterator[tuple[float, dp_ranks.Counts]]:
-    """As `dp_ranks.train`, but every rank has a model and an optimizer of its own."""
+    """Like `dp_ranks.train`, but each rank has its own model and optimizer."""
     for step in range(1, steps + 1):
         losses = []
-        for model, own, step_own in zip(models, batches, step_weights, strict=True):
+        for model, rank_batches, update in zip(models, batches, step_weights, strict=True):
             model.zero_grad()
-            loss = loss_of(model, next(own))
+            loss = loss_of(model, next(rank_batches))
             loss.backward()
-            step_own(step - 1)
+            update(step - 1)
             losses.append(loss.item())
         if step % local.period == 0:
             local.average()

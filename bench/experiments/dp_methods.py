@@ -1,4 +1,4 @@
-"""The methods of dp_density.py, by their names."""
+"""The methods of dp_density.py and their names."""
 
 import argparse
 import re
@@ -10,7 +10,7 @@ from dct_parallel.exchange import quantized
 
 from . import dp_local, dp_ranks, dp_shards
 
-# What a method's name has after its colon: D, a percentage, and xH, a number of steps.
+# {name: (suffix of the name after a colon, method)}; D is a percentage and H a number of steps.
 METHODS: dict[str, tuple[str, partial]] = {
     "dense": ("", partial(dp_ranks.Dense, dtype=torch.float32)),
     "bf16": ("", partial(dp_ranks.Dense, dtype=torch.bfloat16)),
@@ -28,11 +28,11 @@ for _weights in dp_shards.FORMATS:
     for _gradients in dp_shards.FORMATS:
         _made = partial(dp_shards.Shards, weights=_weights, gradients=_gradients)
         METHODS[f"fsdp-{_weights}-{_gradients}"] = ("", _made)
-TRANSPORT = ",transport=reduce_scatter"  # may end the names of those that take a transport
+TRANSPORT = ",transport=reduce_scatter"  # suffix for methods that take a transport
 
 
 def method(name: str) -> partial:
-    """A constructor of the exchange of gradients, or of the averaging of weights.
+    """Return a constructor of the exchange of gradients, or of the averaging of weights.
 
     Raises:
         argparse.ArgumentTypeError: no method has this name, or it takes no transport.
@@ -41,9 +41,9 @@ def method(name: str) -> partial:
         r"([\w-]+)(?::(?:([\d.]+)%)?(?:x([1-9]\d*))?)?", name.removesuffix(TRANSPORT)
     )
     kind, percent, period = found.groups() if found else (name, None, None)
-    given = "D%" * (percent is not None) + "xH" * (period is not None)
-    if kind not in METHODS or METHODS[kind][0] != given:
-        known = ", ".join(f"{kind}:{has}" if has else kind for kind, (has, _) in METHODS.items())
+    suffix = "D%" * (percent is not None) + "xH" * (period is not None)
+    if kind not in METHODS or METHODS[kind][0] != suffix:
+        known = ", ".join(f"{kind}:{end}" if end else kind for kind, (end, _) in METHODS.items())
         raise argparse.ArgumentTypeError(f"must be one of {known}, got {name!r}")
     made = METHODS[kind][1]
     if percent is not None:

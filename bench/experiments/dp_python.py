@@ -1,7 +1,7 @@
-"""The task of dp_density.py on Python sources: the installed ones of torch and sympy.
+"""The task of dp_density.py on Python sources: the installed files of torch and sympy.
 
-They are a text of 70 million characters that no method was tuned for, and that needs no download.
-Only printable ASCII and line ends are kept. Generated files are left out.
+They are a text of 70 million characters that no method was tuned for, and need no download. Only
+printable ASCII and line ends are kept. Generated files are skipped.
 """
 
 import zlib
@@ -19,16 +19,16 @@ from bench.cli import UsageError
 from .dp_tasks import BATCH_TEXTS, CONTEXT, Transformer, next_character_loss
 
 PACKAGES = ("torch", "sympy")
-KNOWN = b"\n" + bytes(range(ord(" "), ord("~") + 1))  # characters, by their numbers
+KNOWN = b"\n" + bytes(range(ord(" "), ord("~") + 1))  # the characters; their indices are the input
 DROPPED = bytes(set(range(256)) - set(KNOWN))
-LONGEST_LINE, MOST_DIGITS = 80, 0.2  # of a file written by hand: mean line, share of digits
+LONGEST_LINE, MOST_DIGITS = 80, 0.2  # limits of a handwritten file: mean line, share of digits
 PARTS = {0: "validation", 1: "test"}  # one in 32 files each, by a hash of the path
-VALIDATION_TEXTS = 4000  # enough to choose by: differences vary less than losses. All of test are.
-SCORED_AT_ONCE = 32  # texts; more of them leave the cache
+VALIDATION_TEXTS = 4000  # enough to choose a rate, because differences vary less than losses
+SCORED_AT_ONCE = 32  # texts; more of them do not fit into the cache
 
 
 class Source(NamedTuple):
-    """A file: its path, which begins with the package, and its text."""
+    """A file: its path, which starts with the package, and its text."""
 
     path: str
     text: bytes
@@ -37,7 +37,7 @@ class Source(NamedTuple):
         return PARTS.get(zlib.crc32(self.path.encode()) % 32, "train")
 
     def is_generated(self) -> bool:
-        """Whether it consists of numbers or very long lines, as generated files do."""
+        """Whether the file consists of numbers or very long lines, as generated files do."""
         lines = 1 + self.text.count(b"\n")
         digits = sum(self.text.count(digit) for digit in b"0123456789")
         return len(self.text) > LONGEST_LINE * lines or digits > MOST_DIGITS * len(self.text)
@@ -51,12 +51,12 @@ def installed() -> list[Source]:
     """
     specs = {name: find_spec(name) for name in PACKAGES}
     if lacking := [name for name, spec in specs.items() if spec is None]:
-        raise UsageError(f"problems python-... need {' and '.join(lacking)}: pip install them")
+        raise UsageError(f"python-... needs {' and '.join(lacking)}: use pip install")
     return read({name: Path(spec.origin).parent for name, spec in specs.items()})
 
 
 def read(folders: Mapping[str, Path]) -> list[Source]:
-    """The sources in {package: its folder} that were written by hand, by their paths."""
+    """The handwritten sources in {package: its folder}, sorted by path."""
     found = []
     for package, folder in folders.items():
         paths = {f"{package}/{p.relative_to(folder).as_posix()}": p for p in folder.rglob("*.py")}
@@ -66,8 +66,7 @@ def read(folders: Mapping[str, Path]) -> list[Source]:
 
 
 def windows(sources: Iterable[Source], length: int) -> dict[str, Tensor]:
-    """{part: uint8 [windows, length], numbers of characters}. The files of a part are concatenated
-    and cut into windows that share no character."""
+    """{part: uint8 [windows, length], indices of characters}; windows do not overlap."""
     texts: dict[str, list[bytes]] = {}
     for source in sources:
         texts.setdefault(source.part(), []).append(source.text)
@@ -75,7 +74,7 @@ def windows(sources: Iterable[Source], length: int) -> dict[str, Tensor]:
 
 
 def _encode(text: bytes) -> Tensor:
-    """The numbers of the characters, uint8."""
+    """The indices of the characters, uint8."""
     return torch.from_numpy(_NUMBERS[np.frombuffer(text, dtype=np.uint8)])
 
 
@@ -84,11 +83,11 @@ _NUMBERS[list(KNOWN)] = np.arange(len(KNOWN))
 
 
 class PythonTask:
-    """Next characters of the sources. No character is read twice.
+    """Predict the next character of the sources. Each character is read at most once.
 
     Args:
-        width, layers: of the transformer.
-        batch: texts of a rank and step.
+        width, layers: width and number of layers of the transformer.
+        batch: texts per rank and step.
     """
 
     def __init__(self, width: int = 96, layers: int = 3, batch: int = BATCH_TEXTS) -> None:
@@ -110,7 +109,7 @@ class PythonTask:
         order = torch.randperm(len(self._train), generator=generator)[rank::ranks]
         for index in order.split(self._batch):
             yield self._train[index].long()
-        raise UsageError(f"--steps must end before a rank's {len(order)} texts, each read once, do")
+        raise UsageError(f"--steps must use at most the {len(order)} texts of a rank")
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         return next_character_loss(model, batch)
@@ -124,5 +123,5 @@ class PythonTask:
 
 
 def _spread(texts: Tensor, count: int) -> Tensor:
-    """`count` of the texts, at equal distances."""
+    """Select `count` texts at equal distances."""
     return texts[torch.arange(count) * len(texts) // count]

@@ -1,9 +1,9 @@
-"""Data-parallel training of several ranks in one process, for dp_density.py.
+"""Simulates data-parallel training of several ranks in one process, for dp_density.py.
 
-The gradients of the ranks are computed one after another on one copy of the weights. Each rank's
-gradients are one flat tensor in the order in which backward finishes them, as in DDP's one bucket.
-The exchange runs without a network (in_process.py). The weights are those of real ranks, bit for
-bit (tests/bench/test_dp_density.py).
+The gradients of the ranks are computed one after another on one copy of the weights. The gradients
+of a rank are one flat tensor in the order in which backward finishes them, as in DDP with one
+bucket. The exchange runs without a network (in_process.py). The weights are bitwise equal to those
+of real ranks (tests/bench/test_dp_density.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,21 +19,21 @@ from .in_process import Buckets
 
 
 class Counts:
-    """What is counted of an exchange: `sent`, the bytes of the rank that sends most, so far."""
+    """Counts an exchange. `sent` is the number of bytes of the rank that has sent most."""
 
     sent = 0
 
     def exchange(self, buckets: Buckets, tensors: Sequence[Tensor]) -> Tensor:
-        """The mean of the ranks' tensors, compressed."""
+        """Exchange the ranks' compressed tensors and return their mean."""
         self.sent += buckets.plan.wire_bytes
         return buckets.mean(tensors)
 
 
 class Dense(Counts):
-    """The ranks' gradients by all-reduce in `dtype`.
+    """Averages the ranks' gradients as an all-reduce in `dtype` does.
 
     Args:
-        shapes: of the parameters, in the order of the flat gradients.
+        shapes: shapes of the parameters, in the order of the flat gradients.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], ranks: int, dtype: torch.dtype) -> None:
@@ -41,13 +41,13 @@ class Dense(Counts):
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor:
         """The mean of the ranks' gradients [numel]."""
-        mean = sum(tensor.to(self.dtype) / self.ranks for tensor in grads)  # divided first, as DDP
+        mean = sum(tensor.to(self.dtype) / self.ranks for tensor in grads)  # as in DDP
         self.sent += all_reduce_bytes(mean.nbytes, self.ranks)
         return mean.float()
 
 
 class DCT(Dense):
-    """What `DCTState` does, after START_STEP steps in bfloat16."""
+    """Averages as `DCTState` does, after START_STEP steps in bfloat16."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class DCT(Dense):
 
 
 class PowerSGD(Dense):
-    """PowerSGD (arXiv 1905.13727) as torch's hook has it, of a rank above 2.
+    """PowerSGD (arXiv 1905.13727) as in torch's hook, with a rank above 2.
 
-    A matrix is compressed where this halves its elements at least. The rest is averaged in float32,
-    and everything is before step `start`.
+    A matrix is compressed if this at least halves the number of elements. The rest, and everything
+    before step `start`, is averaged in float32.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class PowerSGD(Dense):
         self.shapes, self.start, self.step = shapes, start, 0
         self.sizes = [shape.numel() for shape in shapes]
         self.residuals = [torch.zeros(sum(self.sizes)) for _ in range(ranks)]
-        # The hook's random values: it takes matrices of one shape together.
+        # The same random values as in the hook, which groups matrices by shape.
         generator = torch.Generator().manual_seed(np.random.RandomState(0).randint(1_000_000_000))
-        self.q: dict[int, Tensor] = {}  # of matrices that are compressed
+        self.q: dict[int, Tensor] = {}  # only for compressed matrices
         for index in sorted(range(len(shapes)), key=lambda index: shapes.index(shapes[index])):
             rows, columns = shapes[index][0], self.sizes[index] // shapes[index][0]
             least = min(rows, columns, rank)
@@ -96,7 +96,7 @@ class PowerSGD(Dense):
         self.step += 1
         if self.step <= self.start:
             return super().__call__(grads)
-        pending = [left + grad for left, grad in zip(self.residuals, grads, strict=True)]
+        pending = [kept + grad for kept, grad in zip(self.residuals, grads, strict=True)]
         parts = zip(*(tensor.split(self.sizes) for tensor in pending), strict=True)
         mean = torch.cat([self._mean(index, each) for index, each in enumerate(parts)])
         self.residuals = [tensor - mean for tensor in pending]
@@ -113,7 +113,7 @@ class PowerSGD(Dense):
 
 
 def finishing_order(model: nn.Module, loss: Tensor) -> list[nn.Parameter]:
-    """The parameters as backward finishes them. Their gradients are None afterwards."""
+    """The parameters in the order in which backward finishes them. Resets their gradients."""
     order: list[nn.Parameter] = []
     hooks = [p.register_post_accumulate_grad_hook(order.append) for p in model.parameters()]
     loss.backward()
@@ -131,25 +131,24 @@ def train(
     step_weights: Callable[[int], None],
     steps: int,
 ) -> Iterator[tuple[float, Counts]]:
-    """(mean loss of the ranks, the exchange) of every step.
+    """Train `model` in place. Yield (mean loss of the ranks, the exchange) for each step.
 
     Args:
-        model: trained in place.
-        loss_of: of the model and a batch.
-        batches: of every rank.
-        make_exchange: of the shapes of the parameters and the number of ranks.
-        step_weights: called with the step's number once gradients are there.
+        loss_of: computes the loss from the model and a batch.
+        batches: the batches of each rank.
+        make_exchange: makes the exchange from the shapes of the parameters and the number of ranks.
+        step_weights: called with the number of the step when the gradients are averaged.
     """
-    first = [next(own) for own in batches]
+    first = [next(rank_batches) for rank_batches in batches]
     order = finishing_order(model, loss_of(model, first[0]))
     exchange = make_exchange([parameter.shape for parameter in order], len(batches))
     grads = torch.zeros(len(batches), sum(parameter.numel() for parameter in order))
     for step in range(steps):
         losses = []
-        for rank, own in enumerate(batches):
+        for rank, rank_batches in enumerate(batches):
             grads[rank].zero_()
             _point(order, grads[rank])
-            batch = next(own) if step else first[rank]
+            batch = next(rank_batches) if step else first[rank]
             loss = loss_of(model, batch)
             loss.backward()
             losses.append(loss.item())
@@ -159,7 +158,7 @@ def train(
 
 
 def _point(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-    """Let the gradients of `parameters` be views of `flat`."""
+    """Set the gradients of `parameters` to views of `flat`."""
     sizes = [parameter.numel() for parameter in parameters]
     for parameter, grad in zip(parameters, flat.split(sizes), strict=True):
         parameter.grad = grad.view_as(parameter)

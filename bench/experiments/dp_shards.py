@@ -1,9 +1,9 @@
-"""FSDP2 between several ranks in one process, for dp_density.py.
+"""Simulates FSDP2 between several ranks in one process, for dp_density.py.
 
-The ranks share one copy of the weights. Before each step the weights are replaced by what ranks
-would gather, and afterwards the gradients by what the owners of shards would sum. Messages have
-the bits that `compress_fully_shard` gives (tests/bench/test_dp_density.py). Every block of the
-model, and the rest, is one wrapped module. Each module is gathered once in a step.
+The ranks share one copy of the weights. Before each step the weights are replaced by the values
+that ranks would gather, and after it the gradients by the sums that the owners of shards would
+compute. Messages are bitwise equal to those of `compress_fully_shard` (test_dp_density.py).
+Each block of the model, and the rest, is one wrapped module, which is gathered once per step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,31 +21,31 @@ FORMATS = ("bfloat16", "int8", "int4")
 
 
 class _Unit:
-    """A module that is wrapped by itself."""
+    """One wrapped module."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], ranks: int, weights: str, gradients: str
     ) -> None:
         self.parameters, self.ranks = parameters, ranks
-        self.numels = [-(-len(p) // ranks) * p[0].numel() for p in parameters]  # of shards
+        self.numels = [-(-len(p) // ranks) * p[0].numel() for p in parameters]  # entries per shard
         sent = tuple((numel, p.dim() < 2) for p, numel in zip(parameters, self.numels, strict=True))
         self.gather, self.reduce = message_layout(sent, weights), message_layout(sent, gradients)
-        self.kept: Tensor | None = None  # the weights of the last gather, in "int4"
-        self.grads: list[Tensor] = []  # of the ranks
+        self.kept: Tensor | None = None  # weights of the last gather, if the format is "int4"
+        self.grads: list[Tensor] = []  # one per rank
 
     def shards(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The shards of tensors like the parameters [ranks, numel]."""
+        """Split tensors with the parameters' shapes into shards [ranks, numel]."""
         sizes = zip(tensors, self.numels, strict=True)
         padded = [pad(t.flatten(), (0, self.ranks * numel - t.numel())) for t, numel in sizes]
         return torch.cat([t.view(self.ranks, -1) for t in padded], 1)
 
     def whole(self, shards: Tensor) -> list[Tensor]:
-        """The tensors like the parameters that have these shards."""
+        """Join shards into tensors with the parameters' shapes."""
         parts = zip(shards.split(self.numels, 1), self.parameters, strict=True)
         return [part.flatten()[: p.numel()].view_as(p) for part, p in parts]
 
     def gathered(self) -> Tensor:
-        """What ranks gather [ranks, numel]."""
+        """The weights that ranks gather [ranks, numel]."""
         weights = self.shards([p.detach() for p in self.parameters])
         if self.gather.format != "int4":
             return self._sent(weights)
@@ -66,7 +66,7 @@ class _Unit:
         return got
 
     def reduced(self) -> Tensor:
-        """The mean of the ranks' gradients, as owners have it [ranks, numel]."""
+        """The mean of the ranks' gradients, as the owners compute it [ranks, numel]."""
         nbytes, means = self.reduce.nbytes(torch.float32), torch.empty_like(self.grads[0])
         for owner, out in enumerate(means):
             messages = torch.zeros(self.ranks, nbytes, dtype=torch.uint8)
@@ -81,23 +81,23 @@ class Shards(Counts):
     """The exchange of weights and gradients between shards of a model.
 
     Args:
-        weights, gradients: formats, as of `compress_fully_shard`.
+        weights, gradients: formats of `compress_fully_shard`.
     """
 
     def __init__(self, model: nn.Module, ranks: int, weights: str, gradients: str) -> None:
         wrapped = [list(block.parameters()) for block in getattr(model, "blocks", ())]
         inside = {parameter for block in wrapped for parameter in block}
         rest = [parameter for parameter in model.parameters() if parameter not in inside]
-        self.units = [_Unit(own, ranks, weights, gradients) for own in (*wrapped, rest)]
+        self.units = [_Unit(module, ranks, weights, gradients) for module in (*wrapped, rest)]
         parts = [
             layout.nbytes(torch.float32) for u in self.units for layout in (u.gather, u.reduce)
         ]
         self.step_bytes = sum(all_gather_bytes(part, ranks) for part in parts)
 
     def means(self, losses: Sequence[Callable[[], Tensor]]) -> list[float]:
-        """The losses of the ranks. Parameters get the mean of their gradients."""
+        """Return the losses of the ranks, and set the parameters' gradients to their means."""
         values = []
-        kept = [[p.data for p in unit.parameters] for unit in self.units]
+        saved = [[p.data for p in unit.parameters] for unit in self.units]
         for unit in self.units:
             for p, gathered in zip(unit.parameters, unit.whole(unit.gathered()), strict=True):
                 p.data, p.grad = gathered.clone(), None
@@ -109,9 +109,10 @@ class Shards(Counts):
                 unit.grads.append(unit.shards([p.grad for p in unit.parameters]))
                 for p in unit.parameters:
                     p.grad = None
-        for unit, own in zip(self.units, kept, strict=True):
-            for p, data, mean in zip(unit.parameters, own, unit.whole(unit.reduced()), strict=True):
-                p.data, p.grad = data, mean.clone()
+        for unit, weights in zip(self.units, saved, strict=True):
+            means = unit.whole(unit.reduced())
+            for p, weight, mean in zip(unit.parameters, weights, means, strict=True):
+                p.data, p.grad = weight, mean.clone()
         self.sent += self.step_bytes
         return values
 
@@ -124,8 +125,8 @@ def train(
     step_weights: Callable[[int], None],
     steps: int,
 ) -> Iterator[tuple[float, Counts]]:
-    """As `dp_ranks.train`."""
+    """Like `dp_ranks.train`."""
     for step in range(steps):
-        losses = shards.means([lambda own=own: loss_of(model, next(own)) for own in batches])
+        losses = shards.means([lambda each=each: loss_of(model, next(each)) for each in batches])
         step_weights(step)
         yield sum(losses) / len(losses), shards

@@ -1,8 +1,7 @@
-"""What dp_density.py trains: a transformer on text, and DLRM on clicks.
+"""The tasks of dp_density.py: a transformer on text, and DLRM on clicks.
 
-A task has batches for every rank, and a model for them. Both depend on the seed alone. The model is
-scored on samples that it was not trained on: "validation", by which settings are chosen, and
-"test".
+A task has a model, and batches for every rank. Both depend only on the seed. The model is scored on
+samples that it was not trained on: "validation", which is used to select settings, and "test".
 """
 
 from pathlib import Path
@@ -28,12 +27,12 @@ from examples.dlrm.scores import score
 from .runs import scores
 
 CONTEXT = 64  # characters that the transformer sees
-BATCH_TEXTS = 8  # of a rank and step
-BATCH_ROWS = 128  # of a rank and step
+BATCH_TEXTS = 8  # per rank and step
+BATCH_ROWS = 128  # per rank and step
 
 
 class Block(nn.Module):
-    """A layer of a transformer that norms before attention and before its MLP."""
+    """A layer of a transformer, with norms before attention and before the MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -73,7 +72,7 @@ class Transformer(nn.Module):
 
 
 def next_character_loss(model: nn.Module, texts: Tensor) -> Tensor:
-    """Nats per character of texts [batch, length + 1]."""
+    """The loss of texts [batch, length + 1], in nats per character."""
     return cross_entropy(model(texts[:, :-1]).flatten(0, 1), texts[:, 1:].flatten())
 
 
@@ -84,13 +83,13 @@ class Batch(NamedTuple):
 
 
 class ClicksTask:
-    """DLRM as `train_dlrm.py` has it: 70 % of the rows are trained on, 10 % validate, 20 % test.
+    """The DLRM of `train_dlrm.py`, with 70 % of the rows for training and 10 % for validation.
 
     Args:
         data: a file in Criteo's layout, or None for generated rows.
-        rows: to generate; training goes over them in another order each time.
-        hash_size, bottom, top: as of `train_dlrm.py`.
-        batch: rows of a rank and step.
+        rows: number of rows to generate; their order is new in every epoch.
+        hash_size, bottom, top: see `train_dlrm.py`.
+        batch: rows per rank and step.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The exchange of dct_parallel between ranks in one process, where collectives are copies.
+"""The exchange of dct_parallel between ranks in one process; collectives are copies.
 
-Every rank has a `Bucket`. Only the first rank's is finished: it copies the messages of the other
-ranks from their transports, which do their part of the work at that moment.
+Each rank has a `Bucket`. Only the bucket of the first rank is finished: it copies the messages of
+the other ranks from their transports, which compute their results at that moment.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from dct_parallel.exchange.transport import AllGather, Transport
 
 
 class _Rank:
-    """Takes the place of a process group. `peers` are the transports of all ranks, in order."""
+    """Replaces a process group. `peers` are the transports of all ranks, in order."""
 
     def __init__(self, number: int, ranks: int, peers: list[Transport]) -> None:
         self.number, self.ranks, self.peers = number, ranks, peers
@@ -40,7 +40,7 @@ class _InProcess(Transport):
         return list(range(self._group.size()))
 
     def start(self) -> None:
-        """Does nothing: the payload is copied when it is needed."""
+        """Do nothing, because the payload is copied when it is needed."""
 
 
 class _AllGather(_InProcess, AllGather):
@@ -50,7 +50,7 @@ class _AllGather(_InProcess, AllGather):
 
 class _ReduceScatter(_InProcess, ReduceScatter):
     def _wait(self) -> None:
-        # Without a row it owns nothing.
+        # A rank that owns nothing has no row.
         for row, peer in zip(self._arrived, self._peers, strict=False):
             row.copy_(peer._sent[self._group.rank()])
 
@@ -71,11 +71,11 @@ class _Bucket(Bucket):
 
 
 class Buckets:
-    """All parameters in one bucket, as every rank has it.
+    """One bucket with all parameters on each rank.
 
     Args:
-        sizes: of the parameters.
-        ranks: how many.
+        sizes: numbers of elements of the parameters.
+        ranks: number of ranks.
         density, format: see `DCTState`.
         transport: "all_gather" or "reduce_scatter".
     """
@@ -92,20 +92,20 @@ class Buckets:
         names = tuple(str(number) for number in range(len(sizes)))
         self.plan = BucketPlan(names, tuple(sizes), settings, transport, ranks)
         peers: list[Transport] = []
-        self._of_ranks = [
+        self._buckets = [
             _Bucket(self.plan, _Rank(rank, ranks, peers), torch.device("cpu"), 0, {})
             for rank in range(ranks)
         ]
 
     def mean(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The mean of the ranks' tensors [numel], as every rank receives it."""
-        for bucket, tensor in zip(self._of_ranks, tensors, strict=True):
+        """The mean of the ranks' tensors [numel], as all ranks receive it."""
+        for bucket, tensor in zip(self._buckets, tensors, strict=True):
             bucket.start(tensor)
-        first, mean = self._of_ranks[0], torch.empty_like(tensors[0])
+        first, mean = self._buckets[0], torch.empty_like(tensors[0])
         first.finish(mean)
         assert not StepResults({0: first}, run_now).read()[0].damaged
         return mean
 
     def unsent(self) -> list[Tensor]:
-        """The residual [numel] of every rank."""
-        return [bucket.codec.residual for bucket in self._of_ranks]
+        """The residual [numel] of each rank."""
+        return [bucket.codec.residual for bucket in self._buckets]

@@ -1,13 +1,13 @@
-"""Hybrid DLRM by the number format of its embedding rows, with and without distinct rows once.
+"""Trains hybrid-parallel DLRM with different number formats of its embedding rows.
 
     python -m bench.experiments.mp_formats --data ROWS.tsv --epochs 5 --batch-size 64
     python -m bench.experiments.mp_formats --exchanges float32 int4,sign+dedup --rates 3,10
 
-An exchange is FORMAT, or FORWARD,BACKWARD, or the percentage of a row's entries that DCT-MP sends,
-such as 7.5%. With +dedup each distinct row is sent once. The gradients of the MLPs are averaged in
-float32. All runs of a seed start from the same weights and see the same batches.
+An exchange is FORMAT, or FORWARD,BACKWARD, or the percentage of a row's entries that are sent, such
+as 7.5%. With +dedup each distinct row is sent once. The gradients of the MLPs are averaged in
+float32. All runs with the same seed start from the same weights and see the same batches.
 
-1. Every exchange is trained with every rate of the tables from seed 0. Its best rate has the lowest
+1. Each exchange is trained with each rate of the tables from seed 0. Its best rate has the lowest
    log loss on the validation rows.
 2. At its best rate it is trained from seeds 1, 2, ... and scored on the test rows.
 
@@ -37,11 +37,11 @@ FORMATS = ("float32", "int8", "int4,int4", "int4,ternary", "int4,sign", "7.5%")
 NAMES = [f"{format}{dedup}" for dedup in ("", "+dedup") for format in FORMATS]
 
 
-def parsed(name: str) -> tuple[RowFormat, bool]:
-    """(format, whether distinct rows are sent once).
+def parse_exchange(name: str) -> tuple[RowFormat, bool]:
+    """Return (format, whether each distinct row is sent once).
 
     Raises:
-        argparse.ArgumentTypeError: it is not the name of an exchange.
+        argparse.ArgumentTypeError: `name` is not the name of an exchange.
     """
     text, plus, word = name.partition("+")
     try:
@@ -51,13 +51,13 @@ def parsed(name: str) -> tuple[RowFormat, bool]:
             return RowFormat("bfloat16", density=float(text[:-1]) / 100), bool(plus)
         return RowFormat(*text.split(",", 1)), bool(plus)
     except ValueError as error:
-        rule = "one or two number formats or a percentage, with +dedup or without"
+        rule = "one or two number formats or a percentage, with or without +dedup"
         raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}: {error}") from None
 
 
 def known(name: str) -> str:
     """An argparse type: the name of an exchange."""
-    parsed(name)
+    parse_exchange(name)
     return name
 
 
@@ -65,7 +65,7 @@ def job(
     exchange: str, rate: float, seed: int, data: dataset.Dataset, options: argparse.Namespace
 ) -> tuple[nn.Module, float, dict[str, float]]:
     """See `clicks.Job`. Collective."""
-    format, dedup = parsed(exchange)
+    format, dedup = parse_exchange(exchange)
     torch.manual_seed(seed)
     whole = DLRM(data.tables, options.embedding_dim, options.bottom, options.top)
     model = ShardedDLRM(whole, plan_shards(data.tables, options.ranks), rows_in(format), dedup)

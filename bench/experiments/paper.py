@@ -1,15 +1,15 @@
-"""The DCT paper's recipe (arXiv 2010.08899) as far as it is public, by setting of the method.
+"""Repeats the public part of the DCT paper's recipe (arXiv 2010.08899) with different settings.
 
     python -m bench.experiments.paper --rows 1000000 --cuts gradients
     python -m bench.experiments.paper --data train.txt --cuts rows,columns --embedding-lr 1
 
-DLRM with embeddings of 16 and MLPs of 13-512-256-64-16 and 512-256-1 under SGD with a rate of 0.1,
-128 rows per rank and step, on 2 ranks. Each row is read once. examples/train_dlrm.py trains every
-setting of a cut:
+The model is DLRM with embeddings of 16 and MLPs of 13-512-256-64-16 and 512-256-1. It is trained
+with SGD, a learning rate of 0.1 and 128 rows per rank and step, on 2 ranks. Each row is read once.
+examples/train_dlrm.py trains all settings of a cut, which is the part that is compressed:
 
-    gradients   of all weights, between ranks that have all weights
-    rows        of the embedding tables, which are sharded
-    columns     of the top MLP's hidden layers
+    gradients   gradients of all weights; every rank has all weights
+    rows        rows of the embedding tables, which are sharded
+    columns     columns of the top MLP's hidden layers, which are split
 
 A finished setting has a folder in --out and is not repeated.
 """
@@ -32,9 +32,9 @@ BASELINES = {"dense": "float32", "bf16": "bfloat16"}  # by mode
 FRESH = "--modes dct"
 FIXED = f"{FRESH} --policy fixed --refresh-every 1000"
 ROWS = f"{FRESH} --format float32 --density 1"  # gradients are not compressed
-# Options of train_dlrm.py: of each cut, and of its settings.
+# Options of train_dlrm.py for each cut and its settings.
 PARALLEL = {"gradients": "data", "rows": "hybrid", "columns": "columns"}
-FEW_ENTRIES_OR_BITS = {
+ROW_SETTINGS = {
     "10 %": f"{ROWS} --row-density 0.1",
     "5 %": f"{ROWS} --row-density 0.05",
     "int4": f"{ROWS} --row-format int4",
@@ -45,25 +45,25 @@ SETTINGS: dict[str, dict[str, str]] = {
         for policy, given in (("fixed", FIXED), ("fresh", FRESH))
         for percent in (5, 1, 0.5)
     },
-    "rows": FEW_ENTRIES_OR_BITS
+    "rows": ROW_SETTINGS
     | {
         "5 %; gradients fixed, 0.5 %": f"{FIXED} --density 0.005 --row-density 0.05",
         "int4; gradients fresh, 0.5 %": f"{FRESH} --density 0.005 --row-format int4",
     },
-    "columns": FEW_ENTRIES_OR_BITS | {"int8": f"{ROWS} --row-format int8"},
+    "columns": ROW_SETTINGS | {"int8": f"{ROWS} --row-format int8"},
 }
 
 
 def train(options: argparse.Namespace) -> list[dict]:
-    """All runs of --cuts. Settings that are not finished are trained first."""
+    """Train the unfinished settings of --cuts, then return all runs."""
     names = ("data", "rows", "seeds", "embedding_lr")
     common = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
     found = []
     for cut in options.cuts:
         baselines = {"baselines": f"--modes {','.join(BASELINES)}"}
-        for setting, own in (baselines | SETTINGS[cut]).items():
+        for setting, arguments in (baselines | SETTINGS[cut]).items():
             folder = options.out / re.sub(r"\W+", "-", f"{cut} {setting}").strip("-")
-            command = ["--parallel", PARALLEL[cut], *own.split()]
+            command = ["--parallel", PARALLEL[cut], *arguments.split()]
             command += [f"{name}={value}" for name, value in common.items() if value]
             finished = folder / "command.json"
             if not finished.exists() or json.loads(finished.read_text()) != command:
@@ -86,9 +86,9 @@ def _kept(run: dict) -> dict:
 
 
 def report(runs: Sequence[dict], cut: str) -> str:
-    """The table of a cut. Differences from float32's are taken seed by seed.
+    """The table of a cut. Differences from float32 are taken per seed.
 
-    Bytes are fewer by what a setting compresses: gradients, rows or both.
+    Factors count the bytes that a setting compresses: gradients, rows or both.
     """
     settings: dict[str, list[dict]] = {}
     for run in runs:
@@ -123,8 +123,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--cuts", type=several(str, SETTINGS), default=",".join(PARALLEL))
     add("--data", type=Path, metavar="FILE", help="rows in Criteo's layout")
-    add("--rows", type=count, default=260_000, help="to generate without --data; 20 %% are a test")
-    add("--embedding-lr", type=positive, help="rate of the tables, 0.1 unless given")
+    add("--rows", type=count, default=260_000, help="generated rows; 20 %% are for the test")
+    add("--embedding-lr", type=positive, help="rate of the tables (default: 0.1)")
     add("--seeds", type=count, default=3)
     add("--out", type=Path, default=Path("runs/paper"))
     return parser.parse_args(arguments)

@@ -1,7 +1,7 @@
-"""Finished runs of an experiment: a JSON file each, and tables of them.
+"""Finished runs of an experiment, one JSON file per run, and tables of them.
 
 A run has "problem" (runs of one problem are compared), "method", "rate", "seed", "settings" (equal
-in all runs of a folder), "validation" and perhaps "test" (scores by name, "loss" among them), and
+in all runs of a folder), "validation" and sometimes "test" (scores by name, including "loss"), and
 "bytes" (per rank and step, by purpose).
 """
 
@@ -14,28 +14,28 @@ from bench.cli import UsageError
 from bench.tables import difference, mean, number, table, times
 from examples.dlrm.scores import Scores
 
-RATE_SEED = 0  # of the runs that learning rates are chosen by
+RATE_SEED = 0  # the seed of runs that select learning rates
 BASELINES = ("dense", "float32")
 
 
 def path(folder: Path, run: dict) -> Path:
-    """Where the run is stored."""
+    """The file of a run."""
     name = f"{run['problem']}_{run['method']}_lr{run['rate']:g}_seed{run['seed']}"
     kept = {ord(" "): "_", ord("%"): "percent"} | dict.fromkeys(map(ord, ",:=+"), "-")
     return folder / f"{name.lstrip('_').translate(kept)}.json"
 
 
 def settings_of(options: argparse.Namespace, *names: str) -> dict[str, object]:
-    """These options, as they are in a file."""
+    """The values of these options, as written to a file."""
     found = {name: getattr(options, name) for name in names}
     return found | {"data": options.data and options.data.name}
 
 
 def load(folder: Path, settings: dict[str, object]) -> list[dict]:
-    """All finished runs.
+    """Load all finished runs.
 
     Raises:
-        UsageError: a run has other settings.
+        UsageError: a run has different settings.
     """
     records = [json.loads(file.read_text()) for file in sorted(folder.glob("*_seed*.json"))]
     for run in records:
@@ -46,12 +46,12 @@ def load(folder: Path, settings: dict[str, object]) -> list[dict]:
 
 
 def scores(found: Scores) -> dict[str, float]:
-    """As they are in a file, where "loss" is what every task has."""
+    """The scores as written to a file; all tasks have "loss"."""
     return {"auc": found.auc, "loss": found.log_loss, "calibration": found.calibration}
 
 
 def best_rate(records: Sequence[dict], problem: str, method: str) -> float | None:
-    """The rate of the lowest validation loss, the mean over the seeds that all rates have."""
+    """The rate with the lowest validation loss, averaged over the seeds that all rates have."""
     losses: dict[float, dict[int, float]] = {}
     for run in records:
         if (run["problem"], run["method"]) == (problem, method) and "diverged" not in run:
@@ -59,15 +59,15 @@ def best_rate(records: Sequence[dict], problem: str, method: str) -> float | Non
     if len(losses) == 1:
         return next(iter(losses))
     seeds = set.intersection(*map(set, losses.values())) if losses else set()
-    sums = {rate: sum(own[seed] for seed in seeds) for rate, own in losses.items()}
+    sums = {rate: sum(of_seed[seed] for seed in seeds) for rate, of_seed in losses.items()}
     return min(sums, key=sums.get) if seeds else None
 
 
 def tables(records: Sequence[dict]) -> str:
-    """Markdown: a table for each problem, of every method at its best rate.
+    """Render a Markdown table for each problem, with each method at its best rate.
 
     Scores are means over seeds with the standard deviation. Differences from the baseline are
-    taken seed by seed, and stand with their standard error and the largest.
+    taken per seed; the table shows their mean, standard error and maximum.
     """
     problems: dict[str, dict[str, list[dict]]] = {}
     for run in sorted(records, key=lambda run: run["seed"]):
@@ -108,6 +108,6 @@ def _row(runs: Sequence[dict], dense: Sequence[dict]) -> list[str]:
 
 
 def over(runs: Sequence[dict], dense: Sequence[dict]) -> list[float]:
-    """Differences of the test loss, seed by seed."""
+    """Differences of the test loss for each seed."""
     by_seed = {run["seed"]: run["test"]["loss"] for run in dense}
     return [r["test"]["loss"] - by_seed[r["seed"]] for r in runs if r["seed"] in by_seed]

@@ -1,20 +1,20 @@
-"""TorchRec's own DLRM by the codec of its exchange of embeddings: quality and bytes.
+"""Measures quality and bytes of TorchRec's DLRM with different codecs for embeddings.
 
     python -m bench.experiments.torchrec_dlrm --data ROWS.tsv --epochs 3 --batch-size 64
 
 Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md). torchrec.models.dlrm.DLRM runs in
-DistributedModelParallel. Each table is on one rank, or with --row-wise on all of them,
-under row-wise AdaGrad as TorchRec fuses it into the backward pass. The MLPs are on all ranks, under
+DistributedModelParallel. Each table is on one rank, or with --row-wise on all ranks. Tables use
+row-wise AdaGrad, which TorchRec fuses into the backward pass. The MLPs are on all ranks and use
 SGD. An exchange is one of
 
     float32             TorchRec without codecs
     fp16, int8, mx4     FBGEMM's codecs with their defaults; int8 and mx4 have a scale for every 32
-                        entries, and do not go with --row-wise
+                        entries, and do not support --row-wise
     FORWARD,BACKWARD    dct_embeddings.torchrec.compressed_sharders, with a scale for each embedding
     EXCHANGE+hook       also compress_dense on the MLPs, with --density; otherwise their gradients
-                        are averaged in float32. Not with --row-wise
+                        are averaged in float32. Does not support --row-wise
 
-Learning rates of the tables are chosen as in mp_formats.py, and finished runs are not repeated.
+Learning rates of the tables are selected as in mp_formats.py, and finished runs are not repeated.
 """
 
 import argparse
@@ -66,7 +66,7 @@ BAGS = "sparse_arch.embedding_bag_collection"
 
 
 def sharder(name: str) -> ModuleSharder:
-    """The sharder of an exchange, whose name is given without +hook."""
+    """The sharder of an exchange; `name` excludes +hook."""
     if name == "float32":
         return EmbeddingBagCollectionSharder()
     if name in FBGEMM:
@@ -77,13 +77,13 @@ def sharder(name: str) -> ModuleSharder:
 
 
 class Clicks(nn.Module):
-    """A DLRM under TorchRec's parallelism, with the interface of the example's DLRM.
+    """A DLRM that TorchRec parallelizes, with the interface of the DLRM in examples.
 
     Args:
-        rows: of each table.
+        rows: rows of each table.
         name: the exchange without +hook.
-        rate: of the tables.
-        seed: of the weights.
+        rate: learning rate of the tables.
+        seed: seed of the weights.
     """
 
     def __init__(
@@ -107,21 +107,22 @@ class Clicks(nn.Module):
         )
         bags = model.get_submodule(BAGS)
         apply_optimizer_in_backward(RowWiseAdagrad, bags.parameters(), {"lr": rate, "eps": 1e-8})
-        ranks, own = dist.get_world_size(), sharder(name)
+        ranks, exchange = dist.get_world_size(), sharder(name)
         owners = enumerate(plan_shards(rows, ranks))
-        of_tables = {f"t{s.table}": table_wise(rank=r) for r, shards in owners for s in shards}
+        sharding = {f"t{s.table}": table_wise(rank=r) for r, shards in owners for s in shards}
         if options.problem == "row_wise":
-            of_tables = {table: row_wise() for table in of_tables}
+            sharding = {table: row_wise() for table in sharding}
+        sizes = {"local_size": ranks, "world_size": ranks}
         plan = construct_module_sharding_plan(
-            bags, of_tables, sharder=own, local_size=ranks, world_size=ranks, device_type="cpu"
+            bags, sharding, sharder=exchange, device_type="cpu", **sizes
         )
-        torch.manual_seed(seed * ranks + dist.get_rank())  # of the tables, which are made now
+        torch.manual_seed(seed * ranks + dist.get_rank())  # for the tables, which are made now
         self.dmp = DistributedModelParallel(
-            model, device=CPU, plan=ShardingPlan(plan={BAGS: plan}), sharders=[own]
+            model, device=CPU, plan=ShardingPlan(plan={BAGS: plan}), sharders=[exchange]
         )
 
     def mlps(self) -> list[nn.Parameter]:
-        """The parameters that every rank has."""
+        """The replicated parameters."""
         return [p for name, p in self.dmp.named_parameters() if BAGS not in name]
 
     def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
@@ -133,10 +134,10 @@ class Clicks(nn.Module):
 
 
 class Rows:
-    """A context that counts the bytes of rows which this rank sends; sums go by rings.
+    """A context that counts the bytes of rows that this rank sends.
 
-    TorchRec sends rows by an all-to-all. With `sums` it adds them by a reduce-scatter, and gathers
-    their gradients. A message of integers of 32 bits and more holds ids or counts.
+    TorchRec sends rows with an all-to-all. With `sums` it uses a reduce-scatter, and an all-gather
+    for gradients; rings are assumed. Messages of 32- or 64-bit integers (ids, counts) are ignored.
     """
 
     def __init__(self, sums: bool) -> None:
@@ -156,7 +157,7 @@ class Rows:
             setattr(dist, name, original)
 
     def take(self) -> int:
-        """The bytes since the last call."""
+        """Return the bytes since the last call."""
         sent, self.sent = self.sent, 0
         return sent
 
@@ -186,7 +187,7 @@ def job(
     exchange: str, rate: float, seed: int, data: dataset.Dataset, options: argparse.Namespace
 ) -> tuple[nn.Module, float, dict[str, float]]:
     """See `clicks.Job`. Collective."""
-    warnings.simplefilter("ignore")  # TorchRec's own; it also reads torchrun's variables
+    warnings.simplefilter("ignore")  # TorchRec warns, and reads torchrun's variables
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=ranks, WORLD_SIZE=ranks)
     name, plus, _ = exchange.partition("+")
@@ -212,7 +213,7 @@ def job(
 
 
 def exchange_name(text: str) -> str:
-    """An argparse type: the name of an exchange, checked."""
+    """An argparse type: the name of an exchange."""
     name, plus, word = text.partition("+")
     forward, _, backward = name.partition(",")
     known = name in ("float32", *FBGEMM) or {forward, backward} <= set(ROW_FORMATS)
@@ -226,13 +227,13 @@ def main() -> None:
     parser = clicks.parser("torchrec_dlrm", __doc__, NAMES, exchange_name)
     parser.set_defaults(rates="0.001,0.003,0.01")
     add = parser.add_argument
-    add("--density", type=density, default=0.01, help="of +hook")
+    add("--density", type=density, default=0.01, help="density of +hook")
     add("--row-wise", dest="problem", action="store_const", const="row_wise", help="all tables")
     options = parser.parse_args()
     if options.problem and (
         refused := [n for n in options.exchanges if n.endswith(("mx4", "int8", "+hook"))]
     ):
-        parser.error(f"--row-wise must be without mx4, int8 and +hook, got {', '.join(refused)}")
+        parser.error(f"--row-wise does not support mx4, int8 and +hook, got {', '.join(refused)}")
     clicks.train_by_rates(options, job)
 
 

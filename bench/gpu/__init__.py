@@ -1,1 +1,1 @@
-"""What bench/gpu/check.py runs on a GPU: `python -m bench.gpu.NAME OUT`."""
+"""The stages that bench/gpu/check.py runs on a GPU: `python -m bench.gpu.NAME OUT`."""

@@ -1,6 +1,6 @@
-"""Every op in a CUDA graph, on two streams at once and through torch.compile: the same bits.
+"""Checks that each op gives the same bits in a CUDA graph, on two streams and with torch.compile.
 
-Also that no op waits for the device, and torch.library.opcheck.
+Also checks that no op syncs with the device, and runs torch.library.opcheck.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from conformance.arguments import OPS, arguments
 from torch import Tensor
 
 import dct_kernels
-from bench.gpu.common import BF16, F32, captured, gpu_backends, nodes, not_waiting, report
+from bench.gpu.common import BF16, F32, captured, forbid_syncs, gpu_backends, nodes, report
 from bench.microbench import cases
 from bench.microbench.cases import Case
 from bench.microbench.command import results
@@ -19,7 +19,7 @@ from dct_kernels.layout import QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS
 
 ITERATIONS = 50
-SLEEP_CYCLES = 100_000_000  # 50 ms: all calls are queued by then, and the streams do overlap
+SLEEP_CYCLES = 100_000_000  # 50 ms, so that all calls are queued and the streams overlap
 
 
 def chosen(device: str) -> Iterator[Case]:
@@ -40,7 +40,7 @@ def chosen(device: str) -> Iterator[Case]:
 
 
 def equal(actual: tuple[Tensor, ...], expected: list[Tensor]) -> bool:
-    """All bits."""
+    """Whether all bits are equal."""
     pairs = zip(actual, expected, strict=True)
     return all(torch.equal(a.view(torch.uint8), e.view(torch.uint8)) for a, e in pairs)
 
@@ -48,7 +48,7 @@ def equal(actual: tuple[Tensor, ...], expected: list[Tensor]) -> bool:
 def graph(case: Case, ops: SimpleNamespace) -> str:
     expected = results(case, ops)
     case.reset(0)
-    with not_waiting():  # capture refuses what this does not see
+    with forbid_syncs():  # capture raises an error for syncs that this does not see
         case.run(ops, 0)
     made, static = captured(lambda: case.run(ops, 0))
     for _ in range(2):
@@ -62,7 +62,7 @@ def graph(case: Case, ops: SimpleNamespace) -> str:
 
 
 def streams(pair: tuple[Case, Case], ops: SimpleNamespace) -> str:
-    """One case each, many times over, against a call of its own."""
+    """Run each case many times on its own stream, and compare with a separate call."""
     expected = [results(case, ops) for case in pair]
     both = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
@@ -81,8 +81,8 @@ def streams(pair: tuple[Case, Case], ops: SimpleNamespace) -> str:
 
 
 def compiled(case: Case) -> str:
-    """The public functions, so that their checks are traced as well; Inductor compiles for real."""
-    torch.compiler.reset()  # every op counts as another version of the same function
+    """Compile the public functions with Inductor, so that their checks are also traced."""
+    torch.compiler.reset()  # otherwise dynamo counts all ops as recompilations of one function
     expected = results(case, dct_kernels)
     case.reset(0)
     function = torch.compile(lambda: case.run(dct_kernels, 0), fullgraph=True, dynamic=True)
@@ -111,7 +111,7 @@ def main() -> None:
         try:
             print(f"{name}: {check(*given)}", flush=True)
             done += 1
-        except Exception as error:  # dynamo's have many types, and the others are tried as well
+        except Exception as error:  # dynamo raises many types; continue with other checks
             print(f"{name}: {check.__name__}: {error}", flush=True)
             failures.append(f"{name} ({check.__name__})")
     report(failures, f"{done} checks passed: graphs, streams, torch.compile, opcheck, no host sync")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build, check, time and profile everything on the GPU at hand, in less than ten minutes."""
+"""Build, check, time and profile everything on this machine's GPU in less than ten minutes."""
 
 import argparse
 import contextlib
@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAST_SECONDS = 2  # with less time left no stage begins
+LEAST_SECONDS = 2  # no stage starts with less time left
 
 
 class Stage(NamedTuple):
     name: str
-    limit: float  # in seconds
-    what: str
-    command: tuple[str, ...]  # OUT and PYTHON stand for the folder of results and the interpreter
-    dry: tuple[str, ...] = ()  # options with which it runs where there is no GPU
+    limit: float  # seconds
+    description: str
+    command: tuple[str, ...]  # OUT and PYTHON are replaced by the results folder and interpreter
+    dry: tuple[str, ...] = ()  # options for a run without a GPU
 
 
 def program(name: str, *options: str) -> tuple[str, ...]:
@@ -32,7 +32,7 @@ def program(name: str, *options: str) -> tuple[str, ...]:
 
 
 def conformance(chosen: str, processes: int = 1, tests: str = "") -> tuple[str, ...]:
-    """The tests with these words in their names, without the PTX that the CPU executes."""
+    """Run the tests with these words in their names, except PTX that the CPU executes."""
     command = ("PYTHON", "-m", "pytest", f"tests/conformance{tests}", "-k", f"{chosen} and not ptx")
     if processes > 1 and importlib.util.find_spec("xdist"):
         command += ("-n", str(min(processes, len(os.sched_getaffinity(0)))))
@@ -40,14 +40,14 @@ def conformance(chosen: str, processes: int = 1, tests: str = "") -> tuple[str, 
 
 
 def sanitized(tool: str) -> tuple[str, ...]:
-    """Every op once, of the size of some blocks."""
+    """Run each op once, with a size of a few blocks."""
     command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
     return command + conformance("cuda and agree", tests="/test_determinism.py")
 
 
 COLLECT = ("-k", "ptx-cuda", "--collect-only", "-q")
 SMALL = ("--device", "cpu", "--scale", "65536")
-DRY_SLOWER = 20  # a CPU that other work may share
+DRY_SLOWER = 20  # factor for the limits on a CPU, which may be busy
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_sectors_op_write.sum")
 METRICS += ("smsp__inst_executed_pipe_alu.sum", "gpu__time_duration.sum")
 COUNTERS = ("ncu", "--clock-control", "none", "--profile-from-start", "off")
@@ -55,93 +55,95 @@ for section in ("SpeedOfLight", "MemoryWorkloadAnalysis", "SchedulerStats", "War
     COUNTERS += ("--section", section)
 COUNTERS += ("--metrics", ",".join(METRICS))
 COUNTERS += program("profile_ops", "--once")
-# The most telling first. Processes share the GPU; those of Triton mostly compile.
+# The most important stages first. Processes share the GPU; Triton's processes mostly compile.
 STAGES = (
     Stage("environment", 30, "versions of everything; the GPU's clocks", program("environment")),
-    Stage("build", 120, "the extension, in place; the kernels of peers", program("build")),
+    Stage("build", 120, "the extension in place; the kernels of peers", program("build")),
     Stage(
-        "mask_pack", 60, "CUDA against the oracle", conformance("cuda and mask_pack", 6), COLLECT
+        "mask_pack",
+        60,
+        "mask_pack in CUDA against the oracle",
+        conformance("cuda and mask_pack", 6),
+        COLLECT,
     ),
-    Stage("ops", 120, "all other ops, likewise", conformance("cuda and not mask_pack", 6)),
-    Stage("time", 110, "beside a copy of the bytes, and peers; targets", program("time_ops")),
+    Stage("ops", 120, "all other ops against the oracle", conformance("cuda and not mask_pack", 6)),
+    Stage("time", 110, "ops against a copy and peers; targets", program("time_ops")),
     Stage(
         "step",
         80,
-        "the ops of a training step; DDP, hook or none",
+        "the ops of a training step; DDP with and without hooks",
         program("step"),
         ("--device", "cpu", "--tiny"),
     ),
-    Stage("profile", 40, "time of every kernel by itself", program("profile_ops")),
-    Stage("counters", 40, "the GPU's counters of the same calls, by ncu", COUNTERS, SMALL),
-    Stage("memcheck", 40, "every op under compute-sanitizer", sanitized("memcheck")),
-    Stage("racecheck", 40, "likewise", sanitized("racecheck")),
+    Stage("profile", 40, "time of each kernel", program("profile_ops")),
+    Stage("counters", 40, "ncu's counters for the same calls", COUNTERS, SMALL),
+    Stage("memcheck", 40, "each op with compute-sanitizer's memcheck", sanitized("memcheck")),
+    Stage("racecheck", 40, "each op with compute-sanitizer's racecheck", sanitized("racecheck")),
     Stage("behavior", 60, "CUDA graphs, streams, torch.compile, opcheck", program("behavior")),
-    Stage("layer", 80, "hooks, averager, rows: NCCL alone, gloo in pairs", program("layer")),
+    Stage("layer", 80, "hooks, averager, rows; NCCL on 1 rank, gloo on 2", program("layer")),
     Stage("triton", 150, "Triton's kernels against the oracle", conformance("triton", 12)),
-    Stage(
-        "variants", 150, "kernels that only a GPU can decide between", program("variants"), SMALL
-    ),
+    Stage("variants", 150, "variants of kernels, compared", program("variants"), SMALL),
     Stage(
         "sizes",
         60,
-        "buckets around 25 MiB; owners",
+        "buckets around 25 MiB; owners of a reduce-scatter",
         program("time_ops", "--sizes", "--light"),
         SMALL,
     ),
-    Stage("light", 70, "as time, our kernels alone", program("time_ops", "--light"), SMALL),
+    Stage("light", 70, "as time, but only our kernels", program("time_ops", "--light"), SMALL),
     Stage("large", 30, "more than 2^31 elements", program("large")),
 )
-# What decides about kernels, in ten minutes.
+# The stages that help to decide about kernels, in ten minutes.
 PLAN = ("environment", "build", "mask_pack", "variants", "counters", "sizes", "step", "light")
 PLAN += ("memcheck", "racecheck")
 
 EPILOG = """\
-stages, in this order, each with its limit in seconds:
+stages in their order, each with its limit in seconds:
 {stages}
 
-OUT is made if it is not there, and holds
-  summary.json   status, seconds and last line of every stage
-  STAGE.log      all that a stage printed; time.log ends with the targets
+OUT is created if it does not exist, and will contain
+  summary.json   status, seconds and last line of each stage
+  STAGE.log      the output of a stage; time.log ends with the targets
   STAGE.json     the results of time, step and profile
-All are written while the stages run: a run that is cut short is of use.
+All are written while the stages run, so an interrupted run keeps its results.
 
-A stage that fails, or is stopped at its limit, leaves the others alone; the exit status is the
-number of these. One that lacks its tool, or for which no time is left, is skipped.
+If a stage fails or is stopped at its limit, the other stages still run. The exit status is the
+number of failed and stopped stages. A stage is skipped if its tool is missing or no time is left.
 
-Needs torch >= 2.11 for CUDA, nvcc, numpy, rich, pytest and hypothesis; uses pytest-xdist, Triton,
-ncu and compute-sanitizer where they are. Installs nothing, uses no network, and changes no setting
-of the GPU.
+Needs torch >= 2.11 for CUDA, nvcc, numpy, rich, pytest and hypothesis. Uses pytest-xdist, Triton,
+ncu and compute-sanitizer if they are installed. Installs nothing, uses no network, and changes no
+setting of the GPU.
 
---stages plan stands for {plan}.
-With --dry-run stages run on the CPU, at small sizes or, if they need a GPU, no further than their
-imports: a mistyped argument fails there and not on a GPU.
+--stages plan means {plan}.
+With --dry-run, stages run on the CPU with small sizes. Stages that need a GPU only import their
+modules. So mistyped arguments fail before a run on a GPU.
 
 examples:
   python bench/gpu/check.py out
   python bench/gpu/check.py out --stages plan --limit 595
-  python bench/gpu/check.py out --stages build,mask_pack,time      after a change of mask_pack
+  python bench/gpu/check.py out --stages build,mask_pack,time      after changing mask_pack
 """
 
 
 def environment() -> dict[str, str]:
-    """Packages of this checkout and modules of its tests; tools beside this Python; CUDA's."""
-    own = dict(os.environ)
+    """Environment variables with the packages and tests of this checkout, and CUDA's tools."""
+    variables = dict(os.environ)
     modules = [
         str(ROOT),
         str(ROOT / "python"),
         str(ROOT / "tests"),
         str(ROOT / "tools"),
-        own.get("PYTHONPATH", ""),
+        variables.get("PYTHONPATH", ""),
     ]
-    tools = [str(Path(sys.executable).parent), own["PATH"], "/usr/local/cuda/bin"]
-    own["PYTHONPATH"] = os.pathsep.join(filter(None, modules))
-    own["PATH"] = os.pathsep.join(tools)
-    own["PYTHONUNBUFFERED"] = "1"
-    return own
+    tools = [str(Path(sys.executable).parent), variables["PATH"], "/usr/local/cuda/bin"]
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, modules))
+    variables["PATH"] = os.pathsep.join(tools)
+    variables["PYTHONUNBUFFERED"] = "1"
+    return variables
 
 
 def dry(stage: Stage) -> Stage:
-    """The stage without a GPU and without CUDA's tools."""
+    """The stage for a machine without a GPU and CUDA's tools."""
     command = stage.command[stage.command.index("PYTHON") :]
     if command[2] == "pytest":
         command += COLLECT
@@ -153,17 +155,17 @@ def dry(stage: Stage) -> Stage:
 
 
 def run_stage(stage: Stage, out: Path, limit: float) -> dict[str, object]:
-    """Its part of the summary."""
-    own, log, start = environment(), out / f"{stage.name}.log", time.monotonic()
-    meant = {"OUT": str(out), "PYTHON": sys.executable}
-    command = [meant.get(word, word) for word in stage.command]
-    if shutil.which(command[0], path=own["PATH"]) is None:
-        return result(stage, "skipped", 0.0, f"{command[0]} is not there")
-    if command[0] == "compute-sanitizer":  # every tensor an allocation, past which nothing is
-        own["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    """Run a stage and return its entry of the summary."""
+    variables, log, start = environment(), out / f"{stage.name}.log", time.monotonic()
+    values = {"OUT": str(out), "PYTHON": sys.executable}
+    command = [values.get(word, word) for word in stage.command]
+    if shutil.which(command[0], path=variables["PATH"]) is None:
+        return result(stage, "skipped", 0.0, f"{command[0]} is not installed")
+    if command[0] == "compute-sanitizer":  # each tensor is an allocation, so overruns are found
+        variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     with log.open("w") as file:
-        options = {"cwd": ROOT, "env": own, "stdin": subprocess.DEVNULL, "stdout": file}
-        options |= {"stderr": subprocess.STDOUT, "start_new_session": True}  # to be stopped as one
+        options = {"cwd": ROOT, "env": variables, "stdin": subprocess.DEVNULL, "stdout": file}
+        options |= {"stderr": subprocess.STDOUT, "start_new_session": True}  # one process group
         process = subprocess.Popen(command, **options)
         try:
             status = "failed" if process.wait(limit) else "passed"
@@ -181,7 +183,7 @@ def result(stage: Stage, status: str, seconds: float, message: str) -> dict[str,
 
 
 def end(process: subprocess.Popen) -> None:
-    """With all that it started; pytest, interrupted, still says what has failed so far."""
+    """End the process group. An interrupted pytest still reports the failures so far."""
     for stop in (signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, stop)
@@ -194,13 +196,13 @@ def last_line(log: Path) -> str:
 
 
 def run(stages: Sequence[Stage], out: Path, limit: float) -> int:
-    """How many stages failed. The summary is written after every stage."""
+    """Run the stages and return how many failed. Write the summary after each stage."""
     out.mkdir(parents=True, exist_ok=True)
     start, results = time.monotonic(), []
     for stage in stages:
         left = limit - (time.monotonic() - start)
         if left < LEAST_SECONDS:
-            results.append(result(stage, "skipped", 0.0, "no time was left"))
+            results.append(result(stage, "skipped", 0.0, "no time left"))
         else:
             print(f"{stage.name} ...", file=sys.stderr, flush=True)
             results.append(run_stage(stage, out, min(stage.limit, left)))
@@ -213,23 +215,23 @@ def run(stages: Sequence[Stage], out: Path, limit: float) -> int:
 def main() -> None:
     names = [stage.name for stage in STAGES]
     usual = ",".join(name for name in names if name not in ("variants", "sizes", "light"))
-    listed = [f"  {stage.name:12} {stage.limit:4} {stage.what}" for stage in STAGES]
+    listed = [f"  {stage.name:12} {stage.limit:4} {stage.description}" for stage in STAGES]
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
         epilog=EPILOG.format(stages="\n".join(listed), plan=",".join(PLAN)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
-    parser.add_argument("--stages", metavar="A,B", default=usual, help="only these")
-    limit = "seconds after which the stage at work is stopped and no other begins (default: 575)"
+    parser.add_argument("--stages", metavar="A,B", default=usual, help="stages to run")
+    limit = "seconds after which the current stage is stopped and no other starts (default: 575)"
     parser.add_argument("--limit", type=float, default=575, metavar="S", help=limit)
-    parser.add_argument("--dry-run", action="store_true", help="without a GPU: check the commands")
+    parser.add_argument("--dry-run", action="store_true", help="check the commands without a GPU")
     args = parser.parse_args()
-    asked = PLAN if args.stages == "plan" else args.stages.split(",")
-    if unknown := set(asked) - set(names):
-        parser.error(f"--stages must name stages, got {','.join(sorted(unknown))}; --help has them")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the stage at work, too
-    chosen = [stage for stage in STAGES if stage.name in asked]
+    wanted = PLAN if args.stages == "plan" else args.stages.split(",")
+    if unknown := set(wanted) - set(names):
+        parser.error(f"--stages must be stages of --help, got {','.join(sorted(unknown))}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also stops the current stage
+    chosen = [stage for stage in STAGES if stage.name in wanted]
     if args.stages == "plan":
         chosen.sort(key=lambda stage: PLAN.index(stage.name))
     if args.dry_run:
@@ -237,7 +239,7 @@ def main() -> None:
     try:
         failed = run(chosen, args.out.resolve(), args.limit)
     except KeyboardInterrupt:
-        sys.exit("interrupted: summary.json has the stages that had ended")
+        sys.exit("interrupted: summary.json contains the finished stages")
     sys.exit(failed)
 
 

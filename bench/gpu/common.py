@@ -1,4 +1,4 @@
-"""What the stages share."""
+"""Shared by the stages."""
 
 import contextlib
 import ctypes
@@ -12,11 +12,11 @@ from dct_kernels import testing
 
 F32, BF16 = torch.float32, torch.bfloat16
 BUCKET = 25 * 2**20 // 4  # elements of one of DDP's buckets in float32
-PICKS = 4096  # of a bucket that is sampled in every step
+PICKS = 4096  # samples of a bucket per step
 
 
 def gpu_backends() -> dict[str, SimpleNamespace]:
-    """{name: ops} of the backends for CUDA tensors; ends the program without our CUDA kernels."""
+    """{name: ops} of the backends for CUDA tensors. Exits if there are no CUDA kernels."""
     if not torch.cuda.is_available():
         raise SystemExit("no GPU: torch.cuda.is_available() is False")
     found = {name: ops for name, ops in testing.backends().items() if ops.device == "cuda"}
@@ -26,10 +26,10 @@ def gpu_backends() -> dict[str, SimpleNamespace]:
 
 
 @contextlib.contextmanager
-def not_waiting() -> Iterator[None]:
-    """An error where torch is asked to wait for the GPU."""
+def forbid_syncs() -> Iterator[None]:
+    """Raise an error if torch syncs with the GPU."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -38,10 +38,10 @@ def not_waiting() -> Iterator[None]:
 
 
 def captured(function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
-    """A CUDA graph of a call, and the tensors that a replay fills."""
+    """Capture a call. Return the CUDA graph and the tensors that a replay fills."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # modules are loaded before capture, which forbids it
+    with torch.cuda.stream(side):  # loads modules, which capture does not allow
         function()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -52,7 +52,7 @@ def captured(function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, obje
 
 
 def nodes(graph: torch.cuda.CUDAGraph) -> int:
-    """Kernels and memory sets in it."""
+    """The number of kernels and memory sets in a graph."""
     count = ctypes.c_size_t()
     handle = ctypes.c_void_p(graph.raw_cuda_graph())
     error = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(handle, None, ctypes.byref(count))
@@ -62,6 +62,6 @@ def nodes(graph: torch.cuda.CUDAGraph) -> int:
 
 
 def report(failures: list[str], passed: str) -> None:
-    """End the program with one line that says how it went."""
+    """End the program with one line that summarizes the result."""
     print(f"{len(failures)} failed: {', '.join(failures)}" if failures else passed)
     raise SystemExit(bool(failures))

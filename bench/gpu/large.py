@@ -1,4 +1,4 @@
-"""mask_pack and scatter_unpack of 2^31 + 5 elements: sent and kept entries are all there were."""
+"""Checks mask_pack and scatter_unpack with 2^31 + 5 elements: entries are either sent or kept."""
 
 import torch
 
@@ -6,7 +6,7 @@ from bench.gpu.common import F32, gpu_backends, report
 from dct_kernels import payload_info, payload_layout
 
 NUMEL, DENSITY = 2**31 + 5, 0.001
-PIECE = 2**28  # looked at in pieces: temporaries of 1 GiB at most
+PIECE = 2**28  # compare in pieces, so that temporaries have at most 1 GiB
 
 
 def wrong(ops, clean, tau, planted, passed: int, capacity: int) -> list[str]:
@@ -20,27 +20,27 @@ def wrong(ops, clean, tau, planted, passed: int, capacity: int) -> list[str]:
     status = ops.scatter_unpack(payload.unsqueeze(0), out, capacity, F32)
     info, count = payload_info(payload[:64].cpu()), min(passed, capacity)
     pieces = list(zip(*(t.split(PIECE) for t in (out, residual, clean)), strict=True))
-    # The last planted entries are the last to be packed: sent if there was room, else kept.
+    # The last planted entries are packed last: they are sent if they fit, else kept.
     end = out if passed <= capacity else residual
-    right = {
+    checks = {
         "seen": seen.item() == passed,
         "count": info.count == count,
         "overflow flag": info.overflow == (passed > capacity),
         "status": status.item() == 0,
-        # Either is +0.0 where the other holds the entry, so the sum is exact.
+        # One of the two is +0.0 for each entry, so the sum is exact.
         "sent + kept": all(torch.equal(o + r, c) for o, r, c in pieces),
         "entries sent": sum(int(o.count_nonzero()) for o, _, _ in pieces) == count,
         "first entry": out[0] == clean[0],
         "last entries": torch.equal(end[planted[1:]], clean[planted[1:]]),
     }
-    return [what for what, is_right in right.items() if not is_right]
+    return [check for check, passes in checks.items() if not passes]
 
 
 def main() -> None:
     backends, failures = gpu_backends(), []
     torch.manual_seed(0)
     clean = torch.empty(NUMEL, device="cuda").normal_()
-    # The ends, and both sides of the largest signed 32-bit index, hold entries that pass.
+    # Entries that pass: at both ends, and around the largest signed 32-bit index.
     planted = torch.tensor([0, 2**31 - 1, 2**31, NUMEL - 1], device="cuda")
     clean[planted] = torch.tensor([9.0, -9.0, 8.0, -8.0], device="cuda")
     tau = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor([1 - DENSITY / 2])).cuda()
@@ -49,7 +49,7 @@ def main() -> None:
         for capacity in (int(1.25 * DENSITY * NUMEL), passed // 2):
             found = wrong(ops, clean, tau, planted, passed, capacity)
             print(f"{name}, capacity {capacity:,}: {found or 'right'}", flush=True)
-            failures += [f"{name}, capacity {capacity}: {what}" for what in found]
+            failures += [f"{name}, capacity {capacity}: {check}" for check in found]
     report(failures, f"{NUMEL:,} elements, {passed:,} pass: conserved, with and without overflow")
 
 

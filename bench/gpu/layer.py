@@ -1,7 +1,7 @@
-"""The layer on CUDA tensors: results are those on the CPU, and no hook waits for the GPU.
+"""Checks that the layer gives the same results on the GPU and the CPU, and that no hook syncs.
 
-One rank with NCCL, for which every transport runs its collectives; and two ranks with gloo, which
-copies messages through the host, on one GPU: NCCL refuses to share it.
+Uses one rank with NCCL, where all transports run their collectives, and two ranks with gloo on one
+GPU, because NCCL cannot share a GPU. gloo copies messages through the host.
 """
 
 import functools
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.gpu.common import gpu_backends, not_waiting, report
+from bench.gpu.common import forbid_syncs, gpu_backends, report
 from dct_parallel import (
     DCTAverager,
     DCTState,
@@ -28,7 +28,7 @@ from dct_parallel import (
 from ranks import Dictated, run_ranks
 
 SIZES = (70_000, 100, 300_000, 40_000)
-STEPS, SCALE = 26, 8.0  # some dense ones, and the check of what was sent, are among them
+STEPS, SCALE = 26, 8.0  # include dense steps and the check of sent values
 WIDTH = 96
 
 
@@ -38,7 +38,7 @@ def drawn(step: int, rank: int, device: str) -> list[Tensor]:
 
 
 def ddp(rank: int, device: str, backend: str, transport: str, scaled: bool) -> list[Tensor]:
-    """The gradients of every step, and the residuals at the end."""
+    """The gradients of each step, and the final residuals."""
     module, group = Dictated(SIZES).to(device), dist.new_group(backend=backend)
     model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.5)
     scaler = torch.amp.GradScaler(device, init_scale=SCALE, enabled=scaled)
@@ -49,7 +49,7 @@ def ddp(rank: int, device: str, backend: str, transport: str, scaled: bool) -> l
     got = []
     for step in range(STEPS):
         loss = scaler.scale(model(*drawn(step, rank, device)))
-        with not_waiting() if backend == "nccl" and step > 4 else nullcontext():
+        with forbid_syncs() if backend == "nccl" and step > 4 else nullcontext():
             loss.backward()
         got += [p.grad.cpu().clone() for p in model.parameters()]
         scaler.step(optimizer)
@@ -62,7 +62,7 @@ def ddp(rank: int, device: str, backend: str, transport: str, scaled: bool) -> l
 
 
 def averager(rank: int, device: str, backend: str) -> list[Tensor]:
-    """Weights after averages."""
+    """The weights after averaging."""
     module, group = Dictated(SIZES).to(device), dist.new_group(backend=backend)
     averages = DCTAverager(module, density=0.1, period=2, process_group=group)
     for step in range(STEPS):
@@ -74,7 +74,7 @@ def averager(rank: int, device: str, backend: str) -> list[Tensor]:
 
 
 def rows(rank: int, device: str, backend: str, format: str | RowFormat) -> list[Tensor]:
-    """The rows from the other ranks, and the gradient that comes back."""
+    """The rows from the other ranks, and the gradient."""
     group, ranks = dist.new_group(backend=backend), dist.get_world_size()
     generator = torch.Generator().manual_seed(rank)
     splits = [5 + 3 * rank] * ranks
@@ -86,10 +86,10 @@ def rows(rank: int, device: str, backend: str, format: str | RowFormat) -> list[
 
 
 def fully_sharded(rank: int, device: str, backend: str) -> list[Tensor]:
-    """FSDP2's gradients of a linear model, whose products of small integers are exact."""
+    """FSDP2's gradients of a linear model with small integers, whose products are exact."""
     if device == "cuda":
-        torch.cuda.set_device(0)  # as torchrun's ranks do; a mesh warns where none is set
-    dist.destroy_process_group()  # the mesh makes its groups of the default one's backend
+        torch.cuda.set_device(0)  # otherwise the mesh warns
+    dist.destroy_process_group()  # the mesh uses the backend of the default group
     dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=1)
     mesh = DeviceMesh(device, [[0]], mesh_dim_names=("replicate", "shard"))
     draw = torch.Generator().manual_seed(0)
@@ -108,7 +108,7 @@ def fully_sharded(rank: int, device: str, backend: str) -> list[Tensor]:
 
 
 def uses() -> Iterator[tuple[Callable[..., list[Tensor]], int, str]]:
-    """(function of a rank, ranks, the backend on the GPU)."""
+    """Yield (function of a rank, number of ranks, the backend on the GPU)."""
     yield fully_sharded, 1, "nccl"
     for ranks, backend in ((1, "nccl"), (2, "gloo")):
         for transport, scaled in itertools.product(("all_gather", "reduce_scatter"), (False, True)):

@@ -1,6 +1,6 @@
-"""Time of every kernel by itself, by torch.profiler: profile.json.
+"""Measures the time of each kernel with torch.profiler, and writes profile.json.
 
-With --once: one call of every case between the marks for a profiler of NVIDIA's, and nothing else.
+With --once it only calls each case once between the marks for NVIDIA's profilers.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def chosen(device: str, scale: int = 1) -> Iterator[Case]:
 
 
 def times(case: Case, ops: SimpleNamespace) -> dict[str, float]:
-    """{kernel or memory set: its microseconds per call}, on buffers that no cache holds."""
+    """{kernel or memory set: microseconds per call}, on buffers that are not in a cache."""
     sets, total = [i % case.sets for i in range(CALLS)], {}
     case.run(ops, 0)
     for i in sets:
@@ -70,10 +70,10 @@ def once(case: Case, ops: SimpleNamespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--once", action="store_true", help="measure nothing")
+    parser.add_argument("--once", action="store_true", help="call each case once; measure nothing")
     parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this")
-    cpu = "call the eager ops once, with no profiler"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help=f"cpu: {cpu}")
+    cpu = "cpu: call the eager ops once without a profiler"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help=cpu)
     args = parser.parse_args()
     ops, found = gpu_backends()["cuda"] if args.device == "cuda" else backends()["eager"], []
     content = {"provenance": provenance.describe(), "calls": found}

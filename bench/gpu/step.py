@@ -1,11 +1,10 @@
-"""The cost of a training step: 100 million gradients in buckets of 25 MB. step.json.
+"""Measures the cost of a training step with 100 million gradients in buckets of 25 MB: step.json.
 
-The ops: each bucket is sampled (as many picks as the hook takes), packed, and unpacked
-from P payloads, copies of its own in place of those of other ranks; or every entry is packed in few
-bits and summed from P payloads. Called, and replayed from a CUDA graph. The model: a transformer of
-as many parameters, forward and backward, in DDP on one rank: without a hook, with one that does
-nothing, with torch's bf16_compress_hook, and with ours. One rank sends no bytes: the difference is
-the hook's exposed time. If the host takes as long as the step, the host is the bottleneck.
+Ops: each bucket is sampled as in the hook, packed, and unpacked from P copies of its payload. Or
+all entries are quantized, packed and summed. The ops are called directly and in a CUDA graph.
+Model: a transformer with 100 million parameters in DDP on one rank, without a hook, with an empty
+hook, with torch's bf16_compress_hook, and with ours. One rank sends no bytes, so the difference is
+the hook's exposed time. If the host time equals the step time, the host is the bottleneck.
 """
 
 import argparse
@@ -31,7 +30,7 @@ from dct_parallel import DCTState, dct_hook
 NUMEL, DENSITIES, RANKS = 100_000_000, (0.01, 0.001), (2, 8, 64)
 FORMATS = ("int4", "ternary")
 CALLS, STEPS, ROUNDS, WARM_UP = 10, 2, 20, 12
-# As the hook calls them.
+# The overloads that the hook calls.
 sample_threshold = torch.ops.dct.sample_threshold.default
 mask_pack = torch.ops.dct.mask_pack.default
 scatter_unpack = torch.ops.dct.scatter_unpack.default
@@ -40,13 +39,13 @@ dequantize_sum = torch.ops.dct.dequantize_sum.default
 
 
 def empty_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What any hook in Python costs."""
+    """Measures the cost of an empty hook in Python."""
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
-# Hooks of torch, or options of ours.
+# torch's hooks, or options of dct_hook.
 HOOKS = {
     "none": None,
     "empty": empty_hook,
@@ -57,7 +56,7 @@ HOOKS = {
 
 
 class Bucket:
-    """The tensors of a bucket on a rank, and its part of a step."""
+    """The tensors of a bucket on one rank, and its part of a step."""
 
     def __init__(self, numel: int, density: float, ranks: int, device: str) -> None:
         self.grad = torch.randn(numel, device=device)
@@ -74,8 +73,8 @@ class Bucket:
         scatter_unpack(self.payloads, self.out, self.capacity, BF16, 1 / len(self.payloads))
 
 
-class FewBits:
-    """Likewise, of a bucket of which every entry is sent."""
+class QuantizedBucket:
+    """The same for a bucket whose entries are all sent in a quantized format."""
 
     def __init__(self, numel: int, format: str, ranks: int, device: str) -> None:
         self.grad = torch.randn(numel, device=device)
@@ -90,7 +89,7 @@ class FewBits:
 
 
 def timed(call: Callable[[], object], device: str, calls: int = CALLS) -> dict[str, float]:
-    """Milliseconds of a call among others, one after another; of them, until the host was done."""
+    """Milliseconds per call of consecutive calls, and the host's part ("host")."""
     samples, hosts = [], []
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -105,9 +104,9 @@ def timed(call: Callable[[], object], device: str, calls: int = CALLS) -> dict[s
 
 
 def step_of_ops(numel: int, sent: float | str, ranks: int, device: str) -> dict:
-    """Of a density or, where every entry is sent, a format."""
+    """Time the ops of a step. `sent` is a density, or a format in which all entries are sent."""
     sizes = [BUCKET] * (numel // BUCKET) + [numel % BUCKET] * (numel % BUCKET > 0)
-    make, name = (FewBits, "format") if isinstance(sent, str) else (Bucket, "density")
+    make, name = (QuantizedBucket, "format") if isinstance(sent, str) else (Bucket, "density")
     buckets = [make(size, sent, ranks, device) for size in sizes]
 
     def step() -> None:
@@ -131,9 +130,9 @@ def step_of_ops(numel: int, sent: float | str, ranks: int, device: str) -> dict:
 
 @contextlib.contextmanager
 def training(device: str, tiny: bool, name: str) -> Iterator[Callable[[], None]]:
-    """A step of a transformer of 100 million parameters with a hook, after WARM_UP."""
+    """Yield a training step of a transformer with 100 million parameters and a hook."""
     width, heads, layers, words = (32, 2, 2, 50) if tiny else (768, 12, 12, 10_000)
-    shape = (2, 8) if tiny else (64, 512)  # so many that the GPU is slower than the host
+    shape = (2, 8) if tiny else (64, 512)  # large, so that the GPU is slower than the host
     torch.manual_seed(0)
     with torch.device(device):
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True)
@@ -160,7 +159,7 @@ def training(device: str, tiny: bool, name: str) -> Iterator[Callable[[], None]]
         state.close()
 
 
-def shown(ms: dict[str, float]) -> str:
+def format_ms(ms: dict[str, float]) -> str:
     """The median, quartiles and the host's median."""
     return f"{ms['median']:.3f} ({ms['low']:.3f}-{ms['high']:.3f}, host {ms['host']:.3f}) ms"
 
@@ -169,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes that any machine takes at once")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to test the program")
     args = parser.parse_args()
     if args.device == "cuda":
         gpu_backends()
@@ -178,7 +177,7 @@ def main() -> None:
 
     def keep(kind: str, found: dict) -> None:
         content[kind].append(found)
-        times = [f"{key} {shown(ms)}" for key, ms in found.items() if key.endswith("_ms")]
+        times = [f"{key} {format_ms(ms)}" for key, ms in found.items() if key.endswith("_ms")]
         print({key: value for key, value in found.items() if not key.endswith("_ms")}, *times)
         files.write_json(args.out / "step.json", content)
 
@@ -190,7 +189,7 @@ def main() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if args.device == "cpu":
         del HOOKS["bf16_compress_hook"]  # torch refuses it without NCCL
-    for name in 2 * tuple(HOOKS):  # twice, so that a drift of the clock is seen
+    for name in 2 * tuple(HOOKS):  # twice, to show a drift of the clock
         with training(args.device, args.tiny, name) as step:
             keep("models", {"hook": name, "step_ms": timed(step, args.device, STEPS)})
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""Time every op beside a copy of the same bytes and beside peers; compare with the targets.
+"""Compares each op with a copy of the same bytes and with peers, and checks the targets.
 
-Cases and timing are those of bench/kernels.py, the most important first. Up to a bucket of 25 MB
-every case is timed twice: called, and replayed from a CUDA graph. time.json (sizes.json) is written
-after every case; times and targets are printed.
+Cases and timing are those of bench/kernels.py, the most important first. Cases up to a bucket of
+25 MB are timed twice: called directly, and replayed from a CUDA graph. time.json (or sizes.json) is
+written after each case. Times and targets are printed.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from dct_kernels.layout import QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS
 
 ROWS, LARGEST = 65536, 2**28
-GRADS = ((F32, F32), (BF16, BF16), (F32, BF16))  # and the dtype of values
+GRADS = ((F32, F32), (BF16, BF16), (F32, BF16))  # dtypes of gradients and values
 NOTHING, EVERYTHING = 1e-12, 1.0  # densities
-# (op, end of the case, elements or None for any): the least share of a copy's speed. row_pack is
-# bound by its search, and many payloads are scattered writes.
+# {(op, end of the case, elements or None for any): the smallest fraction of a copy's speed}.
+# row_pack is limited by its search, and scatter_unpack with many payloads by scattered writes.
 OF_COPY = {
     ("mask_pack", "float32 grad, float32 values", LARGEST): 0.93,
     ("mask_pack", "bfloat16 grad, bfloat16 values", LARGEST): 0.93,
@@ -46,13 +46,13 @@ OF_COPY = {
     ("row_dequantize", "", None): 0.9,
     **{("row_pack", f", {d}], k={math.ceil(d / 20)}", None): 0.7 for d in (256, 512, 1024)},
 }
-# The largest mask_pack, as far as 0.9 of a copy's speed allows it.
+# The smallest speedups of the largest mask_pack; 0.9 of a copy's speed is always enough.
 FASTER_THAN = {"topk": 20, "dgc": 5, "triton": 1}
-SAMPLING = 0.03  # most of mask_pack's time
+SAMPLING = 0.03  # the largest fraction of mask_pack's time
 
 
 def chosen(device: str, scale: int, peers: bool = True) -> Iterator[Case]:
-    """Made one at a time: each holds its buffers. All sizes are divided by `scale`."""
+    """Yield cases one at a time, because each holds its buffers. `scale` divides all sizes."""
     rows, sweep = ROWS // scale, 2**26 // scale
     yield from one_dimensional(device, LARGEST // scale, peers)
     for width in (64, 128, 256, 512, 1024):
@@ -74,10 +74,9 @@ def chosen(device: str, scale: int, peers: bool = True) -> Iterator[Case]:
 
 
 def bucket_sizes(device: str, scale: int) -> Iterator[Case]:
-    """Around 25 MiB, where the last blocks of a grid may take as long as all others; and the part
-    of a bucket that one of 64 ranks owns.
-    """
-    for blocks in range(372, 429, 7):  # three of scatter_unpack's per multiprocessor are 396
+    """Cases around 25 MiB, where the last blocks of a grid may take as long as all others, and of
+    the part of a bucket that one of 64 ranks owns."""
+    for blocks in range(372, 429, 7):  # 396 is three blocks of scatter_unpack per multiprocessor
         numel = 2**14 * blocks // scale
         yield cases.mask_pack(device, numel, 0.01, F32, F32, False)
         yield cases.scatter_unpack(device, numel, 0.01, 2)
@@ -105,7 +104,7 @@ def one_dimensional(device: str, numel: int, peers: bool) -> Iterator[Case]:
 
 
 def measure(case: Case, device: str, light: bool) -> Iterator[dict]:
-    """Called; and, where launching takes longer than running, replayed from a CUDA graph."""
+    """Time direct calls, and for small cases, which launching limits, replays of a CUDA graph."""
     for graphs in (False, True) if device == "cuda" and case.numel <= BUCKET else (False,):
         options = argparse.Namespace(device=device, rounds=ROUNDS, graphs=graphs)
         result = kernels.measure(case, options, light=light) | {"graphs": graphs}
@@ -116,8 +115,8 @@ def measure(case: Case, device: str, light: bool) -> Iterator[dict]:
         case.peers = {}
 
 
-def judged(results: list[dict], ours: str = "cuda") -> Iterator[tuple[bool, str]]:
-    """(whether it is met, what was measured and asked) of every target that was measured."""
+def targets_met(results: list[dict], ours: str = "cuda") -> Iterator[tuple[bool, str]]:
+    """Yield (whether the target is met, measured value and target) for each measured target."""
 
     def ms(result: dict, *names: str) -> float:
         return min(result["ms"][name]["median"] for name in names if name in result["ms"])
@@ -126,57 +125,59 @@ def judged(results: list[dict], ours: str = "cuda") -> Iterator[tuple[bool, str]
     largest = {r["case"]: ms(r, ours) for r in called if r["numel"] == LARGEST}
     for result in called:
         op, case, numel = (result[key] for key in ("op", "case", "numel"))
-        name, own = f"{op} {numel:,}: {case}", ms(result, ours)
+        name, elapsed = f"{op} {numel:,}: {case}", ms(result, ours)
         copy = ms(result, COPY, COPY_KERNEL)
         for (of, words, size), least in OF_COPY.items():
             if op == of and case.endswith(words) and size in (None, numel):
-                share = copy / own
-                yield share >= least, f"{name}: {share:.3f} of a copy, asked {least}"
+                share = copy / elapsed
+                yield share >= least, f"{name}: {share:.3f} of a copy, target {least}"
         for peer, times in FASTER_THAN.items() if (op, numel) == ("mask_pack", LARGEST) else ():
             if peer in result["ms"]:
-                ratio, asked = ms(result, peer) / own, min(times, 0.9 * ms(result, peer) / copy)
-                yield ratio >= asked, f"{name}: {ratio:.2f}x as fast as {peer}, asked {asked:.1f}x"
+                ratio = ms(result, peer) / elapsed
+                target = min(times, 0.9 * ms(result, peer) / copy)
+                text = f"{name}: {ratio:.2f}x as fast as {peer}, target {target:.1f}x"
+                yield ratio >= target, text
     sampled = largest.get(f"{cases.SAMPLES} samples")
     packed = largest.get("float32 grad, float32 values")
     if sampled and packed:
         share = sampled / packed
-        yield share <= SAMPLING, f"sampling: {share:.3f} of mask_pack's time, asked {SAMPLING}"
+        yield share <= SAMPLING, f"sampling: {share:.3f} of mask_pack's time, target {SAMPLING}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--seconds", type=float, default=95, help="begin no case after so long")
+    parser.add_argument("--seconds", type=float, default=95, help="start no case after this time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--light", action="store_true", help="without eager, Triton and peers")
-    parser.add_argument("--sizes", action="store_true", help="buckets of nine sizes, and owners")
+    parser.add_argument("--sizes", action="store_true", help="buckets of nine sizes; owners' parts")
     parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this")
     args = parser.parse_args()
     if args.device == "cuda":
         gpu_backends()
     torch.manual_seed(0)
-    start, results, failures, said = time.monotonic(), [], [], ""
+    start, results, failures, note = time.monotonic(), [], [], ""
     content = {"torch": torch.__version__, "provenance": provenance.describe(), "results": results}
     print(HEADER)
     name = "sizes.json" if args.sizes else "time.json"
     scaled = (args.device, args.scale)
     for case in bucket_sizes(*scaled) if args.sizes else chosen(*scaled, not args.light):
         if time.monotonic() - start > args.seconds:
-            said = f"; stopped after {args.seconds:.0f} s, the rest is not measured"
+            note = f"; stopped after {args.seconds:.0f} s, the rest is not measured"
             break
         try:
             results += measure(case, args.device, args.light)
-        except (RuntimeError, SystemExit) as error:  # wrong, or out of memory: the next one
+        except (RuntimeError, SystemExit) as error:  # wrong or out of memory; try the next case
             failures.append(str(error).splitlines()[0])
             print(failures[-1], flush=True)
         files.write_json(args.out / name, content)
-        del case  # before the next one is made
-    targets = sorted(judged(results), reverse=True)  # the ones that are not met come last
+        del case  # free its buffers before the next case
+    targets = sorted(targets_met(results), reverse=True)  # targets that are not met come last
     print()
     for is_met, text in targets:
         print("met    " if is_met else "NOT met", text)
     met = sum(is_met for is_met, _ in targets)
-    report(failures, f"{len(results)} results{said}; {met} of {len(targets)} targets met")
+    report(failures, f"{len(results)} results{note}; {met} of {len(targets)} targets met")
 
 
 if __name__ == "__main__":

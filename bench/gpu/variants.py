@@ -1,8 +1,8 @@
-"""Time variants of kernels that only a GPU can decide between, in turns on the same buffers.
+"""Times variants of kernels in turns on the same buffers, to find the fastest on a GPU.
 
-A variant is a copy of the sources with some text replaced. Its results are compared with those of
-the sources as they are, bit for bit, before it is timed. variants.json is written after every case.
-Without a GPU (--device cpu) the PTX executor runs the kernels, and the times mean nothing.
+A variant is a copy of the sources with some text replaced. Before it is timed, its results must be
+bitwise those of the unchanged sources. variants.json is written after each case. Without a GPU
+(--device cpu) the PTX executor runs the kernels, and the times are meaningless.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from bench.microbench.timing import take_turns
 from dct_kernels import payload_layout
 
 DEFAULT, COPY = "default", "copy kernel"
-# The threshold and the payload of a bucket, as the hook computes them.
+# The threshold and the payload of a bucket, computed as in the hook.
 SAMPLED = "sample_threshold, mask_pack"
 ROUNDS = 5
 
@@ -41,14 +41,14 @@ class Variant(NamedTuple):
 
 
 def policy(load: str, store: str) -> Variant:
-    """Other cache operators: https://docs.nvidia.com/cuda/parallel-thread-execution has them."""
+    """Use other cache operators; see https://docs.nvidia.com/cuda/parallel-thread-execution."""
     ops = ("mask_pack", "quantize_pack", "dequantize_sum", COPY)
     return Variant(ops, (("**/*.cu*", "__ldcs(", load), ("**/*.cu*", "__stcs(", store)))
 
 
 # Programmatic dependent launch of mask_pack's first kernel: its blocks start and prefetch while the
-# kernel before them runs. As an op of its own mask_pack may not do so, because it cannot know which
-# kernel that is and whether it writes the gradient.
+# previous kernel runs. mask_pack alone must not do this, because the previous kernel could write
+# the gradient.
 _DEPENDENT_LAUNCH = """
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_dependent(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t,
@@ -68,7 +68,7 @@ cudaError_t launch_dependent(void (*kernel)(Parameters...), int64_t blocks, int 
 _SHARED = "  __shared__ RadixSelectShared<FewPicks::kThreads> shared;\n"
 _CLEARED = "  if (thread_index() == 0) block_sum = 0;\n"
 _THRESHOLD = "threshold_of(args, tile.range);\n"
-_DEVICE = "// Of the current device, or 0.\n"
+_DEVICE = "inline int device_attribute("
 
 VARIANTS = {
     "plain": policy("__ldca(", "__stwb("),
@@ -128,7 +128,7 @@ class Library:
 
 
 def patched(sources: Path, variant: Variant, folder: Path) -> Path:
-    """A copy of the sources with every patch; an error names one whose text is not there."""
+    """Copy the sources and apply all patches. Raise an error if the text of a patch is missing."""
     shutil.copytree(sources, folder)
     for where, old, new in variant.patches:
         found = [path for path in folder.glob(where) if old in path.read_text()]
@@ -140,7 +140,7 @@ def patched(sources: Path, variant: Variant, folder: Path) -> Path:
 
 
 def library(name: str, op: str, gpu: int | None = None) -> Path:
-    """What has the op's launcher: for a GPU of this architecture, as 90, or the executor."""
+    """The library with the op's launcher, for a GPU architecture such as 90, or the executor."""
     variant = VARIANTS.get(name, Variant((), ()))
     with tempfile.TemporaryDirectory() as folder:
         if op == COPY:
@@ -156,13 +156,13 @@ def library(name: str, op: str, gpu: int | None = None) -> Path:
 
 
 def ops_of(op: str, path: Path, scratch: torch.Tensor) -> SimpleNamespace:
-    """The op as a case calls it. The executor runs no copy kernel: to have built it is enough."""
+    """The op as a case calls it. The executor does not run the copy kernel; it is only built."""
     if op == COPY:
         return SimpleNamespace(copy=ctypes.CDLL(str(path)).native_copy)
     called = Library(path, scratch) if scratch.is_cuda else backend.Executor(path)
 
     def run(op, *arguments):
-        with backend.calling(called):
+        with backend.use_library(called):
             return getattr(backend, op)(*arguments)
 
     return SimpleNamespace(**{name: partial(run, name) for name in op.split(", ")})
@@ -221,7 +221,7 @@ def copy_case(device: str, nbytes: int) -> Case:
 
 
 def compared(case: Case, ops: dict[str, SimpleNamespace], device: str) -> dict:
-    """Times of the variants whose results are those of the default, and the names of the others."""
+    """Time the variants whose results equal the default's, and return the names of the others."""
     expected, calls, wrong = results(case, ops[DEFAULT]), {}, []
     for name, variant in ops.items():
         pairs = zip(results(case, variant), expected, strict=True)
@@ -250,7 +250,7 @@ def main() -> None:
     scratch = torch.empty(2**29 if cuda else 0, device=args.device)
     pairs = [(name, op) for name in names for op in VARIANTS[name].ops]
     pairs = [*((DEFAULT, op) for op in dict.fromkeys(op for _, op in pairs)), *pairs]
-    build.build(gpu=gpu)  # what all libraries share
+    build.build(gpu=gpu)  # the parts that all libraries share
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         made = dict(zip(pairs, pool.map(lambda pair: library(*pair, gpu), pairs), strict=True))
     content = {"provenance": provenance.describe(), "results": (found := [])}

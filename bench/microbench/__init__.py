@@ -1,1 +1,1 @@
-"""bench.kernels: every op beside a copy of its bytes, and beside peers."""
+"""bench.kernels: compares each op with a copy of the same bytes and with other methods."""

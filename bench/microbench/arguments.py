@@ -10,8 +10,8 @@ from bench.cli import Parser, count, density, number, several
 TIMED = ("mask_pack", "sample_threshold", "scatter_unpack")
 TIMED += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
 TIMED += ("row_pack", "row_unpack", "row_quantize", "row_dequantize")
-ROUNDS = 5  # turns of a fast call; each is timed on every buffer set
-# Of the long tables. The options themselves default to None: given or not decides what is done.
+ROUNDS = 5  # turns of a fast call; each turn times all buffer sets
+# Defaults of the long tables. The options default to None, because giving one selects the tables.
 DEFAULTS = {
     "ops": TIMED,
     "sizes": (2**24,),
@@ -21,24 +21,25 @@ DEFAULTS = {
 }
 
 DESCRIPTION = """\
-Time the ops against a copy that moves as many bytes (half read, half written), in the same run and
-in turns. The default is a first look of 20 seconds: mask_pack, scatter_unpack and row_pack at one
-size, with a sentence each. --all, or any option of the long tables, prints a table of every op
-instead. Its column `of copy` is the copy's time over the op's: 100 % is as fast as a copy.
+Compare the time of the ops with a copy that moves the same number of bytes (half read, half
+written), in the same run and in turns. The default takes 20 seconds: it times mask_pack,
+scatter_unpack and row_pack at one size, and prints one sentence for each. --all, or any option of
+the long tables, prints a table of all ops. Its column `of copy` is the copy's time divided by the
+op's time; 100 % is as fast as a copy.
 
-The tables also time the eager backend and other methods. For mask_pack: exact torch.topk, DGC's
-sampled top-k and random-k, all with error feedback, and a cast to bfloat16. For quantize_pack: that
-cast, PowerSGD's two products, and FBGEMM's rows of 64. For row_pack: torch.topk. For row_quantize
-and row_dequantize on the CPU: FBGEMM's rows of 8 and 4 bits. On a GPU with nvcc also a copy kernel,
-cub::DeviceSelect, and a bisection per row as in RTop-K. Every result is checked before it is timed.
-On a GPU, times are those of the device.
+The tables also include the eager backend and other methods. mask_pack is compared with exact
+torch.topk, DGC's sampled top-k and random-k, all with error feedback, and with a cast to bfloat16.
+quantize_pack is compared with that cast, PowerSGD's two products, and FBGEMM's rows of 64; row_pack
+with torch.topk; row_quantize and row_dequantize on the CPU with FBGEMM's rows of 8 and 4 bits. On a
+GPU with nvcc the tables add a copy kernel, cub::DeviceSelect, and a bisection per row as in RTop-K.
+All results are checked before they are timed. On a GPU, times are device times.
 """
 EPILOG = """\
 examples:
   python -m bench.kernels
-      the first look
+      three ops in 20 seconds
   python -m bench.kernels --all
-      every op in a table, some minutes
+      a table of all ops, which takes minutes
   python -m bench.kernels --sizes 16777216 --density 0.01
   python -m bench.kernels --device cuda --sizes 1048576,16777216,268435456 --density 0.001,0.01
   python -m bench.kernels --ops row_pack,row_unpack --row-widths 64,128,256,512,1024
@@ -46,52 +47,50 @@ examples:
 
 
 def parser() -> Parser:
-    """Exits with status 2 and a text that names argument, rule and value."""
+    """Make the parser. On an error it exits with status 2 and names argument, rule and value."""
     parser = Parser(prog="python -m bench.kernels", description=DESCRIPTION, epilog=EPILOG)
     cuda = torch.cuda.is_available()
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cuda" if cuda else "cpu",
-        help="where the ops run; cuda if there is a GPU",
+        help="device of the ops; cuda if there is a GPU",
     )
     parser.add_argument(
         "--threads",
         type=number(int, lambda n: 1 <= n <= 1024, "an integer in [1, 1024]"),
         metavar="N",
-        help="of the CPU, for all that is timed there (default: 1 for the first look, which is "
-        f"then steady on busy cores, too; {torch.get_num_threads()} for the tables)",
+        help="CPU threads of everything that is timed (default: 1 without the tables, which gives "
+        f"stable times on busy cores; {torch.get_num_threads()} for the tables)",
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all that is measured to this file"
-    )
-    tables = parser.add_argument_group("long tables (any of these makes them)")
-    tables.add_argument("--all", action="store_true", help="every op, with these defaults")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to FILE")
+    tables = parser.add_argument_group("long tables (printed if any of these options is given)")
+    tables.add_argument("--all", action="store_true", help="all ops, with the defaults below")
     tables.add_argument(
         "--ops",
         type=several(str, TIMED),
         metavar="OP,...",
-        help=f"which of {', '.join(TIMED)} (default: all)",
+        help=f"some of {', '.join(TIMED)} (default: all)",
     )
     tables.add_argument(
         "--sizes",
         type=several(count),
         metavar="N,...",
-        help="elements; of the row ops on the CPU a quarter, and none where the widest row is "
-        f"longer (default: {_shown('sizes')})",
+        help="elements; row ops use a quarter on the CPU, and skip sizes smaller than the widest "
+        f"row (default: {_shown('sizes')})",
     )
     tables.add_argument(
         "--density",
         type=several(density),
         metavar="F,...",
-        help="fraction of entries kept; of row_pack and row_unpack always 0.05 "
+        help="fraction of entries kept; row_pack and row_unpack always use 0.05 "
         f"(default: {_shown('density')})",
     )
     tables.add_argument(
         "--row-widths",
         type=several(count),
         metavar="N,...",
-        help=f"entries of a row, for the row ops (default: {_shown('row_widths')})",
+        help=f"entries per row, for the row ops (default: {_shown('row_widths')})",
     )
     tables.add_argument("--no-peers", action="store_true", help="only our backends and the copy")
     tables.add_argument("--graphs", action="store_true", help="replay CUDA graphs of our backends")
@@ -99,13 +98,13 @@ def parser() -> Parser:
         "--rounds",
         type=count,
         metavar="N",
-        help=f"turns of every fast call (default: {DEFAULTS['rounds']})",
+        help=f"turns of each fast call (default: {DEFAULTS['rounds']})",
     )
     return parser
 
 
 def settle(options: argparse.Namespace) -> bool:
-    """Whether the first look is asked for: no option of the tables is. Their defaults are set."""
+    """Set defaults. Return whether to take the first look: no option of the tables was given."""
     tables = (*DEFAULTS, "all", "no_peers", "graphs")
     first_look = not any(getattr(options, name) for name in tables)
     for name, default in DEFAULTS.items():

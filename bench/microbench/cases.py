@@ -1,4 +1,4 @@
-"""The ops as they are timed: inputs, the bytes that must move, and what restores the inputs."""
+"""Timed cases of each op: inputs, the bytes that must move, and how to restore the inputs."""
 
 import argparse
 import math
@@ -19,31 +19,31 @@ from .peers import Peer
 F32, BF16 = torch.float32, torch.bfloat16
 SAMPLES = 65536
 RANGES = 8  # owners of a reduce-scatter
-COLD_BYTES = 512 << 20  # that pass through memory before a buffer is used again: no cache holds it
-FIRST_LOOK_COLD_BYTES = 64 << 20  # little, as making buffers takes most of the time
+COLD_BYTES = 512 << 20  # size of all buffer sets, larger than the caches
+FIRST_LOOK_COLD_BYTES = 64 << 20  # smaller, because creating buffers takes most of the time
 FIRST_LOOK_SIZES = {"cpu": 2**20, "cuda": 2**24}
 MOST_SETS = 64
-CLUSTER = 64  # elements of a row of which all or nothing is kept
+CLUSTER = 64  # elements of a row that is kept or dropped as a whole
 
 
 @dataclass
 class Case:
-    """One thing to time. `run(ops, i)` on buffer set i returns the tensors that must be equal."""
+    """One timed case. `run(ops, i)` returns tensors that must be equal for all backends."""
 
     op: str
     detail: str
     numel: int
-    nbytes: int  # that must be read and written
-    sets: int  # of buffers
+    nbytes: int  # bytes that must be read and written
+    sets: int  # number of buffer sets
     run: Callable[[SimpleNamespace, int], tuple[Tensor, ...]]
     reset: Callable[[int], object] = field(default=lambda i: None)  # restores what run wrote
-    allocates: bool = False  # its result, so that the copy to compare with does, too
+    allocates: bool = False  # if it allocates its result, the copy does the same
     density: float | None = None
     peers: dict[str, Peer] = field(default_factory=dict)
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """All cases of a table, made one at a time: each holds its buffers."""
+    """Yield all cases of a table. They are made one at a time, because each holds its buffers."""
     for numel in options.sizes:
         yield from _cases(numel, not options.no_peers, options)
 
@@ -73,8 +73,8 @@ def _cases(numel: int, with_peers: bool, options: argparse.Namespace) -> Iterato
     for width in row_widths if numel >= max(row_widths) else ():
         for op, make in (("row_pack", row_pack), ("row_unpack", row_unpack)):
             if op in ops:
-                # On the CPU a quarter: malloc keeps blocks below 32 MiB, and what is timed is not
-                # how fast the system gives pages.
+                # A quarter on the CPU, because malloc reuses blocks below 32 MiB. Larger blocks
+                # would time how fast the system provides pages.
                 elements = numel if device == "cuda" else numel // 4
                 yield make(device, elements // width, width, 0.05, with_peers)
                 yield make(device, elements // width, width, 0.05, False, BF16)
@@ -85,14 +85,14 @@ def _cases(numel: int, with_peers: bool, options: argparse.Namespace) -> Iterato
 
 
 def first_look(device: str) -> Iterator[Case]:
-    """mask_pack, scatter_unpack and row_pack, each at one size and beside exact top-k alone."""
+    """mask_pack, scatter_unpack and row_pack at one size each, compared only with exact top-k."""
     numel, cold = FIRST_LOOK_SIZES[device], FIRST_LOOK_COLD_BYTES
-    yield _beside_topk(mask_pack(device, numel, 0.01, F32, F32, True, cold=cold))
+    yield _with_topk_only(mask_pack(device, numel, 0.01, F32, F32, True, cold=cold))
     yield scatter_unpack(device, numel, 0.01, 2, cold=cold)
-    yield _beside_topk(row_pack(device, numel // 256, 256, 0.05, True, cold=cold))
+    yield _with_topk_only(row_pack(device, numel // 256, 256, 0.05, True, cold=cold))
 
 
-def _beside_topk(case: Case) -> Case:
+def _with_topk_only(case: Case) -> Case:
     case.peers = {name: peer for name, peer in case.peers.items() if name in peers.EXACT}
     return case
 
@@ -109,7 +109,7 @@ def mask_pack(
     clustered: bool = False,
     misaligned: bool = False,
 ) -> Case:
-    """`clustered`: whole rows are kept, as of an embedding table; `misaligned`: by one element."""
+    """`clustered` keeps whole rows, as in a table; `misaligned` shifts tensors by one element."""
     sets = _sets((8 + grad_dtype.itemsize) * numel, cold)
     clean = _normal(sets, numel, device)
     grad = [t.to(grad_dtype) for t in _normal(sets, numel, device)]
@@ -254,7 +254,7 @@ def dequantize_sum_pack(device: str, numel: int, format: str, ranks: int) -> Cas
 
 
 def _quantized(device: str, sets: int, ranks: int, numel: int, format: str) -> Tensor:
-    """Payloads of normal numbers, [sets, ranks, nbytes]."""
+    """Payloads with normally distributed numbers, [sets, ranks, nbytes]."""
     nbytes = quantized_payload_bytes(numel, format)
     payloads = torch.zeros(sets, ranks, nbytes, dtype=torch.uint8, device=device)
     for payload in payloads.view(-1, nbytes):
@@ -277,7 +277,7 @@ def row_pack(
     x = [t.to(dtype).view(rows, width) for t in _normal(sets, rows * width, device)]
     return Case(
         "row_pack",
-        f"[{rows}, {width}], k={k}{_of(dtype)}",
+        f"[{rows}, {width}], k={k}{_dtype_suffix(dtype)}",
         rows * width,
         moved,
         sets,
@@ -298,7 +298,7 @@ def row_unpack(
     packed = [pack(t.view(rows, width), k, dtype) for t in _normal(sets, rows * width, device)]
     return Case(
         "row_unpack",
-        f"[{rows}, {width}], k={k}{_of(dtype)}",
+        f"[{rows}, {width}], k={k}{_dtype_suffix(dtype)}",
         rows * width,
         moved,
         sets,
@@ -343,14 +343,14 @@ def row_dequantize(device: str, rows: int, width: int, format: str, with_peers: 
 
 
 def backends(device: str) -> dict[str, SimpleNamespace]:
-    """{name: ops} that take tensors of this device; eager first.
+    """{name: ops} of the backends for this device, eager first.
 
-    On the CPU Triton is interpreted, which is for tests: its time says nothing.
+    On the CPU, Triton is interpreted only for tests, so it is not timed.
     """
     found = testing.backends()
     timed = found.keys() - ({"triton"} if device == "cpu" else set())
-    here = {name: ops for name, ops in found.items() if name in timed and ops.device == device}
-    return {"eager": found["eager"], **here}
+    usable = {name: ops for name, ops in found.items() if name in timed and ops.device == device}
+    return {"eager": found["eager"], **usable}
 
 
 def _best(device: str) -> SimpleNamespace:
@@ -366,18 +366,18 @@ def _normal(sets: int, numel: int, device: str) -> list[Tensor]:
 
 
 def _in_rows(tensor: Tensor, density: float) -> Tensor:
-    """Near zero, but for a fraction of rows in which every magnitude is at least 2."""
+    """Scale entries to near zero, except in a fraction of rows whose magnitudes become >= 2."""
     rows = tensor.view(-1, CLUSTER)
     kept = torch.rand(len(rows), 1, device=tensor.device) < density
     return torch.where(kept, rows + 2 * rows.sign(), 0.01 * rows).flatten()
 
 
 def _one_off(tensor: Tensor) -> Tensor:
-    """A copy that begins one element behind an aligned address."""
+    """A copy that starts one element after an aligned address."""
     return tensor.new_empty(tensor.numel() + 1)[1:].copy_(tensor)
 
 
-def _of(dtype: torch.dtype) -> str:
+def _dtype_suffix(dtype: torch.dtype) -> str:
     return "" if dtype == F32 else f", {_name(dtype)}"
 
 
@@ -386,7 +386,7 @@ def _in_ranges(count: int) -> str:
 
 
 def _threshold(density: float, deviation: float, device: str) -> Tensor:
-    """The magnitude that this fraction of normal numbers passes."""
+    """The magnitude that this fraction of normally distributed numbers exceeds."""
     normal = torch.distributions.Normal(0, deviation)
     return normal.icdf(torch.tensor([1 - density / 2])).to(device)
 

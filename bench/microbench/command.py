@@ -1,4 +1,4 @@
-"""bench.kernels: every op against a copy of its bytes, and against what people use instead."""
+"""bench.kernels: compares each op with a copy of the same bytes and with other methods."""
 
 import argparse
 import math
@@ -18,17 +18,17 @@ from .peers import EXACT
 from .report import COPY, COPY_KERNEL, HEADER, OURS, row
 from .timing import take_turns
 
-SLOW_ROUNDS, SLOW_SETS = 1, 3  # of eager and the peers, which are tens of times slower
-DENSE = torch.contiguous_format  # strides of no rows may be any, and then no view as bytes
-FIRST_LOOK_SECONDS = 1  # after which no further round of a case begins
-UNIT = "A copy of as many bytes, in the same run, has speed 1. Larger is better.\n"
-EAGER_ALONE = "No compiled kernels: this is eager PyTorch; `python -m dct_kernels` says why.\n"
+SLOW_ROUNDS, SLOW_SETS = 1, 3  # for eager and the peers, which are tens of times slower
+DENSE = torch.contiguous_format  # a tensor without rows can have strides that forbid a byte view
+FIRST_LOOK_SECONDS = 1  # no further round of a case starts after this time
+UNIT = "A copy of the same number of bytes, in the same run, has speed 1. Larger is better.\n"
+EAGER_ALONE = "No compiled kernels: using eager PyTorch; `python -m dct_kernels` explains why.\n"
 
 
 def run(options: argparse.Namespace) -> int:
     is_first_look = settle(options)
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device must be cpu where there is no GPU, got cuda")
+        raise UsageError("--device must be cpu if there is no GPU, got cuda")
     if options.graphs and options.device != "cuda":
         raise UsageError("--graphs must come with --device cuda, got cpu")
     if options.json:
@@ -52,10 +52,10 @@ def run(options: argparse.Namespace) -> int:
 def measure(
     case: Case, options: argparse.Namespace, is_first_look: bool = False, light: bool = False
 ) -> dict:
-    """Times of everything that is compared, after its results have been checked.
+    """Check the results of all calls, then time them.
 
-    In a first look, eager is timed only if it is the only backend, and a slow machine runs fewer
-    rounds. A light measurement times our fastest backend and the copies, and checks no results.
+    A first look times eager only if it is the only backend, and runs fewer rounds on a slow
+    machine. A light measurement times our fastest backend and the copies, and checks no results.
     """
     backends = cases.backends(options.device)
     if light:
@@ -90,7 +90,7 @@ def _check(case: Case, backends: dict) -> None:
         expected = expected or got
         for ours, theirs in zip(got, expected, strict=True):
             if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
-                raise SystemExit(f"{case.op} ({case.detail}): {name} differs from eager, not timed")
+                raise SystemExit(f"{case.op} ({case.detail}): {name} differs from eager")
     for name, peer in case.peers.items():
         case.reset(0)
         try:
@@ -100,13 +100,13 @@ def _check(case: Case, backends: dict) -> None:
 
 
 def results(case: Case, ops) -> list[Tensor]:
-    """The tensors that a call on the first set of buffers returns."""
+    """The tensors that a call with the first buffer set returns."""
     case.reset(0)
     return [tensor.clone(memory_format=DENSE) for tensor in case.run(ops, 0)]
 
 
 def copies(case: Case, device: str) -> dict[str, Callable]:
-    """Copies of as many bytes: by torch, and on a GPU also by a kernel of ours."""
+    """Copies of the same number of bytes: torch's, and on a GPU also our copy kernel."""
     nbytes = max(case.nbytes // 2 // 16 * 16, 16)
     source = [torch.zeros(nbytes // 4, device=device) for _ in range(case.sets)]
     target = [torch.empty_like(tensor) for tensor in source]
@@ -119,13 +119,13 @@ def copies(case: Case, device: str) -> dict[str, Callable]:
 
 
 def sentence(result: dict) -> str:
-    """How fast our best backend is, beside exact top-k where it was timed, and beside a copy."""
+    """Compare our best backend with exact top-k, if that was timed, and with a copy."""
     ms = {name: times["median"] for name, times in result["ms"].items()}
     ours = ms[next(name for name in OURS if name in ms)]
-    said = [f"{ms[name] / ours:.3g}x as fast as exact top-k" for name in EXACT if name in ms]
-    said.append(f"{ms[COPY] / ours:.2g} of a copy")
-    of = f"{result['op']}, {result['numel']:,} elements, {100 * result['density']:g} % kept"
-    return f"{of}: {', '.join(said)}."
+    parts = [f"{ms[name] / ours:.3g}x as fast as exact top-k" for name in EXACT if name in ms]
+    parts.append(f"{ms[COPY] / ours:.2g} of a copy")
+    case = f"{result['op']}, {result['numel']:,} elements, {100 * result['density']:g} % kept"
+    return f"{case}: {', '.join(parts)}."
 
 
 def _heading(options: argparse.Namespace) -> str:

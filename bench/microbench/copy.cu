@@ -1,4 +1,4 @@
-// A copy by streaming loads and stores of 16 bytes: the yardstick that caches what our kernels do.
+// A copy with streaming loads and stores of 16 bytes. It uses the caches as our kernels do.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVectors = 4;  // of 16 bytes, in flight in a thread
+constexpr int kVectors = 4;  // 16-byte loads in flight per thread
 
 __global__ void __launch_bounds__(kThreads) copy(uint4* to, const uint4* from, int64_t vectors) {
   const int64_t first = int64_t{blockIdx.x} * kThreads * kVectors + threadIdx.x;

@@ -1,5 +1,5 @@
-// Yardsticks and peers for the GPU, called through native.py: compact versions of our own, with raw
-// pointers in and a cudaError_t out.
+// Reference kernels for the GPU, called through native.py: compact implementations that take raw
+// pointers and return a cudaError_t.
 #include <thrust/iterator/counting_iterator.h>
 
 #include <cub/device/device_select.cuh>
@@ -32,9 +32,9 @@ struct Passes {
   __device__ bool operator()(int32_t i) const { return fabsf(acc[i]) >= *tau; }
 };
 
-// After RTop-K (ICLR 2025; github.com/xiexi51/RTopK): a warp per row searches the threshold by
-// bisection on the value, and packs by ballots, what is above it first. The order of what ties is
-// as it comes.
+// After RTop-K (ICLR 2025; github.com/xiexi51/RTopK): one warp per row finds the threshold by
+// bisection on the value, and packs with ballots. Entries above the threshold come first; tied
+// entries follow in no particular order.
 __global__ void __launch_bounds__(kThreads)
     rtopk(const float* x, int64_t rows, int width, int k, float* values, int32_t* columns) {
   extern __shared__ float shared[];
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
     high = fmaxf(high, fabsf(own[c]));
   }
   for (int d = 16; d > 0; d /= 2) high = fmaxf(high, __shfl_xor_sync(~0u, high, d));
-  float low = 0.0f;  // at least k reach it; fewer than k exceed high
+  float low = 0.0f;  // at least k magnitudes reach low; fewer than k exceed high
   for (int round = 0; round < 32; ++round) {
     const float middle = low + (high - low) / 2;
     int count = 0;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const int whole = (width + 31) / 32 * 32;
   int packed = 0;
-  for (int begin = 0; begin < 2 * whole && packed < k; begin += 32) {  // what ties comes last
+  for (int begin = 0; begin < 2 * whole && packed < k; begin += 32) {  // ties come last
     const bool ties = begin >= whole;
     const int c = begin - (ties ? whole : 0) + lane;
     const float magnitude = c < width ? fabsf(own[c]) : -1.0f;
@@ -86,7 +86,7 @@ cudaError_t native_select_scratch(int64_t numel, size_t* nbytes) {
                                numel, Passes{});
 }
 
-// acc += grad; the indices and values of what passes, in order; zero in its place.
+// acc += grad; writes indices and values of the entries that pass, in order, and sets them to zero.
 cudaError_t native_select(float* acc, const float* grad, const float* tau, int32_t* indices,
                           float* values, int32_t* count, int64_t numel, void* scratch,
                           size_t scratch_bytes, cudaStream_t stream) {

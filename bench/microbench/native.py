@@ -1,4 +1,4 @@
-"""native.cu, compiled with nvcc where it is needed, once, and called through ctypes."""
+"""Compiles native.cu with nvcc when it is first needed, and calls it through ctypes."""
 
 import ctypes
 import functools
@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.utils import cpp_extension
 
 SOURCE = Path(__file__).parent / "native.cu"
-COPY = SOURCE.with_name("copy.cu")  # which it includes
+COPY = SOURCE.with_name("copy.cu")  # included by native.cu
 
 
 @functools.cache
 def missing() -> str | None:
-    """Why there is no native library, or None."""
+    """The reason why there is no native library, or None."""
     if not torch.cuda.is_available():
         return "there is no GPU"
     if not cpp_extension.CUDA_HOME or not Path(cpp_extension.CUDA_HOME, "bin", "nvcc").exists():
-        return "there is no nvcc (CUDA_HOME says where)"
+        return "there is no nvcc (set CUDA_HOME)"
     try:
         _library()
     except (OSError, subprocess.CalledProcessError) as error:
@@ -32,22 +32,22 @@ def missing() -> str | None:
 
 
 def copy(to: Tensor, source: Tensor) -> None:
-    """A copy of contiguous tensors by 16-byte streaming loads and stores."""
+    """Copy contiguous tensors with 16-byte streaming loads and stores."""
     _call("native_copy", to, source, source.nbytes)
 
 
 class Select:
-    """grad added to the residual, and what passes tau taken out of it by cub::DeviceSelect."""
+    """Adds grad to the residual, then moves entries above tau out of it with cub::DeviceSelect."""
 
-    def __init__(self, numel: int, room: int) -> None:
+    def __init__(self, numel: int, capacity: int) -> None:
         nbytes = ctypes.c_size_t()
         error = _library().native_select_scratch(ctypes.c_int64(numel), ctypes.byref(nbytes))
         if error:
             raise RuntimeError(f"native_select_scratch returned cudaError_t {error}")
         self.scratch = torch.empty(nbytes.value, dtype=torch.uint8, device="cuda")
-        # DeviceSelect writes all that passes: there is no room to set.
-        self.indices = torch.empty(room, dtype=torch.int32, device="cuda")
-        self.values = torch.empty(room, device="cuda")
+        # DeviceSelect cannot limit the number of entries that it writes.
+        self.indices = torch.empty(capacity, dtype=torch.int32, device="cuda")
+        self.values = torch.empty(capacity, device="cuda")
         self.count = torch.empty(1, dtype=torch.int32, device="cuda")
 
     def __call__(self, residual: Tensor, grad: Tensor, tau: Tensor) -> None:
@@ -57,7 +57,7 @@ class Select:
 
 
 def rtopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and int32 columns of each row's k largest magnitudes, in column order."""
+    """Return values and int32 columns of each row's k largest magnitudes, in column order."""
     values = torch.empty(x.shape[0], k, device=x.device)
     columns = torch.empty(x.shape[0], k, dtype=torch.int32, device=x.device)
     _call("native_rtopk", x, x.shape[0], x.shape[1], k, values, columns)
@@ -77,18 +77,18 @@ def _call(name: str, *arguments: Tensor | int) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Kept in the user's cache, under a name that follows from what it is made of."""
+    """Build the library in the user's cache. The file name is a hash of command and sources."""
     major, minor = torch.cuda.get_device_capability()
     nvcc = Path(cpp_extension.CUDA_HOME, "bin", "nvcc").resolve()
     command = [str(nvcc), "-O3", "-std=c++17", f"-arch=sm_{major}{minor}", "-shared"]
     command += ["-Xcompiler", "-fPIC", str(SOURCE)]
-    made_of = " ".join(command).encode() + SOURCE.read_bytes() + COPY.read_bytes()
+    inputs = " ".join(command).encode() + SOURCE.read_bytes() + COPY.read_bytes()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dct_microbench")
-    library = cache / f"native-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    library = cache / f"native-{hashlib.sha256(inputs).hexdigest()[:16]}.so"
     if not library.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            made = Path(folder, "native.so")
-            subprocess.run([*command, "-o", made], check=True, capture_output=True, text=True)
-            made.rename(library)  # whole, or not there
+            built = Path(folder, "native.so")
+            subprocess.run([*command, "-o", built], check=True, capture_output=True, text=True)
+            built.rename(library)  # atomically
     return ctypes.CDLL(str(library))

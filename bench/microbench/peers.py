@@ -1,8 +1,8 @@
-"""What people use instead, in compact versions of our own, each checked before it is timed.
+"""Compact implementations of other methods. Each is checked before it is timed.
 
-A compaction takes residual and gradient, moves the entries it chooses out of the residual and
-returns (values, indices): with error feedback, as mask_pack does. A row selection returns each
-row's k entries of largest magnitude.
+A compaction takes residual and gradient, moves selected entries out of the residual and returns
+(values, indices). Like mask_pack, it uses error feedback. A row selection returns the k entries of
+largest magnitude of each row.
 """
 
 import math
@@ -14,19 +14,19 @@ from torch import Tensor
 
 from . import native
 
-EXACT = ("topk", "torch.topk")  # of mask_pack, of row_pack
+EXACT = ("topk", "torch.topk")  # exact top-k for mask_pack and for row_pack
 
 
 @dataclass
 class Peer:
-    """`run(i)` on buffer set i; `check(i)` runs it and raises ValueError if it is wrong."""
+    """`run(i)` uses buffer set i. `check(i)` runs it and raises ValueError if it is wrong."""
 
     run: Callable[[int], object]
     check: Callable[[int], None]
 
 
 def take(residual: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Move these entries out of the residual: (values, indices)."""
+    """Move these entries out of the residual, and return (values, indices)."""
     values = residual[index]
     residual[index] = 0
     return values, index
@@ -39,7 +39,7 @@ def topk(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def random_k(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """k entries drawn with replacement, doubles sent as zeros."""
+    """k random entries, drawn with replacement; duplicates are dropped."""
     residual += grad
     index = torch.randint(residual.numel(), (k,), device=residual.device).unique()
     return take(residual, index)
@@ -49,9 +49,9 @@ def dgc(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Deep Gradient Compression's sampled top-k with its adaptation loop.
 
     After github.com/synxlin/deep-gradient-compression, dgc/compression.py, without its momentum
-    correction: a strided sample of 1 %, its top-k's smallest as threshold; up to 10 rounds lower it
-    by 0.8 while fewer than 0.8 k entries pass, and a second top-k, of what passes, follows where
-    more than 1.3 k do. Every round reads the tensor and asks the host.
+    correction. The threshold is the smallest entry of the top-k of a strided sample of 1 %. Up to
+    10 rounds multiply it by 0.8 while fewer than 0.8 k entries pass. If more than 1.3 k entries
+    pass, a second top-k selects among them. Every round reads the tensor and syncs with the host.
     """
     residual += grad
     importance = residual.abs()
@@ -74,7 +74,7 @@ def dgc(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def bf16_cast(grad: list[Tensor]) -> dict[str, Peer]:
-    """What torch's bf16_compress_hook does to a gradient; nothing to one in bfloat16."""
+    """The cast of torch's bf16_compress_hook; no peer if the gradient is already bfloat16."""
     if grad[0].dtype == torch.bfloat16:
         return {}
     return {"bf16 cast": Peer(lambda i: grad[i].to(torch.bfloat16), lambda i: None)}
@@ -97,17 +97,17 @@ def compaction(
             select(residual[i], grad[i], tau)
             return select.values, select.indices
 
-        def run_and_cut(i: int) -> tuple[Tensor, Tensor]:
+        def run_and_trim(i: int) -> tuple[Tensor, Tensor]:
             values, indices = run(i)
             return values[: select.count], indices[: select.count].long()
 
-        peers["cub::DeviceSelect"] = Peer(run, _compaction(run_and_cut, residual, grad).check)
+        peers["cub::DeviceSelect"] = Peer(run, _compaction(run_and_trim, residual, grad).check)
     return peers
 
 
 def every_entry(residual: list[Tensor], grad: list[Tensor], format: str) -> dict[str, Peer]:
-    """Peers of quantize_pack on these buffers: torch's hook in bfloat16, which keeps no residual;
-    with error feedback FBGEMM's rows of 64 and PowerSGD of rank 1."""
+    """Peers of quantize_pack: torch's bfloat16 hook, which keeps no residual; FBGEMM's rows of 64
+    and PowerSGD with rank 1, both with error feedback."""
     peers = bf16_cast(grad)
     numel = residual[0].numel()
     side = 2 ** (numel.bit_length() // 2)
@@ -118,9 +118,9 @@ def every_entry(residual: list[Tensor], grad: list[Tensor], format: str) -> dict
             matrix = residual[i].add_(grad[i]).view(-1, side)
             p = matrix @ q
             p /= p.norm()
-            back = matrix.t() @ p
-            matrix.addr_(p, back, alpha=-1)
-            return p, back
+            q_new = matrix.t() @ p
+            matrix.addr_(p, q_new, alpha=-1)
+            return p, q_new
 
         peers["PowerSGD"] = Peer(power_sgd, lambda i: None)
     if not residual[0].is_cuda and format in _FBGEMM and numel % 64 == 0:
@@ -136,7 +136,7 @@ def every_entry(residual: list[Tensor], grad: list[Tensor], format: str) -> dict
             accumulated = residual[i] + grad[i]
             sent = unpack(fbgemm(i)).flatten()
             if not torch.allclose(sent + residual[i], accumulated, atol=1e-5):
-                raise ValueError("what is sent and what is left are not what was there")
+                raise ValueError("sent entries and the residual do not add up to their input")
 
         peers["FBGEMM"] = Peer(fbgemm, check)
     return peers
@@ -155,8 +155,8 @@ def row_selection(x: list[Tensor], k: int) -> dict[str, Peer]:
     return peers
 
 
-# FBGEMM's rows of 8 and 4 bits, as torch has them; TorchRec quantizes with the same functions. A
-# row's offset stands beside its scale: 8 bytes of float32, or 4 of float16. {format: steps}
+# torch's copy of FBGEMM's rows of 8 and 4 bits, the functions that TorchRec quantizes with. A row
+# has a scale and an offset, in float32 (8 bits) or float16 (4 bits). {format: (name, steps)}
 _FBGEMM = {"int8": ("byte", 255), "int4": ("4bit", 15)}
 
 
@@ -169,13 +169,13 @@ def row_quantization(x: list[Tensor], format: str) -> dict[str, Peer]:
     def check(i: int) -> None:
         step = (x[i].amax(1, keepdim=True) - x[i].amin(1, keepdim=True)) / steps
         if ((unpack(pack(x[i])) - x[i]).abs() > 0.6 * step).any():
-            raise ValueError("an entry is more than half a step off")
+            raise ValueError("an entry is wrong by more than half a step")
 
     return {"FBGEMM": Peer(lambda i: pack(x[i]), check)}
 
 
 def row_dequantization(x: list[Tensor], format: str) -> dict[str, Peer]:
-    """Peers of row_dequantize on rows that these are quantized to."""
+    """Peers of row_dequantize on the quantized form of these rows."""
     if x[0].is_cuda or format not in _FBGEMM:
         return {}
     pack, unpack, _ = _fbgemm(format)
@@ -195,11 +195,11 @@ def _compaction(run: Callable, residual: list[Tensor], grad: list[Tensor]) -> Pe
         accumulated = residual[i] + grad[i]
         values, index = run(i)
         if index.numel() == 0 or index.unique().numel() != index.numel():
-            raise ValueError("an entry is taken twice, or none is")
+            raise ValueError("an entry was selected twice, or none was selected")
         rebuilt = residual[i].clone()
         rebuilt[index] += values
         if not torch.equal(rebuilt, accumulated):
-            raise ValueError("what is taken and what is left are not what was there")
+            raise ValueError("selected entries and the residual do not add up to their input")
 
     return Peer(run, check)
 
@@ -210,8 +210,8 @@ def _selection(run: Callable, x: list[Tensor], k: int) -> Peer:
         expected = torch.topk(x[i].abs(), k, dim=1).values
         got = values.abs().sort(1, descending=True).values
         if not torch.equal(got, expected):
-            raise ValueError("these are not the k largest")
+            raise ValueError("the selected entries are not the k largest")
         if not torch.equal(x[i].gather(1, columns.long()), values):
-            raise ValueError("values and columns do not belong together")
+            raise ValueError("values and columns do not match")
 
     return Peer(run, check)

@@ -1,33 +1,33 @@
-"""Rows of the tables of bench.kernels: times beside a copy of the bytes that must move."""
+"""Rows of the tables of bench.kernels: times compared with a copy of the same bytes."""
 
 import re
 
 from bench.tables import header, number
 
 COPY, COPY_KERNEL = "copy", "copy kernel"
-OURS = ("cuda", "triton", "cpp", "eager")  # the first that was measured is the one to judge
+OURS = ("cuda", "triton", "cpp", "eager")  # tables show the first one that was measured
 HEADINGS = ("op", "case", "kept", "elements", "MB", "ms", "of copy", "Triton, of copy", "eager")
 HEADINGS += ("peers",)
 HEADER = header(HEADINGS)
 
 
 def row(run: dict) -> list[str]:
-    """The row of one case, under HEADINGS."""
-    ms, own = run["ms"], _own(run)
-    longer = {name: _times(ms[name]["median"] / ms[own]["median"]) for name in ms}
+    """The table row of one case; its columns are HEADINGS."""
+    ms, best = run["ms"], _best(run)
+    longer = {name: _times(ms[name]["median"] / ms[best]["median"]) for name in ms}
     peers = [name for name in ms if name not in {COPY, COPY_KERNEL, *OURS}]
     return [
         *(f"`{run['op']}`", _case(run), _kept(run), number(run["numel"])),
         f"{run['bytes'] / 1e6:,.1f}",
-        f"{ms[own]['median']:.3g} ({ms[own]['q20']:.3g}-{ms[own]['q80']:.3g})",
-        _of_copy(run, own),
-        _of_copy(run, "triton") if "triton" in ms and own != "triton" else "",
+        f"{ms[best]['median']:.3g} ({ms[best]['q20']:.3g}-{ms[best]['q80']:.3g})",
+        _of_copy(run, best),
+        _of_copy(run, "triton") if "triton" in ms and best != "triton" else "",
         longer.get("eager", ""),
         ", ".join(f"{name} {longer[name]}" for name in peers),
     ]
 
 
-def _own(run: dict) -> str:
+def _best(run: dict) -> str:
     return next(name for name in OURS if name in run["ms"])
 
 
@@ -40,7 +40,7 @@ def _times(ratio: float) -> str:
 
 
 def _case(run: dict) -> str:
-    """Without the number of rows or of samples that `numel` says."""
+    """The case without the number of rows or samples, which follows from `numel`."""
     case = re.sub(r"^\d{6,} samples, ", "", run["case"])
     return re.sub(r"^\[\d+, (\d+)\]", r"[B, \1]", case)
 

@@ -1,4 +1,4 @@
-"""Times of calls that take turns, each on buffers that are in no cache."""
+"""Times calls in turns, on buffers that are not in a cache."""
 
 import math
 import statistics
@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
-# The device is kept busy while the host queues a call: some 0.1 ms, and up to 1.6 ms for one that
-# takes longer.
+# The device is kept busy while the host queues a call: for about 0.1 ms, and up to 1.6 ms if the
+# call takes longer to queue.
 _SLEEP_CYCLES, _MOST_CYCLES = 200_000, 3_200_000
 
 Call = Callable[[int], object]
@@ -23,15 +23,15 @@ def take_turns(
     graphs: Collection[str] = (),
     seconds: float = math.inf,
 ) -> dict[str, dict[str, float]]:
-    """{name: median, 20 % and 80 % quantile in ms} of `call(i)` on the buffer sets i in turn.
+    """Return {name: median, 20 % and 80 % quantile in ms} of `call(i)` over the buffer sets i.
 
-    `sets` is the number of sets that a call uses in its turn, and `rounds` the number of its turns.
-    Every call has a turn in every round, so other work on the machine affects all calls equally.
+    `sets` is the number of sets that a call uses in a turn, and `rounds` the number of its turns.
+    Each call has a turn in each round, so other work on the machine affects all calls equally.
     All buffers are reset before each turn, which also evicts the first ones from the caches. On a
-    GPU the time is between events around the call, which is queued while the device is kept busy.
+    GPU the time is measured with events around the call, which is queued while the device is busy.
     So it excludes the host's launches, unless the call itself waits for the device. Calls named in
-    `graphs` are captured in a CUDA graph for every set, and replayed. After `seconds` no further
-    round begins, except the first.
+    `graphs` are captured in one CUDA graph per set and replayed. After `seconds`, no further round
+    starts; the first round always runs.
     """
     calls = calls | {name: _captured(calls[name], reset, sets[name]) for name in graphs}
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -63,9 +63,9 @@ def _on_cpu(call: Call, sets: int) -> Iterator[float]:
 
 
 def _cycles_that_hide(call: Call, reset: Call, sets: int) -> int:
-    """For how long to keep the device busy, so that all of a call is queued by then."""
+    """The cycles for which the device must be busy, so that the whole call is queued by then."""
     for i in range(sets):
-        call(i)  # compiles and loads
+        call(i)  # compiles and loads kernels
     cycles = _SLEEP_CYCLES
     while cycles < _MOST_CYCLES:
         reset(0)
@@ -74,7 +74,7 @@ def _cycles_that_hide(call: Call, reset: Call, sets: int) -> int:
         torch.cuda._sleep(cycles)
         start.record()
         call(0)
-        if not start.query():  # the device is still asleep
+        if not start.query():  # the device is still busy
             break
         cycles *= 2
     return cycles

@@ -1,1 +1,1 @@
-"""bench.link: training over links of a known rate."""
+"""bench.link: training over throttled links."""

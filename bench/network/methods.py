@@ -16,8 +16,8 @@ from dct_parallel import DCTAverager, DCTState, RowFormat, compress_fully_shard,
 from dct_parallel.rows.all_to_all import RowExchange
 from examples.dlrm.models.row_exchange import rows_in
 
-PERIOD = 10  # of local steps
-START_STEP = 2  # steps before compression starts, in every mode that has a residual
+PERIOD = 10  # number of local steps
+START_STEP = 2  # steps before compression starts, in all modes with a residual
 
 Register = Callable[[nn.Module, argparse.Namespace], object]
 
@@ -27,7 +27,7 @@ def _dense(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
 
 
 def _bf16(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
-    # DDP looks at the name and refuses torch's bf16_compress_hook on the CPU, where it works.
+    # DDP refuses torch's bf16_compress_hook on the CPU because of its name, although it works.
     def hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
         return default_hooks.bf16_compress_hook(group, bucket)
 
@@ -56,7 +56,7 @@ def _averager(model: nn.Module, options: argparse.Namespace) -> DCTAverager:
 
 
 def _shards(format: str | None, reshard: bool | None = None) -> Register:
-    """Shards a transformer and, unless `format` is None, compresses what the shards exchange."""
+    """Shard a transformer and, unless `format` is None, compress the messages between shards."""
 
     def register(model: nn.Module, options: argparse.Namespace) -> object:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -71,7 +71,7 @@ def _largest_entries(options: argparse.Namespace) -> RowExchange:
     return rows_in(RowFormat("bfloat16", density=options.row_density))
 
 
-def _few_bits(options: argparse.Namespace) -> RowExchange:
+def _quantized(options: argparse.Namespace) -> RowExchange:
     return rows_in(RowFormat(*options.row_format))
 
 
@@ -79,11 +79,11 @@ class Method(NamedTuple):
     """One way of training.
 
     Attributes:
-        title: in tables.
+        title: the name in tables.
         register: registers the hook, or makes the averager; returns its state.
-        exchange: of a hybrid model's rows; None if every rank has the whole model.
-        dedup: each distinct row of a batch is sent once.
-        period: of local steps, without DDP; 0 for other methods.
+        exchange: exchanges the rows of a hybrid model; None if every rank has the whole model.
+        dedup: send each distinct row of a batch once.
+        period: number of local steps without DDP; 0 for other methods.
     """
 
     title: str
@@ -105,8 +105,8 @@ REPLICATED = {
 HYBRID = {
     "hybrid-dense": Method("hybrid, float32", _dense, lambda options: rows_in("float32")),
     "hybrid-dct": Method("hybrid, DCT-DP and -MP", _dct(), _largest_entries),
-    "hybrid-format": Method("hybrid, DCT-DP, few bits", _dct(), _few_bits),
-    "hybrid-format-dedup": Method("hybrid, DCT-DP, few bits, dedup", _dct(), _few_bits, True),
+    "hybrid-format": Method("hybrid, DCT-DP, few bits", _dct(), _quantized),
+    "hybrid-format-dedup": Method("hybrid, DCT-DP, few bits, dedup", _dct(), _quantized, True),
 }
 SHARDED = {
     "fsdp-torch": Method("torch's FSDP2 in bfloat16", _shards(None)),

@@ -1,13 +1,13 @@
-"""Where ranks run: network namespaces joined by links of a set rate, or this machine's loopback.
+"""Networks for ranks: network namespaces joined by throttled links, or this machine's loopback.
 
     rank 0  eth0 ======= port0
     rank 1  eth0 ======= port1  bridge
     rank 2  eth0 ======= port2
 
 Every rank is in a namespace. A link is a veth pair with a token bucket filter (tc tbf) at both
-ends, so each direction has the full rate, as on a switched, full-duplex network. The bridge is in a
-namespace as well. All are called dctbench-*, so deleting these namespaces removes everything. Only
-the ranks' IPv4 traffic is on the links.
+ends, so each direction has the full rate, as on a switched, full-duplex network. The bridge has its
+own namespace. All namespaces are called dctbench-*, so deleting them removes everything. The links
+carry only the IPv4 traffic of the ranks.
 """
 
 import fcntl
@@ -24,16 +24,16 @@ from bench.cli import ENDING_SIGNALS, UsageError
 
 PREFIX = "dctbench-"
 SWITCH = PREFIX + "switch"
-# A message after a pause gets a full bucket for free, so the bucket is small. But it must hold a
-# few packets, or the rate is not reached.
+# A message after a pause may use a full bucket without delay, so the bucket is small. It must hold
+# a few packets, or the links do not reach their rate.
 BURST_SECONDS = 100e-6
 BURST_MIN_BYTES = 3 * 1514
 LOCK_SECONDS = 2
-QUEUE_MS = 50  # of packets that wait for tokens, beyond which they are dropped
+QUEUE_MS = 50  # packets that would wait longer for tokens are dropped
 
 
 def missing() -> list[str]:
-    """What this machine lacks for namespaces, in words; empty if nothing."""
+    """Descriptions of what this machine lacks for namespaces; empty if it lacks nothing."""
     lacks = [f"the command `{name}` (package iproute2)" for name in ("ip", "tc") if not _has(name)]
     if os.geteuid() != 0:
         lacks.append("root")
@@ -41,13 +41,13 @@ def missing() -> list[str]:
 
 
 class Namespaces:
-    """A context: a linked namespace for every rank. At its end they are removed with all processes.
+    """A context with one linked namespace per rank. Its exit removes them and all their processes.
 
-    Only one at a time may exist on a machine, because two would disturb each other's times. The
-    namespaces of a run that was killed are removed first.
+    Only one context may exist on a machine at a time, because two would distort each other's times.
+    On entry, the namespaces of a killed run are removed.
 
     Raises:
-        UsageError: the machine lacks something, or another run is at work.
+        UsageError: the machine lacks something, or another run is active.
     """
 
     interface = "eth0"
@@ -69,7 +69,7 @@ class Namespaces:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A second Ctrl-C must wait, or some of the namespaces would stay.
+        # Block a second Ctrl-C, or some of the namespaces could remain.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         _remove_all()
         self._lock.close()
@@ -80,11 +80,11 @@ class Namespaces:
         return f"10.210.0.{rank + 1}"
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
-        """`command`, to be run inside the rank's namespace."""
+        """The command that runs `command` inside the rank's namespace."""
         return ["ip", "netns", "exec", _name(rank), *command]
 
     def set_rate(self, rate: float | None) -> None:
-        """Limit every link, both directions, to `rate` bits per second; None: no limit."""
+        """Limit all links, in both directions, to `rate` bits per second; None means no limit."""
         ends = [(_name(rank), self.interface) for rank in range(self._ranks)]
         ends += [(SWITCH, f"port{rank}") for rank in range(self._ranks)]
         for namespace, interface in ends:
@@ -111,7 +111,7 @@ class Namespaces:
 
 
 class Loopback:
-    """The same interface without namespaces or rate limits: every rank on 127.0.0.1."""
+    """The same interface without namespaces or rate limits; all ranks are on 127.0.0.1."""
 
     interface = "lo"
 
@@ -143,10 +143,10 @@ def _has(name: str) -> bool:
 
 
 def _lock():
-    """An open file, locked until this process ends.
+    """Open a file that stays locked until this process ends.
 
-    A child that a killed run was starting holds a copy of the file until its exec, so taking the
-    lock is retried for a moment.
+    If a run was killed while it started a child, the child holds the file until its exec. So this
+    function retries for a moment.
     """
     file = (Path(tempfile.gettempdir()) / f"{PREFIX}lock").open("w")
     deadline = time.monotonic() + LOCK_SECONDS
@@ -157,7 +157,7 @@ def _lock():
         except BlockingIOError:
             if time.monotonic() > deadline:
                 file.close()
-                text = "another run is at work on this machine: wait for its end"
+                text = "another run is active on this machine: wait until it ends"
                 raise UsageError(text) from None
             time.sleep(0.05)
 
@@ -175,5 +175,5 @@ def _do(command: str) -> str:
     done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
         text = done.stderr.strip() or f"exit status {done.returncode}"
-        raise UsageError(f"`{command}` failed: {text}; --loopback does without")
+        raise UsageError(f"`{command}` failed: {text}; --loopback does not need it")
     return done.stdout

@@ -1,4 +1,4 @@
-"""Figures of a run of bench.link, and tables of them in Markdown."""
+"""Merges the measurements of bench.link and prints them as Markdown tables."""
 
 import argparse
 import math
@@ -11,26 +11,26 @@ from bench.tables import number, table, times
 
 from .methods import METHODS, SHARDED
 
-# Ethernet 14, IPv4 20, TCP 20 and its timestamps 12, in every packet. Acknowledgements are packets
+# Ethernet 14, IPv4 20, TCP 20 and its timestamps 12, in each packet. Acknowledgements are packets
 # without payload.
 HEADER_BYTES = 66
-WARM_UP_SECONDS = 3  # of a cell, about
-BYTES_AT = 1e9  # the rate at which bytes are shown, if it was measured
+WARM_UP_SECONDS = 3  # per cell, approximately
+BYTES_AT = 1e9  # the rate for which bytes are shown, if it was measured
 NOTE = (
-    "A time is the median of a step, with the 20 % and 80 % quantiles; a step takes as long as its "
-    "slowest rank. Bytes are per rank and step: *formula* is what a rank hands to collectives, "
-    "*counter* is what left its interface, and *headers* are 66 bytes per packet."
+    "A time is the median step time, with the 20 % and 80 % quantiles. A step takes as long as its "
+    "slowest rank. Bytes are per rank and step: *formula* counts the bytes passed to collectives, "
+    "*counter* the bytes that left the interface, and *headers* are 66 bytes per packet."
 )
 
 
 def announce(options: argparse.Namespace) -> str:
-    """What a run will do, and how long it takes at most."""
+    """Describe the run and how long it takes at most."""
     ranks = " and ".join(map(str, options.ranks))
     rates = ", ".join(map(describe_rate, options.rates))
     links = "over 127.0.0.1" if options.loopback else f"over links of {rates}"
     cells = len(options.ranks) * len(options.rates) * len(options.modes)
     minutes = math.ceil(cells * (options.seconds + WARM_UP_SECONDS) / 60)
-    model = "a transformer in shards" if options.modes[0] in SHARDED else "DLRM on generated rows"
+    model = "a sharded transformer" if options.modes[0] in SHARDED else "DLRM on generated rows"
     return (
         f"Trains {model} with {ranks} ranks on this machine, {links}: "
         f"{', '.join(options.modes)}. {minutes} minutes at most; results in {options.out}."
@@ -44,15 +44,15 @@ def merge(
     rounds: list[list[dict]],
     shared: int,
 ) -> dict:
-    """A cell from what all ranks measured in every round. Figures are per step.
+    """Merge the measurements of all ranks and rounds into a cell. Figures are per step.
 
     "step_ms" has the 20 % quantile, the median and the 80 % quantile; a step takes as long as its
-    slowest rank. "payload_bytes" are what a rank hands to collectives. "wire_bytes" and "packets"
-    have left a rank's interface.
+    slowest rank. "payload_bytes" counts the bytes that a rank passes to collectives. "wire_bytes"
+    and "packets" count what leaves a rank's interface.
 
     Args:
-        rate: bits per second, None if it is unlimited.
-        shared: the number of ranks that share an interface and its counters.
+        rate: bits per second, or None for no limit.
+        shared: number of ranks that share an interface and its counters.
     """
     times = np.concatenate([np.max([rank["seconds"] for rank in r], axis=0) for r in rounds])
     low, median, high = (float(1e3 * q) for q in np.quantile(times, (0.2, 0.5, 0.8)))
@@ -73,7 +73,7 @@ def merge(
 
 
 def render(run: dict) -> str:
-    """For every number of ranks the times, and the bytes at one rate."""
+    """Tables of the times, and of the bytes at one rate, for each number of ranks."""
     found = []
     for ranks in dict.fromkeys(cell["ranks"] for cell in run["cells"]):
         cells = [cell for cell in run["cells"] if cell["ranks"] == ranks]

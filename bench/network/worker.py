@@ -1,6 +1,6 @@
-"""One rank of bench.link, started by command.py with torchrun's variables in its environment.
+"""One rank of bench.link, which starts it with torchrun's variables in its environment.
 
-Its arguments are options as JSON, and the file for the results.
+Its arguments are the options as JSON and the file for the results.
 """
 
 import argparse
@@ -33,18 +33,18 @@ from examples.wire_meter import WireMeter
 
 from .methods import METHODS, SHARDED, Method
 
-ROUNDS = 3  # every mode gets a third of its steps in each, so a busy moment affects all modes
-WARMUP_STEPS = 6  # DDP rebuilds its buckets, compression starts, TCP's windows open
+ROUNDS = 3  # each runs a third of the steps of all modes, so other work affects all modes
+WARMUP_STEPS = 6  # DDP rebuilds its buckets, compression starts, and TCP's windows open
 MIN_STEPS = 5
 LEARNING_RATE = 0.1
-BATCHES = 16  # of generated rows or texts, used in turn
+BATCHES = 16  # batches of generated rows or texts, used in turn
 CHARACTERS = 97
 TRANSFER_BYTES = 64 * 2**20
 _PR_SET_PDEATHSIG = 1
 
 
 class Worker:
-    """Trains in all modes, on this rank's batches of generated rows or texts."""
+    """Trains in all modes on this rank's batches of generated rows or texts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -62,21 +62,21 @@ class Worker:
         self.texts = torch.randint(CHARACTERS, shape, generator=generator)
 
     def measure(self) -> dict:
-        """The model, the link, and a figure of every round for each mode."""
+        """Return the model, the link, and the measurements of each round for each mode."""
         model = self._model(self.options.modes[0])
         parameters = sum(parameter.numel() for parameter in model.parameters())
         model = {"parameters": parameters, "threads_per_rank": torch.get_num_threads()}
         link, rounds = self._transfer(), {mode: [] for mode in self.options.modes}
         dist.init_process_group("gloo")
         for _ in range(ROUNDS):
-            for mode, of_mode in rounds.items():
-                of_mode.append(self._train(mode))
-                gc.collect()  # the hook's state goes before the next one
+            for mode, measured in rounds.items():
+                measured.append(self._train(mode))
+                gc.collect()  # free the hook's state before the next mode
         dist.destroy_process_group()
         return {"model": model, "link": link, "rounds": rounds}
 
     def _transfer(self) -> dict | None:
-        """A plain TCP stream from rank 0 to rank 1, which measures it."""
+        """Send a plain TCP stream from rank 0 to rank 1, which measures its rate."""
         address = (os.environ["MASTER_ADDR"], self.options.transfer_port)
         if self.rank == 0:
             with socket.create_server(address) as server, server.accept()[0] as peer:
@@ -95,7 +95,7 @@ class Worker:
         return DLRM(rows, options.embedding_dim, BOTTOM, TOP)
 
     def _parallel_model(self, mode: str, method: Method) -> tuple[torch.nn.Module, object]:
-        """The model, and the state of its hook, its averager or its shards."""
+        """The model, and the state of its hook, averager or shards."""
         model = self._model(mode)
         if method.period or mode in SHARDED:
             return model, method.register(model, self.options)
@@ -109,8 +109,8 @@ class Worker:
 
     def _replicated(self, model: torch.nn.Module) -> DistributedDataParallel:
         with warnings.catch_warnings():
-            # The model's buffer is a constant. This argument was renamed in torch 2.13, with a
-            # warning; every version accepts the old name.
+            # The model's buffer is a constant. torch 2.13 renamed this argument and warns, but all
+            # versions accept the old name.
             warnings.simplefilter("ignore", FutureWarning)
             return DistributedDataParallel(
                 model,
@@ -120,7 +120,7 @@ class Worker:
             )
 
     def _train(self, mode: str) -> dict:
-        """A round of a mode: its steps, fewer (but MIN_STEPS) where they would take too long."""
+        """Run one round of a mode; slow modes run fewer steps, but at least MIN_STEPS."""
         method = METHODS[mode]
         model, state = self._parallel_model(mode, method)
         if mode in SHARDED:
@@ -145,17 +145,17 @@ class Worker:
 
         warm = [step(number) for number in range(WARMUP_STEPS)]
         longest = torch.tensor(statistics.median(warm[WARMUP_STEPS // 2 :]))
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # all ranks take as many steps
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # same number of steps on all ranks
         fitting = int(self.options.seconds / ROUNDS / longest.item())
         steps = min(math.ceil(self.options.steps / ROUNDS), max(MIN_STEPS, fitting))
-        period = max(1, method.period)  # figures are means over whole periods
+        period = max(1, method.period)  # results are means over whole periods
         steps = period * math.ceil(steps / period)
         dist.barrier()
         before = self._counted()
         with WireMeter() as meter:
             times = [step(number) for number in range(WARMUP_STEPS, WARMUP_STEPS + steps)]
             sent = meter.take()
-        dist.barrier()  # until the other ranks have sent their last messages
+        dist.barrier()  # wait until all ranks have sent their last messages
         after = self._counted()
         if method.period:
             state.flush()
@@ -169,7 +169,7 @@ class Worker:
         }
 
     def _counted(self) -> tuple[int, int]:
-        """(bytes, packets) that left through the interface, ever."""
+        """The interface's counters of (bytes, packets) sent."""
         sent = (self.counters / name for name in ("tx_bytes", "tx_packets"))
         return tuple(int(path.read_text()) for path in sent)
 
@@ -191,7 +191,7 @@ def _connect(address: tuple[str, int]) -> socket.socket:
 
 
 def _receive(peer: socket.socket) -> float:
-    """Payload bits per second of the stream, from its first byte on."""
+    """Payload bits per second of the stream, measured from its first byte."""
     buffer = bytearray(2**20)
     received = first = peer.recv_into(buffer)
     start = time.perf_counter()
@@ -201,10 +201,10 @@ def _receive(peer: socket.socket) -> float:
 
 
 def main() -> None:
-    # If the parent is killed, it cannot end its ranks; the kernel does.
+    # If the parent is killed, the kernel ends the ranks.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    # A step does not change what the model returns.
+    # This program does not modify the output of the model in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     options = argparse.Namespace(**json.loads(sys.argv[1]))
     Path(sys.argv[2]).write_text(json.dumps(Worker(options).measure()))

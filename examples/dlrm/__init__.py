@@ -1,6 +1,11 @@
 """dlrm: trains a recommender (DLRM) with and without compressed gradients; `train_dlrm.py --help`.
 
-Reading order: data (where rows come from), models (what is trained), modes (how gradients are
-exchanged), traffic (bytes by purpose), training (a pass over batches), loop (one run), comparison
-(all runs, and the command), report; options, arguments, launch.
+Reading order: data (loads rows), models, modes (gradient exchange), traffic (bytes by purpose),
+training (a pass over batches), loop (one run), comparison (all runs, and the command), report,
+conclusion; options, arguments, launch.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2]))  # for bench.cost_model

@@ -1,4 +1,4 @@
-"""The command line of train_dlrm.py, and what other programs share of it."""
+"""The command line of train_dlrm.py, and the options that other programs share with it."""
 
 import argparse
 from collections.abc import Callable, Collection, Sequence
@@ -9,26 +9,29 @@ from dct_parallel.exchange.quantized import FEW_BITS
 from dct_parallel.exchange.settings import FORMATS
 from dct_parallel.formats import ROW_FORMATS
 
-from .loop import OPTIMIZERS
+from .loop import OPTIMIZERS, RATES
 from .modes import MODES, START_STEP
 from .options import Formatter, count, fraction, number, positive
 
 DESCRIPTION = """\
-Train DLRM, a click model, with several ways of exchanging gradients. Compare quality, bytes sent
-and step time. All modes of a seed start from the same weights and see the same batches.
+Train DLRM, a click model, with several ways of exchanging gradients. Compare quality and bytes, and
+predict the step time at 1 Gbit/s. For each seed, all modes start from the same weights and batches.
 """
-EPILOG = """\
+ADAMW = "--optimizer adamw --format int4"
+EPILOG = f"""\
 examples:
   python examples/train_dlrm.py
-      generated rows, 2 local ranks, dense beside DCT
+      generated rows, 2 local ranks, dense compared with DCT
+  python examples/train_dlrm.py {ADAMW}
+      the same with AdamW, for which DCT sends all entries in 4 bits
   python examples/train_dlrm.py --data train.txt.gz --modes dense,bf16,powersgd,dct --seeds 3
       a file in Criteo's format, every mode, mean and spread of 3 seeds
   python examples/train_dlrm.py --parallel hybrid --row-format int4 --dedup
-      embedding tables sharded over the ranks; rows in 4 bits, each distinct row once
+      embedding tables sharded over the ranks; rows in 4 bits, each distinct row sent once
   torchrun --nproc-per-node 2 examples/train_dlrm.py --data train.txt.gz
-      on ranks that torchrun starts, on one machine or several
+      ranks started by torchrun, on one machine or several
 """
-# Options that would do nothing: (option, option that it needs, values that it needs, or a default).
+# Options that need another one: (option, the other option, its required values, default).
 NEEDS = (
     ("row_format", "parallel", ("hybrid", "columns"), None),
     ("row_density", "parallel", ("hybrid", "columns"), 0.05),
@@ -77,30 +80,32 @@ def make_parser(prog: str, description: str, epilog: str, rows: int) -> argparse
         type=count,
         default=rows,
         metavar="N",
-        help="without FILE: number of rows to generate; 20 %% of all rows are for the test",
+        help="number of rows to generate if there is no FILE; the test uses 20 %% of all rows",
     )
     parser.add_argument("--batch-size", type=count, default=128, help="rows per rank and step")
     return parser
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options. Exits with status 2 and a text that names option, rule and value."""
+    """Parse the options. On an error, exit with status 2 and name the option, rule and value."""
     parser = make_parser("train_dlrm.py", DESCRIPTION, EPILOG, rows=400_000)
     add = parser.add_argument
-    add("--ranks", type=count, default=2, help="local processes; torchrun's if it started this one")
-    add("--hash-size", type=table_size, default=4000, help="rows of an embedding table at most")
+    add("--ranks", type=count, default=2, help="local processes, without torchrun")
+    add("--hash-size", type=table_size, default=4000, help="most rows per embedding table")
     add("--embedding-dim", type=count, default=16, help="width of an embedding")
     add(
         "--optimizer",
         choices=tuple(OPTIMIZERS),
         default="sgd",
-        help="of the MLPs: SGD, SGD with momentum 0.9, AdamW (usual rates: 0.1, 0.01, 0.001)",
+        help="optimizer of the MLPs: SGD, SGD with momentum 0.9, or AdamW",
     )
-    add("--lr", type=positive, default=0.1, help="learning rate")
+    rates = ", ".join(f"{rate:g} for {name}" for name, rate in RATES.items())
+    add("--lr", type=positive, help=f"learning rate of the MLPs (default: {rates})")
     add(
         "--embedding-lr",
         type=positive,
-        help="learning rate of the embedding tables, which use SGD (default: that of --lr)",
+        default=0.1,
+        help="learning rate of the embedding tables, which use SGD",
     )
     add("--seeds", type=count, default=1, help="runs per mode, with seeds 0 ... SEEDS-1")
     add(
@@ -109,16 +114,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default="data",
         help="data: every rank has all weights. hybrid: every rank has the MLPs and a share of the "
         "embedding tables; ranks exchange embeddings and their gradients. columns: every rank has "
-        "its columns of the top MLP's hidden layers, and every other weight; ranks exchange "
-        "features",
+        "a share of the columns of the top MLP's hidden layers, and all other weights; ranks "
+        "exchange features",
     )
     add(
         "--modes",
         type=names(MODES, len(MODES)),
         default="dense,dct",
-        help=f"some of {','.join(MODES)}: gradients by float32 all-reduce, bfloat16 all-reduce, "
-        f"PowerSGD of rank 1, or DCT. The last two compress from step {START_STEP} on. Rows of "
-        "other --parallel are float32, bfloat16, float32, or as the options say",
+        help=f"some of {','.join(MODES)}: float32 all-reduce of gradients, bfloat16 all-reduce, "
+        f"PowerSGD with rank 1, or DCT. The last two compress from step {START_STEP} on. With "
+        "hybrid or columns, these modes send rows in float32, bfloat16, float32, and the format "
+        "of the options below",
     )
     add(
         "--density",
@@ -129,7 +135,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--format",
         choices=FORMATS,
         default="bfloat16",
-        help=f"DCT: number format of gradient entries; {', '.join(FEW_BITS)} send every entry",
+        help=f"DCT: number format of gradient entries; {', '.join(FEW_BITS)} send all entries",
     )
     add(
         "--policy",
@@ -137,29 +143,30 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=POLICIES[0],
         help="DCT: sample thresholds in every step, or in every L-th step as in the paper",
     )
-    add("--refresh-every", type=count, metavar="L", help="DCT, policy fixed (default: 1000)")
+    add("--refresh-every", type=count, metavar="L", help="DCT with policy fixed (default: 1000)")
     rows = parser.add_mutually_exclusive_group()
     rows.add_argument(
         "--row-density",
         type=fraction,
-        help="hybrid, columns, DCT: fraction of the entries of each row, and of its gradient, that "
-        "is sent in bfloat16, rounded up (default: 0.05)",
+        help="DCT with hybrid or columns: fraction of the entries of each row, and of its "
+        "gradient, that is sent in bfloat16, rounded up (default: 0.05)",
     )
     rows.add_argument(
         "--row-format",
         type=names(ROW_FORMATS, 2),
         metavar="FORMAT[,BACKWARD]",
-        help="hybrid, columns, DCT: instead, send every entry of a row in one number format, and "
-        f"of its gradient in the same or another; from {', '.join(ROW_FORMATS)}",
+        help="DCT with hybrid or columns: send all entries of a row in FORMAT, and all entries of "
+        f"its gradient in BACKWARD (default: FORMAT); one of {', '.join(ROW_FORMATS)}",
     )
     add(
         "--dedup",
         action="store_true",
-        help="hybrid: send a row once per rank even if several samples of its batch use it",
+        help="hybrid: send each row once per rank even if several samples of the batch use it",
     )
     add("--out", type=Path, default=Path("runs/dlrm"), metavar="DIR", help="folder for results")
     add("--overwrite", action="store_true", help="replace the results in DIR")
     options = parser.parse_args(arguments)
+    options.lr = options.lr or RATES[options.optimizer]
     for name, needed, values, default in NEEDS:
         given, got = getattr(options, name), getattr(options, needed)
         if given and got not in values and not (name == "density" and given == 1):

@@ -1,4 +1,4 @@
-"""All runs of a comparison, on one rank; and the command that starts the ranks."""
+"""All runs of a comparison on one rank, and the command that starts the ranks."""
 
 import argparse
 import sys
@@ -10,7 +10,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from . import progress, report
-from .arguments import parse
+from .arguments import ADAMW, parse
+from .conclusion import conclusion
 from .data import criteo
 from .data.dataset import Dataset, load
 from .errors import RankError, UsageError
@@ -18,11 +19,11 @@ from .launch import is_first, launch
 from .loop import run
 from .scores import score_all_ranks
 
-PLAIN_WIDTH = 120  # of output that is not on a terminal
+PLAIN_WIDTH = 120  # columns of output that is not on a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program train_dlrm.py; returns its exit status."""
+    """Run train_dlrm.py and return its exit status."""
     return run_program("train_dlrm.py", compare, parse(arguments))
 
 
@@ -30,7 +31,7 @@ def run_program(name: str, work: Callable[..., None], options: argparse.Namespac
     """Check files, then call `work(options)` on all ranks.
 
     Returns:
-        The exit status. A failure is explained on stderr.
+        The exit status. Failures are explained on stderr.
     """
     try:
         if options.data is not None:
@@ -48,7 +49,7 @@ def run_program(name: str, work: Callable[..., None], options: argparse.Namespac
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Run every mode from every seed; rank 0 reports and writes results. Collective."""
+    """Run all modes with all seeds. Rank 0 prints and writes the results. Collective."""
     console = make_console()
     data = load(options.data, options.rows, options.hash_size, options.batch_size)
     describe(console, data)
@@ -62,17 +63,22 @@ def compare(options: argparse.Namespace) -> None:
             with progress.bar(console, title, data.description["steps_per_epoch"]) as on_step:
                 result = run(mode, seed, data, options, on_step)
             runs.setdefault(mode, []).append(result)
-            if console is not None:  # after every run: results of an interrupted command stay
+            if console is not None:  # after every run: an interrupted command keeps results
                 console.print(report.line(mode, result), markup=False, highlight=False)
                 report.write_summary(options.out, _config(options), data.description, runs, bayes)
                 report.write_curves(options.out, runs)
     if console is not None:
         report.print_table(console, runs, bayes)
+        if text := conclusion(runs, options):
+            console.print(f"{text}\n", markup=False, highlight=False)
+        if options.optimizer != "adamw":
+            text = f"To try AdamW with int4, add {ADAMW} (make train OPTIONS='{ADAMW}')."
+            console.print(text, markup=False, highlight=False)
         console.print(f"in {options.out}: {report.SUMMARY}, {report.CURVES}", style="dim")
 
 
 def make_console() -> Console | None:
-    """Where rank 0 prints; None on other ranks."""
+    """The console of rank 0; None on other ranks."""
     if dist.get_rank() != 0:
         return None
     console = Console()
@@ -80,20 +86,22 @@ def make_console() -> Console | None:
 
 
 def describe(console: Console | None, data: Dataset) -> None:
-    """Print how many rows and steps there are, and which lines were skipped."""
+    """Print the source and the number of rows and steps, and which lines were skipped."""
     if console is None:
         return
     if data.warning is not None:
         console.print(data.warning, style="yellow", markup=False)
     counts = data.description
+    source = f"rows of {counts['file']}" if "file" in counts else "generated rows (no real data)"
     console.print(
-        f"{counts['train_rows']:,} training rows, {counts['test_rows']:,} test rows; "
-        f"{dist.get_world_size()} ranks, {counts['steps_per_epoch']:,} steps"
+        f"{source}: {counts['train_rows']:,} for training, {counts['test_rows']:,} for the test; "
+        f"{dist.get_world_size()} ranks, {counts['steps_per_epoch']:,} steps",
+        markup=False,
     )
 
 
 def _make_folder(folder: Path, overwrite: bool) -> None:
-    """Make the folder for results before the work begins."""
+    """Create the folder for results before the work starts."""
     summary, probe = folder / report.SUMMARY, folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,8 @@
 
 
 class UsageError(Exception):
-    """An option or a file cannot be used. The text names it, the rule and the value."""
+    """An option or a file cannot be used. The message contains its name, the rule and the value."""
 
 
 class RankError(Exception):
-    """A local rank failed. The text names the rank and has its traceback."""
+    """A local rank failed. The message contains the rank and its traceback."""

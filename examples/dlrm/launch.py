@@ -1,4 +1,4 @@
-"""Starts the ranks: those of torchrun, or local processes."""
+"""Joins the ranks of torchrun, or starts local processes."""
 
 import gc
 import logging
@@ -19,7 +19,7 @@ from .errors import RankError, UsageError
 
 
 def under_torchrun() -> bool:
-    """Whether this process is one of several ranks that are already running."""
+    """Whether torchrun started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -32,21 +32,21 @@ def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
     """Call `work(*args)` on every rank, in a gloo process group.
 
     Under torchrun this process is one rank and `ranks` is ignored. Otherwise `ranks` local
-    processes are started; `work` must be importable and `args` picklable. Each rank computes with
+    processes are started; `work` must be importable and `args` picklable. Each rank uses
     cores / local ranks threads.
 
     Raises:
-        UsageError: a local rank raised one.
-        RankError: a local rank failed otherwise. The other ranks are killed.
+        UsageError: a local rank raised a UsageError.
+        RankError: a local rank failed with another error. The other ranks are killed.
     """
     if under_torchrun():
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         _rank(rank, world_size, local_ranks, "env://", work, args)
         return
-    # Ranks are forked from one process that has imported what they need. DDP imports dynamo.
+    # Ranks are forked from one process that has imported these modules. DDP imports dynamo.
     multiprocessing.set_forkserver_preload([work.__module__, "torch._dynamo"])
-    # torch would log which processes it ends, before the message of the rank that failed.
+    # Otherwise torch logs which processes it ends before the message of the failed rank.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         given = (ranks, ranks, f"file://{folder}/rendezvous", work, args)
@@ -79,7 +79,7 @@ def _rank(
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
     work(*args)
-    # Not in a `finally`: if a failed rank left the group, the others would fail too and could hide
+    # Not in a `finally`: if a failed rank left the group, the others would also fail and could hide
     # the cause. Collect garbage first: a model in a cycle with its hooks still uses the group.
     gc.collect()
     dist.destroy_process_group()

@@ -26,7 +26,7 @@ from .scores import Scores, evaluate
 from .training import Record, require_equal_weights, train
 
 BUCKET_MB = 1024  # one bucket: with several, PowerSGD can hang on gloo
-# {name: made from parameters and a learning rate}; AdamW has torch's defaults.
+RATES = {"sgd": 0.1, "momentum": 0.01, "adamw": 0.001}  # default learning rates
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda params, lr: SGD(params, lr, fused=True),
     "momentum": lambda params, lr: SGD(params, lr, momentum=0.9, fused=True),
@@ -36,12 +36,12 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Results of one run.
+    """The results of one run.
 
     Attributes:
-        seed: of weights and batches.
-        scores: on the test rows of all ranks.
-        density: fraction of the gradient entries sent in the last steps; None except for DCT.
+        seed: the seed of weights and batches.
+        scores: scores on the test rows of all ranks.
+        density: fraction of the gradient entries sent in the last steps; None if mode is not "dct".
         weights: a digest of the weights of all ranks.
     """
 
@@ -52,7 +52,7 @@ class Run:
     weights: str
 
     def summary(self) -> dict[str, object]:
-        """The results as JSON. Times and bytes are of the steps after compression starts."""
+        """The results as JSON. Times and bytes exclude the steps before compression starts."""
         sent = {
             name: float(np.mean(steps[START_STEP:])) for name, steps in self.record.sent.items()
         }
@@ -74,14 +74,14 @@ def run(
     options: argparse.Namespace,
     on_step: Callable[[float], None],
 ) -> Run:
-    """Train and test. Collective: every rank passes the same arguments except for its own rows.
+    """Train and test. Collective: all ranks pass the same arguments, except for their rows.
 
-    Runs of one seed start from the same weights and see the same batches, in every mode and with
-    every value of --parallel.
+    Runs with the same seed start from the same weights and see the same batches, in every mode and
+    with every value of --parallel.
 
     Raises:
         UsageError: the run has too few steps, or the loss became infinite or NaN.
-        RuntimeError: weights that all ranks have differ between ranks at the end.
+        RuntimeError: replicated weights differ between ranks at the end.
     """
     if data.description["steps_per_epoch"] <= START_STEP:
         raise UsageError(
@@ -120,14 +120,14 @@ def run(
 def make_optimizers(model: nn.Module, options: argparse.Namespace) -> list[Optimizer]:
     """SGD for the embedding tables, with its own learning rate, and --optimizer for the MLPs.
 
-    Few samples of a batch use a given row of a table, so tables need a higher rate.
+    Few samples of a batch use a given row of a table, so tables need a higher learning rate.
     """
     named = dict(model.named_parameters())
     tables = [weight for name, weight in named.items() if "tables." in name]
     mlps = [weight for name, weight in named.items() if "tables." not in name]
-    # As a group, which may be empty: a rank may own no table.
+    # As a parameter group, which may be empty: a rank may own no table.
     return [
-        SGD([{"params": tables}], options.embedding_lr or options.lr, fused=True),
+        SGD([{"params": tables}], options.embedding_lr, fused=True),
         OPTIMIZERS[options.optimizer](mlps, options.lr),
     ]
 
@@ -141,5 +141,5 @@ def digest(module: nn.Module) -> str:
 
 
 def replicated(module: nn.Module) -> DistributedDataParallel:
-    """DDP with one bucket."""
+    """Wrap the module in DDP with one bucket."""
     return DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)

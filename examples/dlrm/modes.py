@@ -1,4 +1,4 @@
-"""How DDP averages gradients: torch's own hooks as baselines, and DCT."""
+"""Ways to average gradients with DDP: torch's hooks as baselines, and DCT."""
 
 import argparse
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook
 
-START_STEP = 2  # steps before compression starts, in every mode that compresses with a state
+START_STEP = 2  # steps before compression starts, in modes with a state
 
 
 def _dense(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
@@ -19,7 +19,7 @@ def _dense(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
 
 
 def _bf16(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
-    # DDP looks at the name and refuses torch's bf16_compress_hook on the CPU, where it works.
+    # DDP refuses torch's bf16_compress_hook on the CPU because of its name, although it works.
     def hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
         return default_hooks.bf16_compress_hook(group, bucket)
 
@@ -46,7 +46,7 @@ def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
     return state
 
 
-# Each registers its hook; DCT returns its state.
+# Each function registers a hook; _dct returns its state.
 MODES: dict[str, Callable[[DistributedDataParallel, argparse.Namespace], DCTState | None]] = {
     "dense": _dense,
     "bf16": _bf16,

@@ -1,4 +1,4 @@
-"""Parts of command lines: argparse types, and a formatter of help."""
+"""Parts of command lines: argparse types and a help formatter."""
 
 import argparse
 import math
@@ -14,7 +14,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 
 def number(kind: type, allowed: Callable[[float], bool], rule: str) -> Callable:
-    """An argparse type: a number for which `allowed` is true; `rule` says which are."""
+    """An argparse type: a number for which `allowed` is true; `rule` describes such numbers."""
 
     def parse_number(text: str):
         try:

@@ -1,4 +1,4 @@
-"""A progress bar with the smoothed loss, on terminals only."""
+"""A progress bar with the smoothed loss, shown only on terminals."""
 
 import contextlib
 import math
@@ -12,7 +12,7 @@ _SMOOTHING = 0.98
 
 @contextlib.contextmanager
 def bar(console: Console | None, title: str, steps: int) -> Iterator[Callable[[float], None]]:
-    """Yield a function to call with the loss after every step.
+    """Yield a function to call with the loss after each step.
 
     Args:
         console: None on ranks that print nothing.

@@ -29,17 +29,17 @@ def score(labels: np.ndarray, probability: np.ndarray) -> Scores:
 
 
 def score_all_ranks(labels: np.ndarray, probability: np.ndarray) -> Scores:
-    """The score over the rows of all ranks, on every rank. Collective."""
+    """Score the rows of all ranks together. All ranks return the score. Collective."""
     parts = from_all_ranks((labels, probability))
     return score(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, rows: Rows, filler: Rows) -> Scores:
-    """Score the model on the rows of all ranks, on every rank. Collective.
+    """Score the model on the rows of all ranks. All ranks return the score. Collective.
 
-    Leaves the model in eval mode. Sharded tables need equally many rows on every rank, so rows of
-    `filler` are appended, and their results are dropped.
+    Leaves the model in eval mode. Sharded tables need the same number of rows on all ranks, so rows
+    of `filler` are appended and their results are dropped.
     """
     model.eval()
     missing = max(from_all_ranks(len(rows))) - len(rows)

@@ -1,4 +1,4 @@
-"""Bytes that this rank sends per step, by purpose."""
+"""Counts the bytes that this rank sends per step, by purpose."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,8 +12,8 @@ class Traffic(ExitStack):
     """Counts bytes while active. Call `forward_done` and `step_done` in every step.
 
     Args:
-        groups: {purpose: the process group that is used for this purpose only}. Bytes that the
-            group "rows" sends backward are counted as "rows back", all other bytes as "gradients".
+        groups: {purpose: a process group used only for this purpose}. Bytes that the group "rows"
+            sends in the backward pass count as "rows back". All other bytes count as "gradients".
 
     Attributes:
         steps: {purpose: bytes} of each step.
@@ -32,12 +32,12 @@ class Traffic(ExitStack):
         return self
 
     def forward_done(self) -> None:
-        """Rows sent from here on are gradients of rows."""
+        """Count rows that are sent from now on as gradients of rows."""
         if "rows" in self._meters:
             self._forward = {"rows": self._meters["rows"].take()}
 
     def step_done(self) -> None:
-        """Bytes sent from here on belong to the next step."""
+        """Count bytes that are sent from now on for the next step."""
         sent = {name: meter.take() for name, meter in self._meters.items()}
         if "rows" in sent:
             sent |= {"rows": self._forward["rows"], "rows back": sent["rows"]}

@@ -1,4 +1,4 @@
-"""A pass over batches: losses, times and bytes of every step."""
+"""Trains on batches, and records the loss, time and bytes of each step."""
 
 import dataclasses
 import time
@@ -19,11 +19,11 @@ from .traffic import Traffic
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What training gave, step by step; float64 [steps] each.
+    """Measurements of each step, float64 [steps].
 
     Attributes:
         loss: training loss, mean over ranks.
-        step_ms: time of this rank from batch to updated weights.
+        step_ms: milliseconds from batch to updated weights on this rank.
         sent: {purpose: bytes sent per rank, mean over ranks}.
     """
 
@@ -33,7 +33,7 @@ class Record:
 
     @property
     def total(self) -> np.ndarray:
-        """Bytes per step for all purposes."""
+        """Bytes of each step for all purposes."""
         return sum(self.sent.values())
 
 
@@ -49,8 +49,8 @@ def train(
 
     Args:
         groups: as in `Traffic`.
-        on_step: called with this rank's loss after every step.
-        after_step: called after the optimizers, as part of the step.
+        on_step: called with this rank's loss after each step.
+        after_step: called after the optimizers as a part of the step.
 
     Raises:
         UsageError: the loss became infinite or NaN.
@@ -73,8 +73,8 @@ def train(
             losses.append(loss.item())
             if not np.isfinite(losses[-1]):
                 raise UsageError(
-                    "--lr and --embedding-lr must be so small that the loss stays finite, got a "
-                    f"loss of {losses[-1]} in step {step}"
+                    "--lr and --embedding-lr must be small enough for a finite loss, got a loss of "
+                    f"{losses[-1]} in step {step}"
                 )
             on_step(losses[-1])
     sent = {name: _mean([step[name] for step in traffic.steps]) for name in traffic.steps[0]}
@@ -82,7 +82,7 @@ def train(
 
 
 def require_equal_weights(digest: str, group: dist.ProcessGroup | None = None) -> None:
-    """Raise unless this digest of weights is the same on all ranks of the group. Collective."""
+    """Raise an error unless the digest is the same on all ranks of the group. Collective."""
     digests = from_all_ranks(digest, group)
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:

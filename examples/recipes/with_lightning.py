@@ -31,11 +31,11 @@ PERIOD = 20
 
 
 class Hook(Callback):
-    """The hook. Each rank saves its residuals in a file next to the checkpoint of Lightning."""
+    """Registers the hook. Each rank saves its residuals next to Lightning's checkpoint."""
 
     def on_train_start(self, trainer, module):
         ddp = trainer.strategy.model
-        scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # with "16-mixed"
         scaled = {"grad_scaler": scaler, "optimizer": trainer.optimizers}
         self.state = DCTState(ddp, format="int4", **scaled)
         ddp.register_comm_hook(self.state, dct_hook)
@@ -53,7 +53,7 @@ class Hook(Callback):
 
 
 class LocalSteps(DDPStrategy):
-    """The ranks and samplers of DDP, without its exchange. Each rank saves a checkpoint."""
+    """Like DDP, but without the gradient exchange. Each rank saves a checkpoint."""
 
     restore_checkpoint_after_setup = True  # a new averager sets all weights to those of rank 0
 

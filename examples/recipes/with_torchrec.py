@@ -1,10 +1,10 @@
-"""DCT in a TorchRec training: rows in few bits under a plan of its planner, and the dense hook.
+"""Train with TorchRec and DCT: quantized rows with a plan of TorchRec's planner, and the DDP hook.
 
     torchrun --nproc-per-node 4 examples/recipes/with_torchrec.py
 
-Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md says how to install them). Trains four tables
-and an MLP. The largest table does not fit on one rank, so the planner shards it row-wise. Prints
-the plan, the loss of the first steps and of the last, and what a rank sent.
+Needs torchrec and fbgemm-gpu; docs/guide/torchrec.md explains how to install them. Trains four
+tables and an MLP. The largest table does not fit on one rank, so the planner shards it row-wise.
+Prints the plan, the loss of the first and last steps, and the bytes that a rank sent.
 """
 
 import os
@@ -22,7 +22,7 @@ from dct_embeddings.torchrec import compress_dense, compressed_sharders
 from dct_parallel import RowFormat
 
 ROWS, WIDTH, BATCH, STEPS = (4000, 100, 100, 100), 64, 64, 200
-MEMORY = 2**20  # bytes of each rank for tables and their exchanges
+MEMORY = 2**20  # bytes per rank for tables and their exchanges
 FEATURES = [f"f{i}" for i in range(len(ROWS))]
 
 
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 def batch(generator):
-    """An id of each table for every sample; the label is whether that of the first is even."""
+    """One id per table for each sample. The label is 1 if the id of the first table is even."""
     ids = torch.stack([torch.randint(rows, (BATCH,), generator=generator) for rows in ROWS])
     lengths = torch.ones(ids.numel(), dtype=torch.int32)
     features = KeyedJaggedTensor.from_lengths_sync(FEATURES, ids.flatten(), lengths)
@@ -54,7 +54,7 @@ def train():
     torch.manual_seed(0)
     model = Model()
     apply_optimizer_in_backward(torch.optim.SGD, model.bags.parameters(), {"lr": 200.0})
-    # Embeddings in 4 bits an entry and their gradients in one, with a scale for each 64.
+    # Embeddings use 4 bits per entry, their gradients 1 bit; 64 entries share a scale.
     sharders = compressed_sharders(format=RowFormat("int4", backward="sign"))
     topology = Topology(dist.get_world_size(), "cpu", ddr_cap=MEMORY)
     planner = EmbeddingShardingPlanner(topology=topology, batch_size=BATCH)
@@ -78,9 +78,8 @@ def train():
         first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
         print(f"loss {first:.3f} -> {last:.3f} in {STEPS} steps")
         stats = state.stats()
-        print(
-            f"sent {stats['density']:.2%} of the entries, {stats['wire_bytes']:,.0f} bytes a step"
-        )
+        sent, nbytes = stats["density"], stats["wire_bytes"]
+        print(f"sent {sent:.2%} of the entries, {nbytes:,.0f} bytes per step")
     state.close()
 
 

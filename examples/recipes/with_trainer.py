@@ -26,7 +26,7 @@ PERIOD = 20
 
 
 class LocalTrainer(Trainer):
-    """Disables the exchange of the DDP, which the Trainer always makes. Its buckets use memory."""
+    """Disables the exchange of the Trainer's DDP, whose buckets still use memory."""
 
     def training_step(self, model, *args, **kwargs):
         with self.accelerator.no_sync(model):
@@ -34,7 +34,7 @@ class LocalTrainer(Trainer):
 
 
 class DCT(TrainerCallback):
-    """Adds a file per rank to each checkpoint, with what differs between ranks."""
+    """Adds a file per rank to each checkpoint, with the state that differs between ranks."""
 
     def __init__(self, trainer, local_steps):
         self.trainer = trainer
@@ -67,7 +67,7 @@ class DCT(TrainerCallback):
 
     def on_train_end(self, *_, **__):
         if self.local_steps:
-            self.dct.flush()  # all ranks have the same weights: now trainer.save_model() is right
+            self.dct.flush()  # all ranks have the same weights, as trainer.save_model() requires
         else:
             self.dct.close()
 
@@ -76,7 +76,7 @@ class DCT(TrainerCallback):
 
 
 def sentences(count):
-    """Each counts up modulo 97, from a random start."""
+    """Sentences that count up modulo 97 from a random start."""
     tokens = (torch.randint(97, (count, 1)) + torch.arange(16)) % 97
     return [{"input_ids": row, "labels": row} for row in tokens]
 
@@ -93,8 +93,8 @@ def train(folder, local_steps):
         lr_scheduler_type="cosine",
         save_steps=75,
         logging_steps=10,
-        ddp_find_unused_parameters=False,  # if True, DDP discards what was sent for unused ones
-        average_tokens_across_devices=not local_steps,  # if True, ranks count tokens every step
+        ddp_find_unused_parameters=False,  # if True, DDP drops values sent for unused ones
+        average_tokens_across_devices=not local_steps,  # if True, ranks exchange counts every step
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
         report_to="none",

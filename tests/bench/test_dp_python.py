@@ -26,7 +26,7 @@ def test_sources_are_sorted_and_exclude_generated_files(tmp_path):
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(dp_python, "PACKAGES", ("torch", "no_such_package"))
-    with pytest.raises(UsageError, match="need no_such_package: pip install"):
+    with pytest.raises(UsageError, match="needs no_such_package: use pip install"):
         dp_python.installed()
 
 
@@ -51,7 +51,7 @@ def test_ranks_see_every_window_once(monkeypatch):
     task = dp_python.PythonTask(width=8, layers=1, batch=3)
     batches = [[], []]
     for rank, own in enumerate(batches):
-        with pytest.raises(UsageError, match=r"--steps must end before a rank's \d+ texts"):
+        with pytest.raises(UsageError, match=r"--steps must use at most the \d+ texts"):
             own.extend(task.batches(0, rank, 2))
     train = dp_python.windows(_files(), 65)["train"]
     seen = torch.cat([*batches[0], *batches[1]])

@@ -128,7 +128,10 @@ def test_loopback_refuses_a_rate(tmp_path, capsys):
 
 def test_modes_of_two_models_are_refused(tmp_path, capsys):
     assert link.main(["--loopback", "--modes", "dct,fsdp-int8", "--out", str(tmp_path)]) == 1
-    assert "--modes must train one model: all of them fsdp-..., or none" in capsys.readouterr().err
+    assert (
+        "--modes must train one model: all modes must be fsdp-..., or none"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,7 @@ def test_the_next_run_removes_the_namespaces_of_a_killed_run(tmp_path):
         process.kill()
         process.wait()
     assert len(_ours()) == 3
-    with Namespaces(2), pytest.raises(UsageError, match="another run is at work"), Namespaces(2):
+    with Namespaces(2), pytest.raises(UsageError, match="another run is active"), Namespaces(2):
         pass
     assert _ours() == []
 

@@ -9,8 +9,8 @@ from dct_parallel import RowFormat
 
 
 def test_names_of_exchanges():
-    assert mp_formats.parsed("int4,sign+dedup") == (RowFormat("int4", "sign"), True)
-    assert mp_formats.parsed("7.5%") == (RowFormat("bfloat16", density=0.075), False)
+    assert mp_formats.parse_exchange("int4,sign+dedup") == (RowFormat("int4", "sign"), True)
+    assert mp_formats.parse_exchange("7.5%") == (RowFormat("bfloat16", density=0.075), False)
 
 
 @pytest.mark.parametrize("name", ["int5", "int4,", "int4+", "int4+once", "0%", "101%", "x%", ""])

@@ -95,7 +95,7 @@ def test_unreadable_files_raise(tmp_path):
     empty = _write(tmp_path)
     with pytest.raises(UsageError, match=r"rows\.tsv must have rows, got an empty file"):
         criteo.check_file(empty)
-    with pytest.raises(UsageError, match=r"none\.tsv must be a file, got nothing"):
+    with pytest.raises(UsageError, match=r"none\.tsv must be a file, got a path that does not ex"):
         criteo.check_file(tmp_path / "none.tsv")
     with pytest.raises(UsageError, match="must be a file, got a folder"):
         criteo.check_file(tmp_path)

@@ -50,8 +50,9 @@ def _compare_runs():
         assert cut.record.loss[0] == pytest.approx(first.record.loss[0], rel=1e-7)
         np.testing.assert_allclose(cut.record.loss, first.record.loss, rtol=1e-5)
         assert cut.scores == pytest.approx(first.scores, rel=1e-4)
+    rows = ("--rows", 20_000, "--lr", 0.3, "--embedding-lr", 0.3)
     for mode, given in (("dense", []), ("dct", ["--parallel", "hybrid", "--row-format", "int8"])):
-        loss = _run("--rows", 20_000, "--lr", 0.3, *given, mode=mode).record.loss
+        loss = _run(*rows, *given, mode=mode).record.loss
         assert np.isfinite(loss).all() and loss[-30:].mean() < 0.95 * loss[:30].mean(), mode
     assert set(dist.distributed_c10d._world.pg_map) == groups  # a group has threads
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dlrm.data import synthetic
-from dlrm.data.features import MISSING, name_values
+from dlrm.data.features import MISSING, hash_values
 from dlrm.scores import score
 
 N = 60_000
@@ -40,11 +40,11 @@ def test_labels_are_drawn_with_the_true_probabilities():
     assert calibration == pytest.approx(1, abs=0.02)
 
 
-def test_names_of_values():
-    """A name for each column and value, also for missing ones, whatever the other rows are."""
+def test_hashes_of_values():
+    """Each column and value has a hash, as missing values do; other rows do not change it."""
     values = np.array([[5, 9], [5, 5], [MISSING, 2**63 - 1], [0, MISSING]])
-    names = name_values(values)
-    assert names.dtype == np.int64 and names.min() >= 0
-    assert names[0, 0] == names[1, 0]
-    assert len(np.unique(names)) == 7
-    assert (name_values(values[2:]) == names[2:]).all()
+    hashes = hash_values(values)
+    assert hashes.dtype == np.int64 and hashes.min() >= 0
+    assert hashes[0, 0] == hashes[1, 0]
+    assert len(np.unique(hashes)) == 7
+    assert (hash_values(values[2:]) == hashes[2:]).all()

@@ -3,18 +3,27 @@
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from itertools import pairwise
 
+import numpy as np
 import pytest
+import torch.distributed as dist
 from programs import ROOT, TORCHRUN, called, run_as_torchrun
 from rich.console import Console
 
 from criteo_lines import write_rows
+from dlrm import report
+from dlrm.arguments import parse
 from dlrm.comparison import main
+from dlrm.conclusion import conclusion
 from dlrm.data.features import table_rows
+from dlrm.loop import Run
 from dlrm.progress import bar
+from dlrm.scores import Scores
+from dlrm.training import Record
 
 RANKS, BATCH, DIM, DENSITY = 2, 64, 8, 0.02
 SMALL = ["--rows", 1500, "--batch-size", BATCH, "--hash-size", 50, "--embedding-dim", DIM]
@@ -76,15 +85,62 @@ def test_bytes_match_formulas(results):
 
 
 def test_output_without_a_terminal(results):
-    """A line per run and a table, without control characters."""
+    """Prints a line per run, a table and a conclusion, without control characters."""
     output, _, summary = results
     for mode, runs in summary["modes"].items():
         for run in runs:
             assert output.count(f"{mode} seed {run['seed']}: AUC {run['auc']:.4f}") == 1
     assert "Bayes" in output and "±" in output and "\x1b" not in output
     dense, dct = (summary["modes"][m][0]["bytes_per_step_per_rank"] for m in ("dense", "dct"))
-    assert f"{dense / dct:.1f}x" in output
-    assert "9 steps: too short to judge quality" in output
+    assert f"{dense / dct:.1f}x" in output and "ms/step" not in output
+    assert "generated rows (no real data): 1," in output and "9 steps: too short to" in output
+    assert f"DCT sent {dense / dct:.0f} times fewer bytes than float32." in output
+    assert "standard deviation over 2 seeds" in output and "--optimizer adamw --format" in output
+
+
+def _runs(losses, steps, sent, step_ms):
+    """A run for each log loss."""
+    record = Record(*(np.full(steps, value) for value in (0.5, step_ms)), {"gradients": sent})
+    return [Run(n, Scores(0.7, loss, 1.0), record, None, "") for n, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "steps", "begins"),
+    [
+        ([0.5001, 0.5021], 400, "Same quality within the spread over seeds (log loss +0.0001, sp"),
+        ([0.5031, 0.5051], 400, "The difference exceeds the spread over seeds (log loss +0.0031,"),
+        ([0.4980], 400, "One seed: log loss -0.0020 compared with float32, with 100 times"),
+        ([0.5001, 0.5021], 40, "DCT sent 100 times fewer bytes than float32. Over a 1 Gbit/s"),
+    ],
+)
+def test_the_conclusion(one_rank, monkeypatch, losses, steps, begins):
+    """1 M parameters, of which 1.25 % are sent with 4 bytes each; 20 ms of compute."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    numel, options = 2**20, parse(["--density", "0.01"])
+    dct_bytes = 4 * numel / 100
+    baseline = [0.5000, 0.5020][: len(losses)]
+    runs = {
+        "dense": _runs(baseline, steps, np.full(steps, 4.0 * numel), 40.0),
+        "dct": _runs(losses, steps, np.full(steps, dct_bytes), 22.0),
+    }
+    text = conclusion(runs, options)
+    assert text.startswith(begins)
+    ours, float32, bfloat16, compute = map(int, re.findall(r"(\d+) ms", text))
+    # A message takes 1.5 ms, and a byte 8 ns on the link and 5 ns in the ranks.
+    wires = [2 * (1.5 + 1e3 * nbytes * numel / 2 * 13e-9) for nbytes in (4, 2)]
+    assert [float32, bfloat16] == pytest.approx([compute + wire for wire in wires], abs=3)
+    assert 17 <= compute <= 21 and compute < ours < compute + 6
+    assert conclusion({"dct": runs["dct"]}, options) == ""
+
+
+def test_the_plot():
+    sent = np.full(400, 1e6)
+    axes = report.plot({"dense": _runs([0.5, 0.6], 400, sent, 1.0)}).axes[0]
+    assert axes.get_title() == "DLRM, 400 steps: training loss against bytes sent"
+    assert "bytes" in axes.get_xlabel() and "mean over 41 steps" in axes.get_ylabel()
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["dense (2 seeds)"]
+    x, y = axes.lines[0].get_data()
+    assert x[-1] == 400e6 and y == pytest.approx(0.5)
 
 
 def test_hybrid_on_a_file_and_its_bytes(tmp_path):
@@ -139,7 +195,10 @@ REFUSED = [
     (["--density", "0.1", "--format", "int4"], "--density must come with --format float32 or bf"),
     (["--row-format", "int4", "--row-density", "1"], "--row-density: not allowed with argument"),
     (["--epoch", "2"], "unrecognized arguments: --epoch 2"),
-    (["--data", "none.tsv"], "train_dlrm.py: none.tsv must be a file, got nothing\n"),
+    (
+        ["--data", "none.tsv"],
+        "train_dlrm.py: none.tsv must be a file, got a path that does not ex",
+    ),
     (["--out", "taken"], "--out must not contain summary.json, got taken: use --overwrite to"),
     (["--out", "taken/summary.json"], "--out must be a writable folder, got taken/summary.json"),
 ]

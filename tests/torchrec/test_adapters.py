@@ -253,4 +253,4 @@ def test_the_recipe(tmp_path):
     assert "t0: row_wise on ranks [0, 1, 2, 3]\nt1: table_wise on ranks [0]\n" in printed
     first, last = re.search(r"loss (\S+) -> (\S+) in 200 steps", printed).groups()
     assert float(last) < float(first) / 10
-    assert re.search(r"sent (4\.9|5\.0)\d% of the entries, 12,720 bytes a step", printed)
+    assert re.search(r"sent (4\.9|5\.0)\d% of the entries, 12,720 bytes per step", printed)

@@ -1,1 +1,1 @@
-"""Executes the PTX of the CUDA and Triton kernels on a CPU: README.md."""
+"""Executes the PTX of the CUDA and Triton kernels on a CPU; see README.md."""

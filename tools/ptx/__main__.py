@@ -1,4 +1,4 @@
-"""python -m ptx, in tools/: counts what kernels cost, without a GPU."""
+"""`python -m ptx`, run in tools/, counts the cost of kernels without a GPU."""
 
 import argparse
 import sys
@@ -8,23 +8,23 @@ from . import cases, costs, counting, toolkit
 from .costs import LANES, SECTOR, Cost
 
 DESCRIPTION = """\
-Counts what calls of the ops cost, without a GPU. nvcc's PTX for sm_90 is executed in lock-step (all
-lanes of a warp together); ptxas says what machine code each line became. Needs nvcc, and cuobjdump
-and nvdisasm of the same toolkit or of an installed Triton.
+Counts the cost of calls of the ops without a GPU. nvcc's PTX for sm_90 is executed in lock-step
+(all lanes of a warp together), and ptxas maps each line to machine code. Needs nvcc, and cuobjdump
+and nvdisasm from the same toolkit or an installed Triton.
 
-  report      prints a table in markdown: what an element costs. How long that takes only a GPU
-              says (bench/gpu/check.py).
+  report      prints a table in Markdown with the cost per element. Only a GPU can show the time
+              (bench/gpu/check.py).
   baseline    writes the counts to ptx/baseline.json. A test fails if issue slots or sectors exceed
-              it by more than 2 %, so write it after a change that is meant to cost more.
+              it by more than 2 %, so write it after a change that intentionally costs more.
 
-Columns, of one element (a pick of sample_threshold):
-  must move   bytes that any kernel would have to read and write
-  moves       bytes in whole 32-byte sectors, each once: what memory sees behind a large cache
-  asks for    bytes in whole sectors, once for each instruction of a warp: what the cache sees
-  issue slots instructions of machine code that warps issue, times 32 lanes
-  half rate   those of them that a pipe takes at half that rate: integers, comparisons, moves
-  PTX         the same of PTX
-  active      lanes that did something in it
+Columns, per element (for sample_threshold, per sample):
+  must move   bytes that any kernel must read and write
+  moves       bytes in whole 32-byte sectors, counted once: the traffic behind a large cache
+  asks for    bytes in whole sectors, counted for each instruction of a warp: the cache's traffic
+  issue slots machine instructions that warps issue, times 32 lanes
+  half rate   the part of issue slots that runs at half rate: integers, comparisons, moves
+  PTX         PTX instructions that warps issue, times 32 lanes
+  active      active lanes in PTX instructions
   conflicts   passes through shared memory beyond the first of each access, times 32
 """
 
@@ -34,7 +34,7 @@ COLUMNS += ("active", "conflicts", "most of it")
 
 
 def table(counted: Iterable[Cost]) -> Iterator[str]:
-    """In markdown."""
+    """The lines of a Markdown table."""
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|" + "---|" * len(COLUMNS)
     for cost in counted:
@@ -42,8 +42,8 @@ def table(counted: Iterable[Cost]) -> Iterator[str]:
 
 
 def _cells(cost: Cost) -> list[str]:
-    def sum_of(what: str) -> float:
-        return sum(getattr(kernel, what) for kernel in cost.kernels)
+    def sum_of(field: str) -> float:
+        return sum(getattr(kernel, field) for kernel in cost.kernels)
 
     classes: dict[str, int] = {}
     for kernel in cost.kernels:
@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         "python -m ptx", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("report", "baseline"))
+    parser.add_argument("command", choices=("report", "baseline"))
     parser.add_argument(
         "--ops",
         type=lambda text: text.split(","),
@@ -78,13 +78,13 @@ def main() -> None:
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.ops or ()) - set(cases.OPS))
     if unknown:
-        parser.error(f"--ops must be of {', '.join(cases.OPS)}, got {', '.join(unknown)}")
+        parser.error(f"--ops must be some of {', '.join(cases.OPS)}, got {', '.join(unknown)}")
     if toolkit.missing() is not None:
         sys.exit(f"python -m ptx needs {toolkit.missing()}")
-    chosen = arguments.ops if arguments.what == "report" else None
+    chosen = arguments.ops if arguments.command == "report" else None
     makers = [make for make in cases.CASES if chosen is None or make.op in chosen]
     counted = [counting.count(make()) for make in makers]
-    if arguments.what == "baseline":
+    if arguments.command == "baseline":
         costs.save(toolkit.nvcc_version(), counted)
     else:
         print(f"nvcc {toolkit.nvcc_version()}; counted, not measured\n")

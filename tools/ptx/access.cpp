@@ -1,4 +1,4 @@
-// access.cpp -- what a block does with memory.
+// access.cpp -- memory accesses of a block.
 #include <cstring>
 
 #include "block.h"
@@ -24,7 +24,7 @@ void Block::access(Warp& warp, const Instruction& i, uint32_t lanes) {
     launch_.counts.access(i, touched);
     return;
   }
-  // In no order that a kernel could rely on.
+  // In random order, because kernels must not rely on an order.
   const uint32_t start = launch_.random.below(kLanes);
   for (uint32_t n = 0; n < kLanes; ++n) {
     const int lane = (start + n) % kLanes;

@@ -1,4 +1,4 @@
-"""The executor, and the backend "ptx-cuda": nvcc's PTX of the CUDA kernels, on CPU tensors."""
+"""The executor, and the backend "ptx-cuda": nvcc's PTX of the CUDA kernels on CPU tensors."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ from dct_kernels.layout import QUANTIZED_CODES
 
 from . import build
 
-MULTIPROCESSORS = 132  # of an H100 and an H200
+MULTIPROCESSORS = 132  # as on an H100 and an H200
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -30,14 +30,14 @@ def to_c(argument: torch.Tensor | torch.dtype | int | float | None):
 
 
 class Launches(NamedTuple):
-    """How often an op used the GPU."""
+    """The numbers of kernels and memsets that an op launched."""
 
     kernels: int
     memsets: int
 
 
 class Executor:
-    """A library that `build` made."""
+    """A library made by `build`."""
 
     device = "cpu"
 
@@ -47,24 +47,24 @@ class Executor:
             getattr(self._library, function).restype = ctypes.c_char_p
 
     def configure(self, seed: int, resident_blocks: int = 3) -> None:
-        """Choose the order in which all later calls run; 0 runs warps in turn, lanes together."""
+        """Choose the order of execution for later calls. 0 runs warps in turn, lanes together."""
         self._library.ptx_configure(ctypes.c_int64(seed), ctypes.c_int64(resident_blocks))
 
     def call(self, op: str, *arguments) -> None:
-        """Call a launcher. Device memory is what the tensors among its arguments hold."""
+        """Call a launcher. Only the tensors among its arguments are device memory."""
         fields = b"".join(bytes(to_c(argument)) for argument in arguments)
         self._on_device(op, lambda: getattr(self._library, op)(fields), arguments)
 
-    def cut_as_of(self, times: int) -> None:
-        """Let ops cut up tensors as they do those that are so many times as large."""
-        self._library.mask_pack_as_of(ctypes.c_int64(times))
-        self.have(max(MULTIPROCESSORS // times, 1))
+    def tile_as_for(self, times: int) -> None:
+        """Let ops divide tensors into tiles as if the tensors were larger by this factor."""
+        self._library.mask_pack_size_factor(ctypes.c_int64(times))
+        self.set_multiprocessors(max(MULTIPROCESSORS // times, 1))
 
-    def have(self, multiprocessors: int) -> None:
+    def set_multiprocessors(self, multiprocessors: int) -> None:
         self._library.ptx_multiprocessors(ctypes.c_int64(multiprocessors))
 
     def load(self, text: str) -> None:
-        """Add the kernels of a PTX text to those of the launchers."""
+        """Load the kernels of a PTX text, in addition to those of the launchers."""
         self._check("load", self._library.ptx_load(text.encode()))
 
     def launch(
@@ -76,10 +76,10 @@ class Executor:
         shared_bytes: int = 0,
         replicas: bool = False,
     ) -> None:
-        """Run a kernel on tensors, whose memory is then the device's, and 64-bit integers.
+        """Run a kernel on 64-bit integers and tensors, which are device memory during the launch.
 
-        With `replicas` it is no race if threads of a block store the same value to one place in
-        shared memory.
+        With `replicas`, threads of a block may store the same value to the same address in shared
+        memory without a race.
         """
         values = [to_c(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
@@ -92,33 +92,33 @@ class Executor:
         self._on_device(kernel, run, arguments)
 
     def counts(self) -> str:
-        """What was executed since `configure`, as runtime.cpp describes it."""
+        """Counts of the execution since `configure`; runtime.cpp describes the format."""
         return self._library.ptx_counts().decode()
 
     def launches(self) -> Launches:
-        """How many there were since `configure`."""
+        """The number of launches since `configure`."""
         totals, *_ = self.counts().split("\n\n")
         return Launches(*map(int, totals.split()[2:]))
 
     def text(self, kernel: str) -> str:
-        """The PTX that a kernel is part of."""
+        """The PTX module that contains the kernel."""
         return self._library.ptx_text(kernel.encode()).decode()
 
-    def _on_device(self, what: str, function, arguments) -> None:
+    def _on_device(self, name: str, function, arguments) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         for tensor in tensors:
-            written = not vars(tensor).pop("is_poisoned", False)  # after this call it is
+            written = not vars(tensor).pop("is_poisoned", False)  # the call writes the tensor
             self._library.ptx_allocate(to_c(tensor), *map(ctypes.c_int64, (tensor.nbytes, written)))
         try:
-            self._check(what, function())
+            self._check(name, function())
         finally:
             for tensor in tensors:
                 self._library.ptx_free(to_c(tensor))
 
-    def _check(self, what: str, error: int) -> None:
+    def _check(self, name: str, error: int) -> None:
         if error:
             message = self._library.ptx_error().decode()
-            raise RuntimeError(f"{what} returned cudaError_t {error}: {message}")
+            raise RuntimeError(f"{name} returned cudaError_t {error}: {message}")
 
 
 @functools.cache
@@ -126,16 +126,16 @@ def executor() -> Executor:
     return Executor(build.build())
 
 
-# --- The ops, with the signatures of torch.ops.dct. Each passes the fields of its arguments in
-# common/ops.h to its launcher; results are allocated here, poisoned.
+# --- The ops, with the signatures of torch.ops.dct. Each passes the fields of its argument struct
+# (common/ops.h) to its launcher. Results are allocated here and poisoned.
 
 
 _libraries: list = []
 
 
 @contextlib.contextmanager
-def calling(library) -> Iterator[None]:
-    """The ops call this library instead of the executor; their results are not poisoned then."""
+def use_library(library) -> Iterator[None]:
+    """Let the ops call this library instead of the executor, without poisoned results."""
     _libraries.append(library)
     try:
         yield
@@ -148,8 +148,8 @@ def _call(op: str, *fields) -> None:
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that looks unlike any result, so that what a kernel forgets to write is seen, and that
-    no kernel may read before it is written."""
+    """Memory that kernels must not read before they write it. Unusual values reveal entries that a
+    kernel does not write."""
     if _libraries:
         return torch.empty(shape, dtype=dtype, device=_libraries[-1].device)
     out = torch.empty(shape, dtype=dtype)
@@ -161,8 +161,8 @@ def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def sample_threshold(grad, residual, density, ranges=1, max_samples=65536, seed=0, inv_scale=None):
     threshold = poisoned(ranges, dtype=torch.float32)
     source = grad, grad.dtype, residual, grad.numel(), ranges
-    picks = float(density), max_samples, seed & 0xFFFFFFFF
-    _call("sample_threshold", *source, *picks, inv_scale, threshold)
+    sampling = float(density), max_samples, seed & 0xFFFFFFFF
+    _call("sample_threshold", *source, *sampling, inv_scale, threshold)
     return threshold
 
 

@@ -11,7 +11,7 @@
 namespace ptx {
 namespace {
 
-constexpr uint32_t kMostAccesses = 6;  // until another warp's turn, as a power of 2
+constexpr uint32_t kMostAccesses = 6;  // log2 of the most accesses before another warp's turn
 
 uint32_t lanes_where(const char* predicates) {
   uint32_t lanes = 0;
@@ -60,7 +60,7 @@ Block::Block(Launch& launch, uint32_t index)
   }
 }
 
-// So that lanes meet again.
+// Runs the lanes furthest behind first, so that lanes reconverge.
 Block::Group Block::furthest_behind(Warp& warp) {
   const auto chosen = std::min_element(warp.groups.begin(), warp.groups.end(),
                                        [](const Group& a, const Group& b) { return a.at < b.at; });
@@ -79,7 +79,7 @@ void Block::run(uint32_t number) {
   for (; launch_.steps <= kMaxSteps; ++launch_.steps) {
     const Instruction& i = program_.code[group.at];
     if (i.labelled && !warp.groups.empty()) {
-      bool behind = false;  // others are
+      bool behind = false;  // whether other groups are
       for (size_t g = warp.groups.size(); g-- > 0;) {
         if (warp.groups[g].at == group.at) {
           group.lanes |= warp.groups[g].lanes;
@@ -120,7 +120,7 @@ void Block::run(uint32_t number) {
       default:
         break;
     }
-    // Lanes whose guard does not hold go on.
+    // Lanes whose guard is false skip the instruction.
     if (lanes != group.lanes) warp.groups.push_back({group.lanes & ~lanes, group.at + 1});
     if (lanes == 0) return;
     group.lanes = lanes;
@@ -151,7 +151,7 @@ void Block::branch(Warp& warp, Group& group, const Instruction& i, uint32_t lane
   group = {lanes, i.target};
 }
 
-// Whether all lanes that the group waits for are in it: then it goes on.
+// Whether the group contains all lanes that it waits for, so that it can proceed.
 bool Block::collect(Warp& warp, const Group& group, const Instruction& i) {
   const Operand mask = *std::find_if(std::rbegin(i.from), std::rend(i.from),
                                      [](const Operand& o) { return o.at != kNone; });
@@ -161,7 +161,8 @@ bool Block::collect(Warp& warp, const Group& group, const Instruction& i) {
   for_each_lane(group.lanes, [&](int lane) {
     warp.waits_at[lane] = group.at;
     warp.waits_for[lane] = lane_value<uint32_t>(warp.arena.data(), mask, lane);
-    if ((warp.waits_for[lane] >> lane & 1) == 0) fail(warp, lane, i, "its mask leaves itself out");
+    if ((warp.waits_for[lane] >> lane & 1) == 0)
+      fail(warp, lane, i, "its mask does not contain its own lane");
     together &= warp.waits_for[lane] == common;
   });
   if (together) {
@@ -189,25 +190,26 @@ void Block::complete_collectives(Warp& warp) {
     const int32_t at = warp.waits_at[first];
     const uint32_t mask = warp.waits_for[first];
     const Instruction& i = program_.code[at];
-    uint32_t here = 0;
+    uint32_t waiting = 0;
     for_each_lane(warp.in_collective, [&](int lane) {
       const bool wants = mask >> lane & 1, wanted = warp.waits_for[lane] >> first & 1;
       if (warp.waits_at[lane] == at && warp.waits_for[lane] == mask) {
-        here |= 1u << lane;
+        waiting |= 1u << lane;
       } else if (wants && wanted) {
         char masks[64];
         std::snprintf(masks, sizeof(masks), "mask 0x%08x against 0x%08x", mask,
                       warp.waits_for[lane]);
         fail(warp, first, i,
-             "it waits for lane " + std::to_string(lane) + ", which waits for it elsewhere, " +
-                 masks + ": " + place(program_.code[warp.waits_at[lane]]));
+             "it waits for lane " + std::to_string(lane) +
+                 ", which waits for it at another instruction, " + masks + ": " +
+                 place(program_.code[warp.waits_at[lane]]));
       }
     });
-    incomplete &= ~here;
-    if ((mask & warp.live) != here) continue;
-    meet(warp, i, here);
-    warp.in_collective &= ~here;
-    warp.groups.push_back({here, at + 1});
+    incomplete &= ~waiting;
+    if ((mask & warp.live) != waiting) continue;
+    meet(warp, i, waiting);
+    warp.in_collective &= ~waiting;
+    warp.groups.push_back({waiting, at + 1});
   }
 }
 
@@ -221,7 +223,8 @@ void Block::complete_barrier() {
     for_each_lane(warp.live, [&](int lane) {
       if (warp.waits_at[lane] == warp.waits_at[first]) return;
       fail(warp, lane, program_.code[warp.waits_at[lane]],
-           "its warp meets this barrier elsewhere: " + place(program_.code[warp.waits_at[first]]));
+           "other lanes of its warp are at another barrier: " +
+               place(program_.code[warp.waits_at[first]]));
     });
     warp.groups = {{warp.live, warp.waits_at[first] + 1}};
     warp.at_barrier = 0;

@@ -1,8 +1,9 @@
-// block.h -- a thread block that runs: its warps, their lanes' ways through the program, its shared
-// memory.
+// block.h -- a running thread block: its warps, the positions of their lanes in the program, and
+// its shared memory.
 //
-// The lanes of a warp that are at one instruction run it together. Lanes that branched apart go on
-// apart, those furthest behind first, until they meet again at an instruction or in a collective.
+// The lanes of a warp that are at the same instruction run it together. Diverged lanes run
+// separately, those furthest behind first, until they reconverge at an instruction or in a
+// collective.
 #pragma once
 
 #include <memory>
@@ -20,14 +21,14 @@ struct Launch {
   uint32_t blocks, threads;  // threads of a block
   int64_t dynamic_shared_bytes;
   std::vector<char> parameters;
-  bool in_turn;   // no random choices: every warp as far as it gets, lanes together
-  bool replicas;  // threads of a block may store the same to one place in shared memory
+  bool in_turn;   // no random choices: each warp runs as far as it can, lanes together
+  bool replicas;  // threads of a block may store the same value to one address in shared memory
   Random& random;
   Allocations& memory;
   Races& races;
-  Counts& counts;              // what is done in turn is counted
-  uint64_t steps = 0;          // since a block has finished
-  std::string unwritten = {};  // the first load of bytes that nobody has written
+  Counts& counts;              // used if in_turn
+  uint64_t steps = 0;          // since the last block finished
+  std::string unwritten = {};  // the first load of bytes that were not written
 };
 
 constexpr uint64_t kMaxSteps = 1 << 26;  // while no block finishes
@@ -41,11 +42,11 @@ class Block {
   bool finished() const { return live_ == 0; }
   // Runs some of a runnable warp's lanes for a while.
   void run(uint32_t warp);
-  // Where threads wait, a line for each place.
+  // Describes where threads wait, one line per instruction.
   std::string waiting() const;
 
  private:
-  // Lanes at one instruction.
+  // Lanes that are at the same instruction.
   struct Group {
     uint32_t lanes;
     int32_t at;
@@ -56,8 +57,8 @@ class Block {
     std::vector<Group> groups;
     uint32_t live;  // lanes that have not exited
     uint32_t in_collective = 0, at_barrier = 0;
-    int32_t waits_at[kLanes];    // the instruction
-    uint32_t waits_for[kLanes];  // of those in a collective: its mask
+    int32_t waits_at[kLanes];    // an instruction
+    uint32_t waits_for[kLanes];  // the mask, for lanes in a collective
   };
 
   Group furthest_behind(Warp& warp);
@@ -68,10 +69,10 @@ class Block {
   void complete_barrier();
   void leave(Warp& warp, uint32_t lanes);
   void access(Warp& warp, const Instruction& i, uint32_t lanes);
-  // Returns where it went.
+  // Returns the accessed address.
   uint64_t access(const Warp& warp, const Instruction& i, int lane, char* registers);
   void access_matrices(Warp& warp, const Instruction& i, uint32_t lanes);
-  // A thread's local memory, as a generic address.
+  // The generic address of a thread's local memory.
   int64_t local_begin(uint32_t thread) const {
     return reinterpret_cast<int64_t>(local_.data()) + thread * local_stride();
   }
@@ -80,15 +81,15 @@ class Block {
     const int64_t at = address - local_begin(thread);
     return 0 <= at && at + bytes <= program_.local_bytes;
   }
-  // Bytes on the host, and of each whether it has been written; null where all have been.
+  // Bytes on the host, and a flag per byte that tells whether it was written; null if all were.
   struct Place {
     char *memory, *written;
   };
   Place locate(const Warp& warp, const Instruction& i, int lane, int64_t address, int bytes);
-  // Notes a load of what nobody has written, and what a store writes.
+  // Records a load of bytes that were not written, and the bytes that a store writes.
   void track(const Warp& warp, const Instruction& i, int lane, int64_t address, const Place& place,
              int bytes);
-  // Fails if the access is a race. `stored` is what a store writes.
+  // Fails if the access is a race. `stored` is the value of a store.
   void order(const Warp& warp, const Instruction& i, int lane, int64_t address, char* memory,
              int bytes, const char* stored);
   [[noreturn]] void fail(const Warp& warp, int lane, const Instruction& i,
@@ -103,7 +104,7 @@ class Block {
   Clock clock_;
   std::vector<Extent> shared_extents_;
   std::unique_ptr<char, void (*)(void*)> shared_;
-  std::vector<char> local_;  // of all threads, one after the other
+  std::vector<char> local_;  // of all threads, consecutively
   std::vector<char> shared_written_, local_written_;
   std::vector<Warp> warps_;
   uint32_t live_;

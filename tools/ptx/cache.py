@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "build" / "ptx"
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Other processes that compile wait, and then find what they need."""
+    """Exclude other processes. They wait, and then find the compiled files."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with FileLock(FOLDER / "lock"):
         yield
@@ -28,8 +28,8 @@ def contents(paths: Sequence[Path]) -> bytes:
 
 
 def start(command, sources: bytes, name: str):
-    """Starts a compiler, unless its output exists; returns the output and what to wait for."""
-    # The key holds no folder: a copy of the tree finds what was built in the cache it copied.
+    """Start a compiler, unless its output exists. Return the output and an object for `finish`."""
+    # The key does not contain folders, so a copied checkout can use its copy of the cache.
     words = [Path(word).name if "/" in str(word) else str(word) for word in command]
     key = hashlib.sha256(" ".join(words).encode() + sources).hexdigest()[:16]
     output = FOLDER / f"{key}-{name}"

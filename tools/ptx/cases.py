@@ -1,6 +1,6 @@
-"""What is counted: the calls that bench/kernels.py and bench/gpu/check.py time, but smaller.
+"""The counted calls. bench/kernels.py and bench/gpu/check.py time the same calls with larger sizes.
 
-What they cost an element does not change with the size, beyond what a launch costs.
+Apart from the cost of a launch, the cost per element does not depend on the size.
 """
 
 import contextlib
@@ -18,25 +18,25 @@ from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 from .backend import executor
 
 F32, BF16 = torch.float32, torch.bfloat16
-NUMEL, LARGEST = 2**17, 2**28  # of what is executed, and of what is timed
+NUMEL, LARGEST = 2**17, 2**28  # elements of counted calls, and of the largest timed calls
 ROW_NUMEL = 2**16
 
 
 @dataclass(frozen=True)
 class Case:
-    """`run(ops)` is what is counted."""
+    """A counted call, `run(ops)`."""
 
     op: str
-    detail: str  # in the words of bench/kernels.py
-    elements: int  # of what is executed: it costs so much for each of them
-    bytes: float  # that must move, for one
+    detail: str  # as in bench/kernels.py
+    elements: int  # costs are divided by this number
+    bytes: float  # per element, that must move
     run: Callable[[SimpleNamespace], object]
     density: float | None = None
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes a case, of the same random numbers every time."""
+    """Makes a case, always with the same random numbers."""
 
     function: Callable[..., Case]
     arguments: tuple
@@ -60,7 +60,7 @@ def mask_pack(density: float, grad_dtype: torch.dtype, value_dtype: torch.dtype)
     seen = torch.zeros(1, dtype=torch.int32)
 
     def run(ops):
-        with _as_of_large():
+        with _tile_as_for_large():
             tensors = (residual.clone(), grad, threshold, payload, seen)
             ops.mask_pack(*tensors, capacity, value_dtype)
 
@@ -69,15 +69,15 @@ def mask_pack(density: float, grad_dtype: torch.dtype, value_dtype: torch.dtype)
     return Case("mask_pack", detail, NUMEL, moved, run, density)
 
 
-def sample_threshold(picks: int) -> Case:
-    """An element is a pick here."""
-    numel = 32 * picks  # picks far enough apart not to share sectors
+def sample_threshold(samples: int) -> Case:
+    """Costs are per sample."""
+    numel = 32 * samples  # so that samples do not share sectors
     grad, residual = torch.randn(numel), torch.randn(numel)
 
     def run(ops):
-        ops.sample_threshold(grad, residual, 0.01, max_samples=picks)
+        ops.sample_threshold(grad, residual, 0.01, max_samples=samples)
 
-    return Case("sample_threshold", f"{picks} samples", picks, 64, run, 0.01)
+    return Case("sample_threshold", f"{samples} samples", samples, 64, run, 0.01)
 
 
 def scatter_unpack(density: float, ranks: int) -> Case:
@@ -91,7 +91,7 @@ def scatter_unpack(density: float, ranks: int) -> Case:
     out = torch.zeros(NUMEL)
 
     def run(ops):
-        with _as_of_large():
+        with _tile_as_for_large():
             ops.scatter_unpack(payloads, out, capacity, BF16, 1 / ranks)
 
     moved = 4 + ranks * 4 * density
@@ -113,7 +113,7 @@ def dequantize_sum(format: str, ranks: int, dtype: torch.dtype) -> Case:
     payloads, out = _quantized(format, ranks), torch.zeros(NUMEL, dtype=dtype)
 
     def run(ops):
-        with _as_of_large():
+        with _tile_as_for_large():
             ops.dequantize_sum(payloads, out, format, 1 / ranks)
 
     moved = ranks * _entry_bytes(format) + dtype.itemsize
@@ -125,7 +125,7 @@ def dequantize_sum_pack(format: str, ranks: int) -> Case:
     payload = torch.zeros_like(payloads[0])
 
     def run(ops):
-        with _as_of_large():
+        with _tile_as_for_large():
             ops.dequantize_sum_pack(payloads, residual.clone(), payload, format, 1 / ranks)
 
     moved = (ranks + 1) * _entry_bytes(format) + 8
@@ -133,16 +133,16 @@ def dequantize_sum_pack(format: str, ranks: int) -> Case:
 
 
 @contextlib.contextmanager
-def _as_of_large() -> Iterator[None]:
-    executor().cut_as_of(LARGEST // NUMEL)
+def _tile_as_for_large() -> Iterator[None]:
+    executor().tile_as_for(LARGEST // NUMEL)
     try:
         yield
     finally:
-        executor().cut_as_of(1)
+        executor().tile_as_for(1)
 
 
 def _quantized(format: str, ranks: int) -> torch.Tensor:
-    """The payloads of as many ranks."""
+    """One payload per rank."""
     nbytes = quantized_payload_bytes(NUMEL, format)
     payloads = torch.zeros(ranks, nbytes, dtype=torch.uint8)
     for payload in payloads:
@@ -151,7 +151,7 @@ def _quantized(format: str, ranks: int) -> torch.Tensor:
 
 
 def _entry_bytes(format: str) -> float:
-    """In a payload, of one entry."""
+    """Bytes per entry in a payload."""
     return quantized_row_bytes(format) / ROW
 
 
@@ -193,13 +193,13 @@ def _rows(width: int) -> torch.Tensor:
 
 
 def _of_rows(op: str, width: int, how: str, dtype: torch.dtype, moved: float, call) -> Case:
-    """`moved` bytes a row. `call` takes the op."""
+    """A case of a row op that moves `moved` bytes per row; `call` takes the op."""
     detail = f"[B, {width}], {how}" + (", bfloat16" if dtype == BF16 else "")
     return Case(op, detail, ROW_NUMEL, moved / width, lambda ops: call(getattr(ops, op)))
 
 
 def _threshold(density: float, deviation: float) -> torch.Tensor:
-    """The magnitude that this fraction of normal numbers passes."""
+    """The magnitude that this fraction of normally distributed numbers exceeds."""
     return torch.distributions.Normal(0, deviation).icdf(torch.tensor([1 - density / 2]))
 
 

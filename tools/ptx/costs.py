@@ -1,4 +1,4 @@
-"""What a call costs, as counted, and the file of it."""
+"""The counted cost of a call, and the file with the baseline."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -12,26 +12,26 @@ BASELINE = Path(__file__).with_name("baseline.json")
 
 @dataclass(frozen=True)
 class KernelCost:
-    """Of one kernel, over its launches in a call."""
+    """The cost of one kernel, over all of its launches in a call."""
 
     name: str
     slots: float  # issue slots of machine code
-    half_rate: float  # those of them that take two clocks: integers, comparisons, moves
-    classes: dict[str, int]  # instructions of PTX that warps issued, by class
-    threads: int  # the same of their threads: what lanes were active
-    sectors: int  # asked for by warps, each once an instruction
+    half_rate: float  # issue slots that take two clocks: integers, comparisons, moves
+    classes: dict[str, int]  # PTX instructions that warps issued, by class
+    threads: int  # active lanes of these instructions
+    sectors: int  # that warps access, once per instruction
     conflicts: int  # passes through shared memory beyond the first of an access
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a call. Sectors are those of memory behind a cache that holds all that is used twice."""
+    """The cost of a call. Sectors are the memory traffic behind an infinitely large cache."""
 
     op: str
     detail: str
     density: float | None
     elements: int
-    bytes: float  # that must move, for one element
+    bytes: float  # per element, that must move
     sectors_read: int
     sectors_written: int
     launches: int  # of kernels and memsets
@@ -44,22 +44,22 @@ class Cost:
 
     @property
     def moved(self) -> float:
-        """Bytes an element, in whole sectors."""
+        """Bytes per element, in whole sectors."""
         return SECTOR * (self.sectors_read + self.sectors_written) / self.elements
 
     @property
     def slots(self) -> float:
-        """Thread-instructions an element: issue slots times the 32 lanes that could use each."""
+        """Thread instructions per element: issue slots times 32 lanes."""
         return LANES * sum(kernel.slots for kernel in self.kernels) / self.elements
 
     @property
     def half_rate(self) -> float:
-        """Those of half rate, likewise."""
+        """Thread instructions per element that run at half rate."""
         return LANES * sum(kernel.half_rate for kernel in self.kernels) / self.elements
 
 
 def load() -> tuple[str, dict[str, Cost]]:
-    """The version of nvcc, and what was counted with it, by name."""
+    """The version of nvcc, and the costs that were counted with it, by name."""
     content = json.loads(BASELINE.read_text())
     found = [
         Cost(**cost | {"kernels": [KernelCost(**kernel) for kernel in cost["kernels"]]})
@@ -69,6 +69,6 @@ def load() -> tuple[str, dict[str, Cost]]:
 
 
 def save(nvcc: str, counted: list[Cost]) -> None:
-    """A line for each cost, so that a change to one is a change to one line."""
+    """Write one line per cost, so that a diff shows the costs that changed."""
     lines = ",\n".join(f"  {json.dumps(asdict(cost))}" for cost in counted)
     BASELINE.write_text(f'{{\n "nvcc": "{nvcc}",\n "costs": [\n{lines}\n ]\n}}\n')

@@ -1,4 +1,4 @@
-// counted.cu -- kernels of which anyone can tell what they cost. One warp.
+// counted.cu -- kernels with obvious costs, for tests of the counts. One warp.
 #include <cstdint>
 
 __global__ void __launch_bounds__(32) together(const int64_t* x, int64_t* out) {
@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(32) loops(int32_t* out, int32_t times) {
   out[threadIdx.x] = x;
 }
 
-// A loop that ptxas unrolls by itself.
+// ptxas unrolls this loop.
 __global__ void __launch_bounds__(32) fills(int32_t* out, int32_t times) {
   for (int32_t i = 0; i < times; ++i) out[i * 32 + threadIdx.x] = 0;
 }

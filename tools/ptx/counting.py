@@ -1,4 +1,4 @@
-"""Runs a case in lock-step and counts: the PTX it executed, and through it the machine code."""
+"""Runs a case in lock-step, and counts the executed PTX and the machine code made from it."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from .backend import BACKEND, executor
 from .cases import Case
 from .costs import Cost, KernelCost
 
-RESIDENT_BLOCKS = 4  # on the executor: what a multiprocessor has of most kernels
+RESIDENT_BLOCKS = 4  # the number of blocks per multiprocessor of most kernels
 
 
 def count(case: Case) -> Cost:
@@ -19,7 +19,7 @@ def count(case: Case) -> Cost:
 
 
 def _run(case: Case):
-    """Totals; and by kernel its rows of counts."""
+    """Return totals, and the rows of counts of each kernel."""
     executor().configure(0, RESIDENT_BLOCKS)
     case.run(BACKEND)
     totals, *reports = executor().counts().split("\n\n")
@@ -48,7 +48,7 @@ def _kernel(symbol: str, rows) -> KernelCost:
 
 
 def class_of(opcode: str) -> str:
-    """Of an instruction of PTX."""
+    """The class of a PTX instruction."""
     name, _, rest = opcode.partition(".")
     parts = rest.split(".")
     if name in ("ld", "st", "atom", "prefetch"):

@@ -7,21 +7,21 @@
 namespace ptx {
 namespace {
 
-constexpr int kBanks = 32, kWord = 4;  // of shared memory, and the bytes that a bank serves at once
+constexpr int kBanks = 32, kWord = 4;  // banks of shared memory, and bytes of a word in a bank
 
-// Passes beyond the first. Accesses of 8 bytes go by half a warp, of 16 by a quarter. In each part
-// a bank serves one word after the other, and an atomic's lanes one after the other even at one
-// word.
+// Passes beyond the first. An access of 8 bytes takes a pass per half warp, and one of 16 bytes a
+// pass per quarter. In a pass a bank serves different words one after the other. It also serves
+// the lanes of an atomic one after the other, even if they use the same word.
 uint64_t conflicts(const Touched& touched, int bytes, bool atomic) {
   const int words = std::max(bytes / kWord, 1), together = kLanes / words;
   uint64_t passes = 0;
   for (int first = 0; first < touched.lanes; first += together) {
-    std::multiset<uint64_t> of_bank[kBanks];
+    std::multiset<uint64_t> banks[kBanks];
     size_t most = 0;
     for (int lane = first; lane < std::min(first + together, touched.lanes); ++lane) {
       for (int w = 0; w < words; ++w) {
         const uint64_t word = touched.begin[lane] / kWord + w;
-        auto& served = of_bank[word % kBanks];
+        auto& served = banks[word % kBanks];
         if (atomic || served.count(word) == 0) served.insert(word);
         most = std::max(most, served.size());
       }

@@ -1,5 +1,5 @@
-// counts.h -- what a kernel costs where its warps run in lock-step: how often each instruction is
-// issued, and what memory it goes to.
+// counts.h -- counts the cost of a kernel whose warps run in lock-step: how often each instruction
+// is issued, and which memory it accesses.
 #pragma once
 
 #include <array>
@@ -19,8 +19,8 @@ struct Touched {
   void add(uint64_t address) { begin[lanes++] = address; }
 };
 
-// Sectors of device memory: which have been read before anything was written to them, and which
-// have been written. As often as a cache that holds them all would ask memory for them.
+// The sectors of device memory that were read before they were written, and those that were
+// written. This is the memory traffic behind an infinitely large cache.
 class Footprint {
  public:
   void read(uint64_t address) { touch(address, kRead); }
@@ -32,18 +32,18 @@ class Footprint {
 
  private:
   enum State : uint8_t { kRead = 1, kWritten = 2 };
-  static constexpr int kSectors = 128;  // of a page
+  static constexpr int kSectors = 128;  // per page
   void touch(uint64_t address, State now);
   std::unordered_map<uint64_t, std::array<uint8_t, kSectors>> pages_;
 };
 
-// Of a kernel, over its launches.
+// The counts of a kernel over all its launches.
 class Counts {
  public:
   Counts(const Program& program, Footprint& footprint)
       : program_(program), footprint_(footprint), counts_(program.code.size()) {}
 
-  // By a warp, for these of its lanes; none if the guard holds for none.
+  // A warp issues an instruction for these lanes; `lanes` is 0 if the guard is false for all.
   void issue(const Instruction& i, uint32_t lanes) {
     Count& count = count_of(i);
     ++count.issues;
@@ -51,13 +51,13 @@ class Counts {
   }
   void access(const Instruction& i, const Touched& touched);
 
-  // A line for the kernel and one for each of its instructions.
+  // One line for the kernel, and one for each of its instructions.
   std::string report() const;
 
  private:
   struct Count {
     uint64_t issues = 0, lanes = 0;
-    uint64_t sectors = 0;    // of device memory, each once an issue
+    uint64_t sectors = 0;    // of device memory, once per issue
     uint64_t conflicts = 0;  // passes through shared memory beyond the first
   };
   Count& count_of(const Instruction& i) { return counts_[&i - program_.code.data()]; }

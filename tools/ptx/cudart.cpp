@@ -1,6 +1,6 @@
-// cudart.cpp -- the part of CUDA's runtime that launchers call, on the executor.
+// cudart.cpp -- implements the part of CUDA's runtime that launchers call, on the executor.
 //
-// Launchers are compiled by nvcc. What it makes registers its kernels and their PTX before main,
+// nvcc compiles the launchers. The compiled code registers its kernels and their PTX before main,
 // and calls these functions to launch them.
 #include <cuda_runtime_api.h>
 #include <fatbinary_section.h>
@@ -14,15 +14,15 @@ using ptx::runtime;
 
 namespace {
 
-// Kernels' names by the address of the host's stub.
+// Names of kernels by the address of the host's stub.
 std::map<const void*, std::string>& registered() {
   static std::map<const void*, std::string> names;
   return names;
 }
 
-// The PTX in what nvcc embeds: https://docs.nvidia.com/cuda/cuda-binary-utilities names the format,
-// nothing describes it. An entry begins with its kind, the size of this head and that of what
-// follows.
+// The PTX in a fat binary, whose format is undocumented (https://docs.nvidia.com/cuda/
+// cuda-binary-utilities only names it). An entry starts with its kind, the size of this header, and
+// the size of the data after it.
 std::string embedded_ptx(const void* wrapper) {
   const auto* bytes =
       reinterpret_cast<const char*>(static_cast<const __fatBinC_Wrapper_t*>(wrapper)->data);
@@ -39,7 +39,7 @@ std::string embedded_ptx(const void* wrapper) {
     if (read(entry, uint16_t{}) == kPtx) return std::string(entry + head, size).c_str();
     entry += head + size;
   }
-  std::abort();  // it was compiled for another architecture
+  std::abort();  // compiled for a different architecture
 }
 
 }  // namespace
@@ -60,7 +60,7 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
   *kernel = static_cast<cudaKernel_t>(const_cast<void*>(host));
   return cudaSuccess;
 }
-// Behind kernel<<<...>>>, which launchers do not use.
+// Used by kernel<<<...>>>, which launchers do not contain.
 unsigned __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { std::abort(); }
 cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) {
   std::abort();
@@ -89,12 +89,12 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 }
 cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
   if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;  // a hint
-  constexpr int kMaxBytes = 163 << 10;  // of sm_80, the smallest that the kernels are built for
+  constexpr int kMaxBytes = 163 << 10;  // on sm_80, the oldest supported architecture
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > kMaxBytes) {
     return cudaErrorInvalidValue;
   }
   int64_t& allowed = runtime().kernels.at(registered().at(host)).max_dynamic_shared;
-  if (allowed == value) return cudaErrorInvalidValue;  // launchers ask once per kernel
+  if (allowed == value) return cudaErrorInvalidValue;  // launchers set it once per kernel
   allowed = value;
   return cudaSuccess;
 }
@@ -113,7 +113,7 @@ cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
 }
 cudaError_t cudaMalloc(void** data, size_t bytes) {
   *data = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-  std::memset(*data, 0xab, bytes);  // a kernel that relies on cleared memory is found out
+  std::memset(*data, 0xab, bytes);  // exposes kernels that rely on cleared memory
   runtime().memory.add(reinterpret_cast<uint64_t>(*data), bytes, false);
   return cudaSuccess;
 }

@@ -1,4 +1,4 @@
-// forms.h -- an opcode as a function of what one lane has.
+// forms.h -- makes an opcode from a function of one lane's operands.
 #pragma once
 
 #include <tuple>

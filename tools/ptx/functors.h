@@ -1,6 +1,5 @@
-// functors.h -- what opcodes compute, for one lane. The result is then converted to its register.
-//
-// https://docs.nvidia.com/cuda/parallel-thread-execution is the definition.
+// functors.h -- the computation of each opcode for one lane. Results are converted to the type of
+// the register. Definitions: https://docs.nvidia.com/cuda/parallel-thread-execution
 #pragma once
 
 #include <algorithm>
@@ -20,7 +19,7 @@ To bits(From x) {
   return result;
 }
 
-// --- Arithmetic. Integers wrap (-fwrapv); a float32 result that is NaN has these bits.
+// --- Arithmetic. Integers wrap (-fwrapv). All float32 results that are NaN have the same bits.
 
 template <typename T>
 T one_nan(T x) {
@@ -31,8 +30,8 @@ T one_nan(T x) {
 }
 
 inline constexpr auto add = [](auto a, auto b) { return one_nan(a + b); };
-// Rounded towards zero: the nearest float, or the one before it if that is beyond the sum. The sum
-// in double and its error are the exact sum together.
+// Rounds towards zero: takes the nearest float, or the one before it if the nearest float is beyond
+// the sum. The exact sum is the sum in double plus its error.
 inline constexpr auto add_to_zero = [](float a, float b) {
   const double sum = double{a} + b, of_b = sum - a, error = (a - (sum - of_b)) + (b - of_b);
   const auto nearest = static_cast<float>(sum);
@@ -73,7 +72,7 @@ inline constexpr auto remainder = [](int32_t a, int32_t b) {
   return a % b;
 };
 
-// Of a number and a NaN, the number. -0.0 is less than 0.0.
+// If one operand is NaN, the result is the other one. -0.0 is less than 0.0.
 template <bool kLeast, typename T>
 T extreme(T a, T b) {
   if constexpr (std::is_floating_point_v<T>) {
@@ -94,7 +93,7 @@ inline constexpr auto least_above_zero = [](auto a, auto b) {
 };
 inline constexpr auto most_and_zero = [](int32_t a, int32_t b) { return std::max({a, b, 0}); };
 
-// Signs are bits, those of NaN too.
+// These change the sign bit, also of NaN.
 inline constexpr auto absolute = [](float a) { return std::fabs(a); };
 inline constexpr auto negate = [](auto a) { return -a; };
 
@@ -105,7 +104,7 @@ inline constexpr auto bit_or = [](auto a, auto b) { return a | b; };
 inline constexpr auto bit_xor = [](auto a, auto b) { return a ^ b; };
 inline constexpr auto complement = [](auto a) { return ~a; };
 inline constexpr auto not_predicate = [](uint8_t a) { return a ^ 1; };
-// Amounts beyond the width are as the width.
+// Shift amounts beyond the width have the same effect as the width.
 inline constexpr auto shift_left = [](auto a, uint32_t n) {
   return n >= 8 * sizeof(a) ? 0 : uint64_t{a} << n;
 };
@@ -129,7 +128,7 @@ inline constexpr auto insert = [](auto a, auto b, uint32_t position, uint32_t le
   }
   return b;
 };
-// Above the top bit there is the field's sign, or 0.
+// Bits above the top bit are the sign of the field, or 0.
 inline constexpr auto extract = [](auto a, uint32_t position, uint32_t length) {
   using T = decltype(a);
   position &= 255, length &= 255;
@@ -139,11 +138,11 @@ inline constexpr auto extract = [](auto a, uint32_t position, uint32_t length) {
   if (length >= kBits) return moved;
   return static_cast<T>(moved << (kBits - length)) >> (kBits - length);
 };
-// The high word of high:low moved up.
+// The high word of high:low, shifted left.
 inline constexpr auto funnel_left = [](uint32_t low, uint32_t high, uint32_t n) {
   return ((uint64_t{high} << 32 | low) << (n & 31)) >> 32;
 };
-// Each nibble of `selector` names a byte of {b, a}; its top bit asks for that byte's sign instead.
+// Each nibble of `selector` selects a byte of {b, a}, or the byte's sign if its top bit is set.
 inline constexpr auto permute = [](uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t both = uint64_t{b} << 32 | a;
   uint32_t result = 0;
@@ -164,7 +163,7 @@ inline constexpr auto less = [](auto a, auto b) { return a < b; };
 inline constexpr auto less_equal = [](auto a, auto b) { return a <= b; };
 inline constexpr auto greater = [](auto a, auto b) { return a > b; };
 inline constexpr auto greater_equal = [](auto a, auto b) { return a >= b; };
-// True also if one of them is NaN.
+// Also true if an operand is NaN.
 template <auto opposite>
 inline constexpr auto unordered = [](auto a, auto b) { return !opposite(a, b); };
 inline constexpr auto any_nan = [](auto a, auto b) { return (a != a) | (b != b); };
@@ -175,7 +174,7 @@ inline constexpr auto copy = [](auto a) { return a; };
 
 inline constexpr auto ceiling = [](double a) { return std::ceil(a); };
 
-// Floats are rounded towards zero.
+// Rounds floats towards zero.
 template <typename To, typename From>
 To convert(From x) {
   if constexpr (std::is_floating_point_v<From>) {
@@ -183,7 +182,7 @@ To convert(From x) {
       const bool wide = sizeof(From) == 8 || sizeof(To) == 8;
       return wide ? static_cast<To>(uint64_t{1} << (8 * sizeof(To) - 1)) : To{0};
     }
-    // 2 to the power of what To's largest value does not reach: exact, unlike that value itself.
+    // The smallest power of 2 above To's largest value. It is exact, unlike that value.
     const From beyond = std::ldexp(From{1}, std::numeric_limits<To>::digits);
     if (x >= beyond) return std::numeric_limits<To>::max();
     if (x < static_cast<From>(std::numeric_limits<To>::min()))

@@ -1,4 +1,4 @@
-// halves.cpp -- what is done with 16 bits, one number or two side by side.
+// halves.cpp -- operations on one or two packed 16-bit numbers.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -13,7 +13,7 @@ constexpr uint16_t kMagnitude = 0x7fff, kInfinity = 0x7c00;
 
 bool is_nan(uint16_t half) { return (half & kMagnitude) > kInfinity; }
 
-// What is below the leading bit counts in units of 2^-10 of it, but of 2^-24 at least.
+// The unit of the fraction is 2^-10 of the leading bit, but at least 2^-24.
 constexpr int kFraction = 10, kLeast = -24;
 float widen(uint16_t a) {
   if (is_nan(a)) return one_nan(std::nanf(""));
@@ -28,10 +28,10 @@ uint16_t narrow(float a) {
   if (a != a) return kMagnitude;
   const auto sign = static_cast<uint16_t>(bits<uint32_t>(a) >> 16 & ~kMagnitude);
   const float x = std::fabs(a);
-  if (x >= 65520) return sign | kInfinity;  // halfway from the largest number to 2^16
+  if (x >= 65520) return sign | kInfinity;  // halfway between the largest number and 2^16
   if (x == 0) return sign;
   const int unit = std::max(std::ilogb(x) - kFraction, kLeast);
-  // A leading bit that is there adds 1 to the exponent, and so does a carry.
+  // A leading bit adds 1 to the exponent, and so does a carry.
   const auto units = static_cast<int>(std::nearbyint(std::ldexp(x, -unit)));
   return static_cast<uint16_t>(sign | (((unit - kLeast) << kFraction) + units));
 }
@@ -49,7 +49,7 @@ uint32_t both(uint32_t a, uint32_t b) {
   return uint32_t{high} << 16 | low;
 }
 
-// A predicate of the lower halves, and if it is asked for one of the higher.
+// Sets a predicate for the low halves and, if there is a second result, one for the high halves.
 void any_nan_of_both(char* registers, const Instruction& i, uint32_t lanes) {
   const auto* a = lanes_of<const uint32_t>(registers, i.from[0]);
   const auto* b = lanes_of<const uint32_t>(registers, i.from[1]);

@@ -1,4 +1,4 @@
-"""What the machine code of a kernel says about how it will run."""
+"""Properties of a kernel that determine its speed, read from the machine code."""
 
 import re
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ REGISTERS = 65536
 THREADS = 2048
 BLOCKS = 32
 SHARED_BYTES = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
-RESERVED_BYTES = 1024  # of shared memory, by the system, for every block
-REGISTER_UNIT = 8  # registers are given to a thread in units of so many
+RESERVED_BYTES = 1024  # shared memory that the system reserves for each block
+REGISTER_UNIT = 8  # registers are allocated to a thread in units of this size
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
 
@@ -27,26 +27,26 @@ class Kernel:
     stack_bytes: int  # a thread's local memory
     spill_bytes: int  # stores and loads
     static_shared_bytes: int
-    threads: int  # a block, by __launch_bounds__
-    min_blocks: int  # a multiprocessor, by __launch_bounds__; 1 where it does not say
+    threads: int  # per block, from __launch_bounds__
+    min_blocks: int  # per multiprocessor, from __launch_bounds__; 1 if it is not given
     instructions: tuple[str, ...]
 
     def count(self, pattern: str) -> int:
-        """Instructions whose name matches from its beginning."""
+        """The number of instructions whose name starts with a match."""
         return sum(bool(re.match(pattern, opcode(i))) for i in self.instructions)
 
     @property
     def fused(self) -> int:
-        """Fused multiply-adds. With two zero registers it is a way to load a constant."""
+        """The number of fused multiply-adds, except those that load a constant (two RZ)."""
         fused = (i for i in self.instructions if re.match(r"[FDH]FMA|HFMA2", opcode(i)))
         return sum(not re.search(r"-?RZ, -?RZ", i) for i in fused)
 
     def in_flight(self, loads: str) -> int:
-        """The most loads, of a name that matches, issued before what one of them loads is used."""
+        """The most loads, with a matching name, that are issued before one of them is used."""
         most, pending = 0, []
         for instruction in self.instructions:
             used = {int(register) for register in re.findall(r"\bR(\d+)\b", instruction)}
-            # What was issued before a load that is used no longer counts.
+            # A load that is used, and all loads before it, no longer count.
             while any(used & registers for registers in pending):
                 del pending[0]
             load = re.match(r"(LDG\S*) R(\d+),", unpredicated(instruction))
@@ -59,7 +59,7 @@ class Kernel:
 
     @property
     def between_blocks(self) -> list[str]:
-        """What orders or updates memory that other blocks use, each once, as it comes first."""
+        """Instructions that order or update memory of other blocks, without duplicates."""
         # Reductions have a longer name since sm_90.
         names = (re.sub("^REDG", "RED", opcode(i)) for i in self.instructions)
         ordered = re.compile(r"(LDG|STG)\S*STRONG|ATOMG|RED\.|MEMBAR|FENCE|CCTL\.IV")
@@ -67,7 +67,7 @@ class Kernel:
         return list(dict.fromkeys(found))
 
     def blocks(self, dynamic_shared_bytes: int) -> int:
-        """How many fit a multiprocessor."""
+        """The number of blocks that fit on a multiprocessor."""
         registers = -(-self.registers // REGISTER_UNIT) * REGISTER_UNIT
         shared = self.static_shared_bytes + dynamic_shared_bytes + RESERVED_BYTES
         return min(

@@ -1,7 +1,7 @@
-"""What ptxas makes of PTX that was executed, instruction by instruction, and what it was made of.
+"""Maps the machine code that ptxas makes to the PTX that was executed.
 
-`ptxas -lineinfo` notes for every instruction the line of PTX it stands for, and changes none of
-them. So counts of PTX become counts of machine code.
+`ptxas -lineinfo` records the line of PTX for each instruction and does not change instructions. So
+counts of PTX can be converted to counts of machine code.
 """
 
 import functools
@@ -19,14 +19,14 @@ ARCHITECTURE = 90
 _LINE = re.compile(r"//## File .*, line (\d+)")
 _LABEL = re.compile(r"(\S+):$")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
-# What the pipe of 64 lanes a clock takes: a warp every other clock. Sums and products of floats,
-# and IMAD, have pipes of their own.
+# Instructions of the pipe with 64 lanes per clock, which takes a warp every other clock. Sums and
+# products of floats, and IMAD, use other pipes.
 _HALF_RATE = re.compile(
     r"(IADD3?|V?IADDMNMX|VIADD|V?IMNMX3?|LEA|LOP3?|SHF|SHL|SHR|PRMT|BMSK|SGXT|IABS|VABSDIFF|[IFH]SETP2?"
     r"|[FH]SET2?|[FH]MNMX2?|F?SEL|PLOP3|P2R|R2P|MOV|CS2R|VOTE|I2FP|F2FP)\b"
 )
 _ENDS_BLOCK = re.compile(r"BRA|BRX|EXIT|RET")
-# One in machine code for one in PTX: how many there are says how often a loop was unrolled.
+# Each of these in PTX is one in machine code, so their number shows how often a loop was unrolled.
 _ONE_FOR_ONE = re.compile(r"(LDG|STG|LD|ST|LDS|STS|SHFL|VOTE|REDUX|BAR)\b")
 
 
@@ -41,7 +41,7 @@ class Instruction(NamedTuple):
 
 @dataclass
 class Block:
-    """One way in, at the top, and one way out."""
+    """A basic block: one entry at the top, and one exit."""
 
     label: str | None
     code: list[Instruction]
@@ -49,25 +49,25 @@ class Block:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """Of one kernel: what a warp in lock-step runs of it."""
+    """The machine code of a kernel that a warp in lock-step runs."""
 
     blocks: list[Block]
     subroutines: dict[str, list[Instruction]]  # by name
-    copies: Counter  # by line: how often the loop around it was unrolled
+    copies: Counter  # by line: how often the enclosing loop was unrolled
 
     def slots(self, issues: Mapping[int, int]) -> float:
-        """Issue slots, where warps ran lines of PTX so often."""
+        """Issue slots; `issues` is how often warps ran each line of PTX."""
         return self._issued(issues, len)
 
     def half_rate_slots(self, issues: Mapping[int, int]) -> float:
-        """Those of instructions of which a scheduler issues one every other clock."""
+        """Issue slots of instructions that a scheduler issues only every other clock."""
         return self._issued(issues, lambda code: sum(bool(_HALF_RATE.match(i.plain)) for i in code))
 
     def _issued(
         self, issues: Mapping[int, int], count: Callable[[list[Instruction]], int]
     ) -> float:
-        """All of a block are issued equally often: as often as the median of their lines, since
-        some have been moved here from elsewhere, or are predicated where PTX branches."""
+        """A block runs as often as the median of its lines, because ptxas moves some instructions
+        from other blocks, and replaces some branches by predicates."""
         total = 0.0
         for code in filter(None, (block.code for block in self.blocks)):
             runs = statistics.median(issues.get(i.line, 0) / self.copies[i.line] for i in code)
@@ -78,15 +78,15 @@ class MachineCode:
 
 @functools.cache
 def machine_code(ptx: str, symbol: str) -> MachineCode:
-    """Of a kernel of a PTX text."""
+    """The machine code of one kernel of a PTX text."""
     listing = toolkit.assemble(ptx, ARCHITECTURE).listing
     start = listing.index(f".text.{symbol}:\n")
     blocks, subroutines = _blocks(listing[start : listing.find("\n//-----", start)])
     return MachineCode(blocks, subroutines, _copies(ptx, blocks))
 
 
-def _blocks(listing: str) -> tuple[list[list[Instruction]], dict[str, list[Instruction]]]:
-    """Of one kernel: what runs in lock-step, and its subroutines."""
+def _blocks(listing: str) -> tuple[list[Block], dict[str, list[Instruction]]]:
+    """The blocks of a kernel that run in lock-step, and its subroutines."""
     blocks = [Block(None, [])]
     subroutines: dict[str, list[Instruction]] = {}
     line = 0
@@ -99,7 +99,7 @@ def _blocks(listing: str) -> tuple[list[list[Instruction]], dict[str, list[Instr
             blocks.append(Block(found[1], []))
         elif found := _INSTRUCTION.search(text):
             if found[1] == f"BRA `({blocks[-1].label})":
-                break  # to itself: padding
+                break  # a branch to itself is padding
             instruction = Instruction(found[1], line)
             if subroutines:  # they come last
                 subroutines[list(subroutines)[-1]].append(instruction)
@@ -111,27 +111,27 @@ def _blocks(listing: str) -> tuple[list[list[Instruction]], dict[str, list[Instr
 
 
 def _run_in_lock_step(blocks: list[Block]) -> list[Block]:
-    """Without what serves warps that have come apart, and divisions of subnormals."""
+    """Remove code for diverged warps and for divisions of subnormals."""
     text = "\n".join(i.text for block in blocks for i in block.code)
-    apart = set(re.findall(r"BRA\.DIV \S+ `\((\S+)\)", text))
-    kept, left_out = [], False
+    divergent = set(re.findall(r"BRA\.DIV \S+ `\((\S+)\)", text))
+    kept, skipping = [], False
     for block in blocks:
-        left_out |= block.label in apart
-        slow = left_out or any("slowpath" in i.text for i in block.code)
+        skipping |= block.label in divergent
+        slow = skipping or any("slowpath" in i.text for i in block.code)
         if block.code and re.match(r"BRA |EXIT", block.code[-1].text):
-            left_out = False
+            skipping = False
         kept.append(Block(block.label, [] if slow else block.code))
     return [block for block in kept if block.label or block.code]
 
 
 def _copies(ptx: str, blocks: list[Block]) -> Counter:
-    of_line = Counter(i.line for b in blocks for i in b.code if _ONE_FOR_ONE.match(i.plain))
+    counts = Counter(i.line for b in blocks for i in b.code if _ONE_FOR_ONE.match(i.plain))
     copies, together = Counter({0: 1}), []
     for number, text in enumerate([*ptx.splitlines(), "bra"], 1):
         statement = re.sub(r"^@\S+\s+", "", text.strip())
         together.append(number)
         if statement.endswith(":") or statement.startswith(("bra", "ret")):
-            most = max(1, *(of_line[n] for n in together))
+            most = max(1, *(counts[n] for n in together))
             copies.update(dict.fromkeys(together, most))
             together = []
     return copies

@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kRows = 8, kBytes = 2, kRowBytes = kRows * kBytes;
 
-// Lane l has of every matrix the elements 2 (l % 4) and the next of row l / 4 in a register; of
-// column l / 4 where they are transposed. Row r is row r % 8 of matrix r / 8.
+// For each matrix, lane l has two elements of row l / 4 in a register, 2 (l % 4) and the next. If
+// matrices are transposed, they are elements of column l / 4. Row r is row r % 8 of matrix r / 8.
 void exchange(char* registers, const Instruction& i, char rows[][kRowBytes]) {
   for (int matrix = 0; matrix < i.count; ++matrix) {
     const Operand data = i.action == Action::kLoad ? i.to[matrix] : i.from[matrix];
@@ -32,7 +32,7 @@ void exchange(char* registers, const Instruction& i, char rows[][kRowBytes]) {
 
 // Lane l has the address of row l % 8 of matrix l / 8.
 void Block::access_matrices(Warp& warp, const Instruction& i, uint32_t lanes) {
-  if (lanes != kAllLanes) fail(warp, __builtin_ctz(lanes), i, "not all lanes take part");
+  if (lanes != kAllLanes) fail(warp, __builtin_ctz(lanes), i, "not all lanes participate");
   char* const registers = warp.arena.data();
   char rows[kLanes][kRowBytes];
   if (i.action == Action::kStore) exchange(registers, i, rows);

@@ -26,7 +26,7 @@ std::string Allocations::nearest(uint64_t address) const {
   if (next == all_.begin()) return "below all allocations";
   --next;
   char text[96];
-  std::snprintf(text, sizeof(text), "%lld bytes behind the begin of an allocation of %lld",
+  std::snprintf(text, sizeof(text), "%lld bytes after the start of an allocation of %lld",
                 static_cast<long long>(address - next->second.begin),
                 static_cast<long long>(next->second.end - next->second.begin));
   return text;
@@ -67,9 +67,9 @@ void Clock::release(uint32_t thread, View& into) {
 bool Clock::after(uint32_t thread, uint32_t other, uint32_t other_thread, uint32_t other_epoch,
                   uint32_t other_now) const {
   if (other == block) {
-    const bool of_warp = other_thread / kLanes == thread / kLanes;
+    const bool same_warp = other_thread / kLanes == thread / kLanes;
     return other_thread == thread || other_epoch < epoch ||
-           (of_warp && other_now <= threads[thread].known[other_thread % kLanes]);
+           (same_warp && other_now <= threads[thread].known[other_thread % kLanes]);
   }
   const auto covers = [&](const View& view) {
     const auto found = view.find(other);
@@ -121,9 +121,9 @@ const char* Races::read(const Clock& clock, uint32_t thread, uint64_t address, i
   Granule* granule = find(address, bytes, &count);
   for (int g = 0; g < count; ++g, ++granule) {
     if (!(atomic && granule->write.atomic) && !ordered(granule->write, clock, thread)) {
-      return "it is read, and another thread's store is not ordered before that";
+      return "a load is not ordered after another thread's store";
     }
-    // Of reads that are not ordered one is remembered, by chance: a later write may find it.
+    // Keep a random one of the reads that are not ordered. A later write may conflict with it.
     if (ordered(granule->read, clock, thread) || random_.below(2) == 0) granule->read = now;
   }
   return nullptr;
@@ -137,10 +137,10 @@ const char* Races::write(const Clock& clock, uint32_t thread, uint64_t address, 
   Granule* granule = find(address, bytes, &count);
   for (int g = 0; g < count; ++g, ++granule) {
     if (!(atomic && granule->write.atomic) && !replica && !ordered(granule->write, clock, thread)) {
-      return "it is written, and another thread's store is not ordered before that";
+      return "a store is not ordered after another thread's store";
     }
     if (!(atomic && granule->read.atomic) && !ordered(granule->read, clock, thread)) {
-      return "it is written, and another thread's load is not ordered before that";
+      return "a store is not ordered after another thread's load";
     }
     granule->write = now;
   }

@@ -1,10 +1,10 @@
-// memory.h -- where device memory is, what of it has been written, and which accesses to it and to
-// shared memory are ordered.
+// memory.h -- tracks allocations and written bytes of device memory, and the order of accesses to
+// device and shared memory.
 //
-// Two accesses to the same bytes, of which one writes and not both are atomic, must be ordered: by
-// their thread's program, by bar.warp.sync or bar.sync, or by a release that is acquired. If they
-// are not, that is an error, whatever they did to each other this time: PTX gives such a program no
-// meaning.
+// Two accesses to the same bytes are a race if one of them writes, they are not both atomic, and
+// they are not ordered. Accesses are ordered by the program of their thread, by bar.warp.sync or
+// bar.sync, or by a release and an acquire. A race is always an error, even if it had no effect in
+// this run, because PTX does not define the behavior of such a program.
 #pragma once
 
 #include <array>
@@ -34,22 +34,22 @@ class Random {
 
 struct Allocation {
   uint64_t begin, end;
-  std::vector<char> written;  // of each byte, whether it has been; empty where the host has
+  std::vector<char> written;  // a flag per byte; empty if the host has written all bytes
   bool contains(uint64_t address, int64_t bytes) const {
     return begin <= address && address + bytes <= end;
   }
-  // From a byte on; null where all have been.
+  // The flags from this byte on; null if all bytes are written.
   char* written_at(uint64_t address) {
     return written.empty() ? nullptr : &written[address - begin];
   }
 };
 
-// Device memory: the addresses are the host's.
+// Device memory. Addresses are those of the host.
 class Allocations {
  public:
   void add(uint64_t begin, int64_t bytes, bool written);
   void remove(uint64_t begin) { all_.erase(begin), last_ = nullptr; }
-  // The one that has all of these bytes, or null.
+  // The allocation that contains all of these bytes, or null.
   Allocation* find(uint64_t begin, int64_t bytes);
   std::string nearest(uint64_t address) const;
 
@@ -58,11 +58,11 @@ class Allocations {
   Allocation* last_ = nullptr;
 };
 
-// Of one block: which accesses of its own and of others its threads come after.
+// The clock of a block: knows which accesses, by this and other blocks, its threads come after.
 class Clock {
  public:
-  // What a release publishes: by block, the epoch whose earlier ones are known. Kernels publish
-  // what a block did before a barrier, never what a thread did since.
+  // What a release publishes: {block: all earlier epochs are known}. Kernels publish the accesses
+  // that a block made before a barrier, never those that a thread made after it.
   using View = std::unordered_map<uint32_t, uint32_t>;
 
   Clock(uint32_t block, uint32_t threads);
@@ -72,15 +72,15 @@ class Clock {
   void acquire(uint32_t thread, const View& view) { acquired_.push_back({thread, view}); }
   void release(uint32_t thread, View& into);
 
-  const uint32_t block;  // a number that no other block of any launch has
+  const uint32_t block;  // unique over all launches
   uint32_t epoch = 1;    // barriers passed
   struct Thread {
     uint32_t now = 1;
-    std::array<uint32_t, kLanes> known = {};  // of the lanes of its warp
+    std::array<uint32_t, kLanes> known = {};  // clocks of the lanes of its warp
   };
   std::vector<Thread> threads;
 
-  // Whether an access by `other`, with these coordinates, came before `thread` gets here.
+  // Whether an access of the block `other` happened before the current position of `thread`.
   bool after(uint32_t thread, uint32_t other, uint32_t other_thread, uint32_t other_epoch,
              uint32_t other_now) const;
 
@@ -96,16 +96,16 @@ class Races {
 
   void begin_launch() { first_block_ = next_block_, views_.clear(); }
   uint32_t new_block() { return next_block_++; }
-  // Nothing has happened yet in [begin, end), which are multiples of kPage.
+  // Forget the accesses in [begin, end), which are multiples of kPage.
   void forget(uint64_t begin, uint64_t end);
 
-  // Each reports a conflict in words, or nullptr.
+  // Record an access. Return a description of a conflict, or nullptr.
   const char* read(const Clock&, uint32_t thread, uint64_t address, int bytes, bool atomic);
-  // A replica writes what is there already, which others may have written at the same time.
+  // A replica writes the value that is already there, so concurrent replicas do not conflict.
   const char* write(const Clock&, uint32_t thread, uint64_t address, int bytes, bool atomic,
                     bool replica = false);
 
-  // What was released at an address.
+  // The view that was released at an address.
   Clock::View& view(uint64_t address) { return views_[address]; }
 
   static constexpr int kPage = 4096;
@@ -119,7 +119,7 @@ class Races {
   struct Granule {
     Access write, read;
   };
-  // Of 16 bytes at first; of fewer once something smaller is accessed.
+  // Granules have 16 bytes at first, and fewer after a smaller access.
   struct Page {
     int granule = 16;
     std::vector<Granule> granules = std::vector<Granule>(kPage / 16);

@@ -1,4 +1,4 @@
-// module.cpp -- the launchers behind plain C functions, for backend.py to call by ctypes.
+// module.cpp -- C functions around the launchers, which backend.py calls with ctypes.
 //
 // Each function takes the fields of the launcher's argument struct (common/ops.h), in their order,
 // and returns a cudaError_t.
@@ -12,7 +12,7 @@
 
 namespace {
 
-// An address, an integer, the code of an enumerator, or a double.
+// An address, an integer, the value of an enumerator, or a double.
 union Field {
   int64_t integer;
   double number;
@@ -37,7 +37,7 @@ Args fill(const Field* fields) {
   return fill<Args>(fields, std::make_index_sequence<kFields>());
 }
 
-void* given_scratch = nullptr;  // for all calls; without it each allocates its own
+void* given_scratch = nullptr;  // shared by all calls; if null, each call allocates its scratch
 
 struct Scratch {
   void* data = given_scratch;
@@ -49,7 +49,7 @@ struct Scratch {
   }
 };
 
-int64_t times = 1;  // mask_pack uses the sizes for a tensor that is larger by this factor
+int64_t size_factor = 1;  // mask_pack uses the sizes for a tensor that is larger by this factor
 
 }  // namespace
 
@@ -57,13 +57,13 @@ extern "C" {
 
 void give_scratch(void* data) { given_scratch = data; }
 
-void mask_pack_as_of(int64_t times_as_large) { times = times_as_large; }
+void mask_pack_size_factor(int64_t factor) { size_factor = factor; }
 
 int64_t mask_pack(const Field* fields) {
   const auto args = fill<dct::MaskPackArgs, 11>(fields);
   dct::MaskPackArgs large = args;
-  large.numel *= times;
-  large.capacity *= times;
+  large.numel *= size_factor;
+  large.capacity *= size_factor;
   const dct::cuda::MaskPackSizes sizes = dct::cuda::mask_pack_sizes(large);
   const Scratch scratch(dct::cuda::mask_pack_scratch_bytes(args, sizes));
   return dct::cuda::mask_pack(args, sizes, scratch.data, nullptr);

@@ -1,4 +1,4 @@
-// operations.cpp -- what each opcode does, by its full name. Only what kernels use is here.
+// operations.cpp -- the operation of each opcode, by its full name. Contains only used opcodes.
 #include "forms.h"
 #include "functors.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 // --- Forms
 
-// Of the lowest bytes of wider registers. What is left of the result's is the sign's, or 0.
+// Uses the low bytes of wider registers. The upper bytes of the result are the sign, or 0.
 template <typename To, typename From>
 void run_wide(char* registers, const Instruction& i, uint32_t lanes) {
   for (; lanes != 0; lanes &= lanes - 1) {
@@ -22,7 +22,7 @@ void run_wide(char* registers, const Instruction& i, uint32_t lanes) {
   }
 }
 
-// mov to or from several narrower registers, the lowest first.
+// mov to or from several narrower registers, low bytes first.
 void unpack(char* registers, const Instruction& i, uint32_t lanes) {
   for_each_lane(lanes, [&](int lane) {
     const char* from = registers + i.from[0].at + lane * i.from[0].bytes;
@@ -47,19 +47,19 @@ class Table {
   Forms forms;
 
   Table() {
-    of_two<add, int16_t, int32_t, int64_t, float>("add.");
-    of_two<subtract, int16_t, int32_t, int64_t>("sub.");
-    of_two<least, int32_t, int64_t, uint16_t, uint32_t, uint64_t, float, double>("min.");
-    of_two<most, int32_t, int64_t, uint16_t, uint32_t, uint64_t, float, double>("max.");
-    of_two<multiply, int16_t, int32_t, int64_t>("mul.lo.");
-    of_two<multiply_high, int32_t, int64_t, uint16_t, uint32_t>("mul.hi.");
-    of_two<divide, int32_t, int64_t, uint32_t, uint64_t>("div.");
-    of_two<remainder, int32_t>("rem.");
-    of_two<add, float>("add.rn.");
-    of_two<add_to_zero, float>("add.rz.");
-    of_two<subtract, float>("sub.rn.");
-    of_two<multiply, float, double>("mul.rn.");
-    of_two<divide, float>("div.rn.");
+    binary<add, int16_t, int32_t, int64_t, float>("add.");
+    binary<subtract, int16_t, int32_t, int64_t>("sub.");
+    binary<least, int32_t, int64_t, uint16_t, uint32_t, uint64_t, float, double>("min.");
+    binary<most, int32_t, int64_t, uint16_t, uint32_t, uint64_t, float, double>("max.");
+    binary<multiply, int16_t, int32_t, int64_t>("mul.lo.");
+    binary<multiply_high, int32_t, int64_t, uint16_t, uint32_t>("mul.hi.");
+    binary<divide, int32_t, int64_t, uint32_t, uint64_t>("div.");
+    binary<remainder, int32_t>("rem.");
+    binary<add, float>("add.rn.");
+    binary<add_to_zero, float>("add.rz.");
+    binary<subtract, float>("sub.rn.");
+    binary<multiply, float, double>("mul.rn.");
+    binary<divide, float>("div.rn.");
     forms["fma.rn.f32"] = form<fused, float, float, float, float>();
     forms["min.relu.s32"] = form<least_above_zero, int32_t, int32_t, int32_t>();
     forms["max.relu.s32"] = form<most_and_zero, int32_t, int32_t, int32_t>();
@@ -128,7 +128,7 @@ class Table {
     return letter + std::to_string(8 * sizeof(T));
   }
   template <auto f, typename... T>
-  void of_two(const std::string& name) {
+  void binary(const std::string& name) {
     ((forms[name + type<T>()] = form<f, T, T, T>()), ...);
   }
   template <typename... T>

@@ -26,7 +26,7 @@ std::string without_spaces(std::string s) {
   return s;
 }
 
-// At the commas that are not within brackets.
+// Splits at commas outside of brackets.
 std::vector<std::string> split(const std::string& s) {
   std::vector<std::string> parts;
   int depth = 0;
@@ -69,7 +69,7 @@ Variable variable(const std::string& declaration) {
 // ".reg .b32 %r<404>": %r0 to %r403; ".reg .b64 %SP"
 void declare_registers(Entry& entry, const std::string& declaration) {
   const std::vector<std::string> all = words(declaration);
-  if (all.size() != 3) throw Error("registers are not declared as nvcc does");
+  if (all.size() != 3) throw Error("unknown declaration of registers");
   const size_t bracket = all[2].find('<');
   const int count = bracket == std::string::npos ? 0 : std::atoi(all[2].c_str() + bracket + 1);
   const std::string type = all[1].substr(1);
@@ -98,7 +98,7 @@ class Parser {
       ++number_;
       line = trimmed(line.substr(0, line.find("//")));
       if (line.empty()) continue;
-      if (line.starts_with(".section")) break;  // what debuggers read comes last
+      if (line.starts_with(".section")) break;  // debug information comes last
       try {
         read(line);
       } catch (const Error& error) {
@@ -117,7 +117,7 @@ class Parser {
       entry_->name = name;
       return;
     }
-    // Of inline assembly: registers of its own, which no value outlives.
+    // Braces of inline assembly. Values in its registers are not used outside.
     if (line.size() > 1 && line[0] == '{') line = trimmed(line.substr(1));
     if (line.size() > 1 && line.back() == '}') line = trimmed(line.substr(0, line.size() - 1));
     if (line == "{" || line == "}" || line == ")") {
@@ -137,7 +137,7 @@ class Parser {
       entry_->labels[line.substr(0, line.size() - 1)] = static_cast<int>(entry_->body.size());
       return;
     }
-    if (line.back() != ';') throw Error("a statement that is not one line");
+    if (line.back() != ';') throw Error("a statement must be one line");
     line.pop_back();
     if (entry_ != nullptr && line.starts_with(".local")) {
       entry_->local.push_back(variable(line));

@@ -1,7 +1,7 @@
-// parser.h -- PTX as text to PTX as data. Nothing is known here of what an instruction does.
+// parser.h -- parses PTX, without knowledge of the operation of an instruction.
 //
-// Reads what nvcc and LLVM write, one statement a line. Anything else is an error that names its
-// line.
+// Reads the output of nvcc and LLVM, which has one statement per line. An error names the line of
+// any other input.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct Error : std::runtime_error {
 struct Statement {
   int line;
   std::string text;
-  std::string guard;  // "%p1" or "!%p1" if it stands behind @; else empty
+  std::string guard;  // "%p1" or "!%p1" after @; else empty
   std::string opcode;
   std::vector<std::string> operands;  // as written: "%r1", "[%rd2+8]", "{%r1, %r2}", "0f3F800000"
 };
@@ -31,7 +31,7 @@ struct Variable {
 };
 
 struct Registers {
-  int bytes, count;  // of each; a predicate is 1 byte. 0 of them: one that bears no number
+  int bytes, count;  // a predicate has 1 byte; a count of 0 means one register without a number
 };
 
 struct Entry {
@@ -45,7 +45,7 @@ struct Entry {
 struct Module {
   std::string text;
   std::map<std::string, Entry> entries;
-  std::vector<Variable> shared;  // "extern" ones have 0 bytes: their size comes with a launch
+  std::vector<Variable> shared;  // "extern" variables have 0 bytes; a launch gives their size
 };
 
 Module parse(const std::string& text);

@@ -8,7 +8,7 @@
 namespace ptx {
 namespace {
 
-constexpr int64_t kApart = 256;  // between variables in shared memory: nobody's bytes
+constexpr int64_t kApart = 256;  // unused bytes between variables in shared memory
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -96,11 +96,11 @@ class Decoder {
     } else if (parts[0] == "ret") {
       result.kind = Kind::kExit;
     } else if (statement.opcode == "bar.sync") {
-      if (operands.size() != 1 || operands[0] != "0") throw Error("only bar.sync 0 is known");
+      if (operands.size() != 1 || operands[0] != "0") throw Error("only bar.sync 0 is supported");
       result.kind = Kind::kBarrier;
     } else if (statement.opcode == "prefetch.global.L2" || parts[0] == "griddepcontrol") {
       result.kind = Kind::kCompute;
-      result.run = [](char*, const Instruction&, uint32_t) {};  // hints: kernels run one by one
+      result.run = [](char*, const Instruction&, uint32_t) {};  // hints; kernels run one by one
     } else if (parts[0] == "ld" || parts[0] == "st" || parts[0] == "atom" || parts[0] == "red") {
       memory(result, parts, operands);
     } else if (parts[0] == "ldmatrix" || parts[0] == "stmatrix") {
@@ -151,11 +151,11 @@ class Decoder {
       wide |= result.from[i].bytes != form->from[i];
     }
     if (wide) result.run = form->run_wide;
-    if (result.run == nullptr) throw Error("a register of another width than the instruction's");
+    if (result.run == nullptr) throw Error("a register and the instruction have different widths");
   }
 
   Operand second_result(const Form& form, const std::string& name) {
-    if (form.to.size() < 2) throw Error("a second result that is not known");
+    if (form.to.size() < 2) throw Error("a second result is not supported");
     return operand(name, form.to[1]);
   }
 
@@ -231,7 +231,7 @@ class Decoder {
     }
   }
 
-  // Of one register or immediate, or of several in braces; returns how many.
+  // Decodes one register or immediate, or several in braces; returns their number.
   uint8_t registers(Operand* into, const std::string& text, int bytes = 0) {
     if (text[0] != '{') {
       *into = operand(text, bytes);
@@ -279,7 +279,7 @@ class Decoder {
   Operand allocate(int bytes) {
     const Operand result = {static_cast<int32_t>(program_.arena.size()),
                             static_cast<uint8_t>(bytes)};
-    // Registers begin with what is unlike any result.
+    // Registers start with an unusual value.
     program_.arena.resize(program_.arena.size() + kLanes * bytes, bytes == 1 ? 0 : '\xcd');
     return result;
   }

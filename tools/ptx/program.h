@@ -1,8 +1,8 @@
-// program.h -- a kernel, decoded once into what the interpreter runs.
+// program.h -- a kernel, decoded once into instructions for the interpreter.
 //
-// A warp's registers lie in one arena: 32 lanes of 1, 2, 4 or 8 bytes each. An operand is an offset
-// into it. Immediates and special registers have their place there too, so that every operand is
-// read alike.
+// The registers of a warp are in one arena, with 1, 2, 4 or 8 bytes for each of the 32 lanes. An
+// operand is an offset into the arena. Immediates and special registers are also in the arena, so
+// that all operands are read in the same way.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@ namespace ptx {
 
 constexpr int kLanes = 32;
 constexpr uint32_t kAllLanes = 0xffffffff;
-constexpr int32_t kNone = -1;  // an operand that is not there
+constexpr int32_t kNone = -1;  // no operand
 
 enum class Kind : uint8_t {
   kCompute,
   kMemory,
   kBranch,
   kExit,
-  kCollective,  // .sync of a warp: waits for the lanes of its mask
+  kCollective,  // .sync of a warp; waits for the lanes of its mask
   kBarrier,     // of the block
 };
 
@@ -45,15 +45,15 @@ struct Instruction {
   Kind kind;
   Compute run = nullptr;
   bool guarded = false, negated = false;
-  bool labelled = false;  // a branch comes here
+  bool labelled = false;  // is the target of a branch
   Operand guard, to[4], from[5];
   int32_t target = 0;
 
-  // Of memory instructions. Data goes to to[0..count) or comes from from[0..count).
+  // For memory instructions. Loads write to[0..count), and stores read from[0..count).
   Action action;
   Space space;
   bool is_signed = false, ordered = false;  // ordered: acquires and releases
-  uint8_t element = 0, count = 1;           // bytes of one, and how many
+  uint8_t element = 0, count = 1;           // bytes and number of elements
   Operand address;
   int64_t displacement = 0;
   Update update = nullptr;
@@ -62,19 +62,19 @@ struct Instruction {
   const Statement* statement;
 };
 
-// What an opcode does, and how many bytes its operands have.
+// The operation of an opcode, and the number of bytes of its operands.
 struct Form {
   Compute run;
   std::vector<int> to, from;
   Kind kind = Kind::kCompute;
-  Compute run_wide = nullptr;  // for registers wider than that, which conversions allow
+  Compute run_wide = nullptr;  // for wider registers, which conversions allow
 };
 using Forms = std::unordered_map<std::string, Form>;  // by opcode
 void add_collectives(Forms& forms);
 void add_halves(Forms& forms);
-// Of an opcode that computes or is collective; null if it is not known.
+// The form of an opcode that computes or is collective; null if the opcode is unknown.
 const Form* find_form(const std::string& opcode);
-// What an atomic does: "add.u32"; null if it is not known.
+// The update of an atomic such as "add.u32"; null if it is unknown.
 Update find_update(const std::string& operation);
 
 enum Special { kThread, kBlock, kBlocks, kSpecials };
@@ -86,17 +86,17 @@ struct Extent {
 struct Program {
   Entry entry;
   std::vector<Instruction> code;
-  std::vector<char> arena;  // of a warp before it starts; immediates are in place
+  std::vector<char> arena;  // registers of a warp before it starts, with immediates
   int32_t special[kSpecials];
-  std::vector<int64_t> parameters_at;  // where they lie among the arguments' bytes
+  std::vector<int64_t> parameters_at;  // offsets in the bytes of the arguments
   int64_t parameter_bytes = 0;
-  int64_t local_bytes = 0;     // of a thread
-  Operand local;               // where they begin, as a generic address
-  std::vector<Extent> shared;  // variables; that of dynamic size, if there is one, comes last
+  int64_t local_bytes = 0;     // per thread
+  Operand local;               // the generic address of local memory
+  std::vector<Extent> shared;  // variables; one of dynamic size comes last
   bool dynamic_shared = false;
 };
 
-// Throws an Error that names the opcode it does not know.
+// Throws an Error that names an unknown opcode.
 Program decode(const Module& module, const Entry& entry);
 
 }  // namespace ptx

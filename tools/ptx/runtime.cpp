@@ -7,7 +7,7 @@
 namespace ptx {
 namespace {
 
-// Runs all blocks of a grid, some at a time.
+// Runs all blocks of a grid, a few at a time.
 void run(Launch& launch) {
   std::vector<uint32_t> order(launch.blocks);
   std::iota(order.begin(), order.end(), 0u);
@@ -33,9 +33,9 @@ void run(Launch& launch) {
     std::string where;
     if (runnable.empty()) {
       for (const auto& block : resident) where += block->waiting();
-      throw Error("deadlock, every thread waits:" + where);
+      throw Error("deadlock, all threads wait:" + where);
     }
-    // Several turns in one round, since it has a cost.
+    // Several turns per round, because listing the warps has a cost.
     for (size_t turn = 0; turn < runnable.size(); ++turn) {
       const auto [block, warp] =
           runnable[launch.in_turn ? turn : launch.random.below(uint32_t(runnable.size()))];
@@ -70,7 +70,7 @@ void load(const std::string& text) {
   auto module = std::make_unique<Module>(parse(text));
   module->text = text;
   for (const auto& [name, entry] : module->entries) {
-    Kernel& kernel = runtime().kernels[name];  // keeps the shared memory that a launcher asked for
+    Kernel& kernel = runtime().kernels[name];  // keeps max_dynamic_shared
     kernel.module = module.get();
     kernel.program = nullptr;
     kernel.counts = nullptr;
@@ -111,7 +111,7 @@ Status launch(const std::string& name, uint32_t blocks, uint32_t threads, int64_
                      runtime().memory,
                      runtime().races,
                      *kernel.counts};
-    // What was read too early is reported at the end, since a race may be why.
+    // Reads of unwritten bytes are reported at the end, because a race may be their cause.
     try {
       run(launch);
     } catch (const Error& error) {
@@ -158,14 +158,14 @@ int64_t ptx_load(const char* text) {
 }
 int64_t ptx_launch(const char* name, int64_t blocks, int64_t threads, int64_t shared_bytes,
                    void** arguments, int64_t replicas) {
-  constexpr int64_t kMostShared = 227 << 10;  // of a block on sm_90 that asks for it
+  constexpr int64_t kMostShared = 227 << 10;  // the most per block on sm_90
   const auto kernel = runtime().kernels.find(name);
   if (kernel != runtime().kernels.end()) kernel->second.max_dynamic_shared = kMostShared;
   return ptx::launch(name, uint32_t(blocks), uint32_t(threads), shared_bytes, arguments,
                      replicas != 0);
 }
-// Since ptx_configure: sectors of device memory read, written, kernels launched, memsets; then what
-// Counts::report says of each kernel. Sectors and reports are of what ran in turn.
+// Counts since ptx_configure: sectors of device memory read and written, kernels launched, memsets;
+// then Counts::report of each kernel. Sectors and reports include only launches with in_turn.
 const char* ptx_counts() {
   const ptx::Footprint& footprint = runtime().footprint;
   std::string& report = runtime().report;
@@ -180,7 +180,7 @@ const char* ptx_counts() {
   }
   return report.c_str();
 }
-// The PTX that a kernel is part of.
+// The PTX module that contains the kernel.
 const char* ptx_text(const char* kernel) {
   return runtime().kernels.at(kernel).module->text.c_str();
 }

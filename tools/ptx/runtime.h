@@ -1,4 +1,4 @@
-// runtime.h -- kernels that are loaded, device memory, and launches.
+// runtime.h -- loaded kernels, device memory, and launches.
 #pragma once
 
 #include <map>
@@ -10,7 +10,7 @@
 
 namespace ptx {
 
-// Of what is called from outside: the numbers of cudaError_t.
+// Results of public functions, with the values of cudaError_t.
 enum Status : int {
   kSuccess = 0,
   kInvalidConfiguration = 9,
@@ -21,8 +21,8 @@ enum Status : int {
 
 struct Kernel {
   const Module* module = nullptr;
-  std::unique_ptr<Program> program;  // once it is launched
-  std::unique_ptr<Counts> counts;    // of its launches since the last configure
+  std::unique_ptr<Program> program;  // decoded at the first launch
+  std::unique_ptr<Counts> counts;    // of the launches since the last configure
   int64_t max_dynamic_shared = 48 << 10;
 };
 
@@ -32,7 +32,7 @@ struct Runtime {
   Allocations memory;
   uint64_t seed = 0;
   uint32_t resident_blocks = 3;
-  int multiprocessors = 132;  // of an H100 and an H200, for which cases.py stands
+  int multiprocessors = 132;  // as on an H100 and an H200
   Random random{0};
   Races races{random};
   Footprint footprint;
@@ -43,7 +43,7 @@ struct Runtime {
 Runtime& runtime();
 
 void load(const std::string& text);
-// An argument is where the value of a parameter lies.
+// Each argument is a pointer to the value of a parameter.
 Status launch(const std::string& name, uint32_t blocks, uint32_t threads, int64_t shared_bytes,
               void** arguments, bool replicas = false);
 

@@ -1,6 +1,6 @@
 """Compiles CUDA sources to PTX and to machine code for an architecture, without a GPU.
 
-Needs nvcc, and cuobjdump and nvdisasm of the same toolkit or of an installed Triton.
+Needs nvcc, and cuobjdump and nvdisasm from the same toolkit or an installed Triton.
 """
 
 import ast
@@ -26,27 +26,27 @@ ARCHITECTURES = (80, 90, 100)
 
 
 class Compiled(NamedTuple):
-    """Texts about all kernels of a source."""
+    """The compiler's outputs for all kernels of a source."""
 
     ptx: str
-    report: str  # of ptxas: registers, stack and spills
+    report: str  # from ptxas: registers, stack and spills
     sass: str  # the machine code
-    listing: str  # the machine code with the line of PTX that each instruction is made from
+    listing: str  # the machine code with the line of PTX of each instruction
 
 
 def missing() -> str | None:
-    """What is not there and has to be, or None."""
+    """A requirement that is missing, or None."""
     if nvcc() is None:
-        return "nvcc (CUDA_HOME or PATH says where)"
+        return "nvcc (set CUDA_HOME or PATH)"
     if cuobjdump() is None:
-        return "cuobjdump (it is in full CUDA toolkits, and in Triton)"
+        return "cuobjdump (part of full CUDA toolkits and of Triton)"
     if not nvdisasm().exists():
-        return f"{nvdisasm()}, beside cuobjdump"
+        return f"{nvdisasm()} in the folder of cuobjdump"
     return None
 
 
 def ptx(sources: Sequence[Path], architecture: int = 90) -> list[str]:
-    """Compiles sources with nvcc, all together, unless that was done before."""
+    """Compile sources with nvcc in parallel, or use cached results."""
     command = [nvcc(), *flags(), f"-arch=compute_{architecture}", "-ptx"]
     with cache.alone():
         started = [
@@ -59,14 +59,14 @@ def ptx(sources: Sequence[Path], architecture: int = 90) -> list[str]:
 
 
 def assemble(ptx: str, architecture: int) -> Compiled:
-    """Compiles a PTX text with ptxas, unless that was done before."""
+    """Compile a PTX text with ptxas, or use the cached result."""
     key = hashlib.sha256(f"{ptx}{architecture}{nvcc_version()}".encode()).hexdigest()[:16]
     kept = cache.FOLDER / f"{key}.json"
     if not kept.exists():
         source = kept.with_suffix(f".{os.getpid()}.ptx")
         cubin = source.with_suffix(".cubin")
         source.write_text(ptx)
-        # -lineinfo notes the lines of PTX and changes no instruction.
+        # -lineinfo records the lines of PTX and does not change instructions.
         flags = (f"-arch=sm_{architecture}", "-lineinfo", "-v")
         report = _output(nvcc().with_name("ptxas"), *flags, "-o", cubin, source)
         sass = _output(cuobjdump(), "-sass", cubin)
@@ -96,14 +96,14 @@ def headers(csrc: Path = CSRC) -> bytes:
 
 @functools.cache
 def flags() -> list[str]:
-    """Those of setup.py that decide about machine code."""
-    own = re.search(r"nvcc = (\[)\*common, (.*\])", (ROOT / "setup.py").read_text())
-    return ["-std=c++17", "-O3", *ast.literal_eval(own[1] + own[2])]
+    """The flags of setup.py that affect the machine code."""
+    found = re.search(r"nvcc = (\[)\*common, (.*\])", (ROOT / "setup.py").read_text())
+    return ["-std=c++17", "-O3", *ast.literal_eval(found[1] + found[2])]
 
 
 @functools.cache
 def nvcc() -> Path | None:
-    """The toolkit's own: the one on PATH may be a link or a script."""
+    """The toolkit's nvcc; the one on PATH may be a link or a script."""
     home = os.environ.get("CUDA_HOME")
     if not home and shutil.which("nvcc"):
         plan = _output("nvcc", "--dryrun", "-x", "cu", os.devnull)
@@ -119,7 +119,7 @@ def nvcc_version() -> str:
 
 @functools.cache
 def cuobjdump() -> Path | None:
-    """What reads machine code."""
+    """The tool that disassembles machine code."""
     folders = [nvcc().parent]
     triton = importlib.util.find_spec("triton")
     if triton is not None:
@@ -133,7 +133,7 @@ def nvdisasm() -> Path:
 
 
 def _output(*command: str | Path) -> str:
-    """stdout and stderr: nvcc writes its report to the latter."""
+    """stdout and stderr of a command; nvcc writes its report to stderr."""
     result = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )

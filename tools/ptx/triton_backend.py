@@ -1,8 +1,8 @@
-"""The backend "ptx-triton": what Triton makes of its kernels for sm_90, executed, on CPU tensors.
+"""The backend "ptx-triton" executes the PTX that Triton compiles for sm_90, on CPU tensors.
 
-Triton is given a driver that has the executor for a GPU, so that what is compiled and launched is
-what a user gets: the same specialisation of the arguments, the same options. It interprets kernels
-or compiles them, and decides that when it is imported: TRITON_INTERPRET=0 asks for this backend.
+Triton gets a driver that uses the executor as a GPU. So it compiles and launches the same kernels
+as for a user, with the same specialization of arguments and the same options. When Triton is
+imported, it decides whether it interprets or compiles kernels; TRITON_INTERPRET=0 is needed here.
 """
 
 import hashlib
@@ -17,16 +17,16 @@ from dct_kernels._ops import OPS, checked
 
 from .backend import executor
 
-_SHARED_BYTES, _THREADS = 227 << 10, 1024  # of a block on sm_90, at most
+_SHARED_BYTES, _THREADS = 227 << 10, 1024  # the most per block on sm_90
 
 
 class _Launcher:
-    """Of one kernel; Triton calls it as it calls that of a GPU."""
+    """The launcher of one kernel, with the interface of Triton's launchers for GPUs."""
 
     def __init__(self, src, metadata):
         self._types = list(src.signature.values())
         self._metadata = metadata
-        used = [name for name, none in _LEFT_OUT.items() if getattr(metadata, name) != none]
+        used = [name for name, unused in _UNSUPPORTED.items() if getattr(metadata, name) != unused]
         used += [type for type in self._types if type not in _TYPES and type[0] != "*"]
         if used:
             raise NotImplementedError(f"{metadata.name} uses {', '.join(used)}")
@@ -39,24 +39,24 @@ class _Launcher:
             for type, argument in zip(self._types, arguments, strict=True)
             if type != "constexpr"
         ]
-        no_scratch = (0, 0)  # the last two parameters of every kernel
+        no_scratch = (0, 0)  # the last two parameters of each kernel
         executor().launch(
             function,
             *(x, 32 * self._metadata.num_warps),
             *(*values, *no_scratch),
             shared_bytes=self._metadata.shared,
-            replicas=True,  # of a tensor's elements, which several threads may hold
+            replicas=True,  # several threads may hold the same element of a tensor
         )
 
 
 def _bits(argument: float) -> int:
-    """Of a float32."""
+    """The bits of a float32."""
     return struct.unpack("<I", struct.pack("<f", argument))[0]
 
 
 _TYPES = ("constexpr", "i1", "u1", "i32", "u32", "i64", "u64", "fp32", "fp64")
-# What a kernel may ask for beyond its arguments, and where it does not.
-_LEFT_OUT = {
+# {unsupported option of a kernel: its value if the kernel does not use it}
+_UNSUPPORTED = {
     "num_ctas": 1,
     "global_scratch_size": 0,
     "profile_scratch_size": 0,
@@ -66,26 +66,26 @@ _LEFT_OUT = {
 
 
 def _load_binary(name: str, text: bytes, shared: int, device: int):
-    """Returns a module, a kernel of it, its registers, its spills and its most threads.
+    """Return a module, its kernel, registers, spills and the most threads per block.
 
-    Triton gives every variant of a kernel the same name. Here each variant has its own.
+    Triton gives all variants of a kernel the same name. This function makes the names unique.
     """
-    own = f"{name}_{hashlib.sha256(text).hexdigest()[:8]}"
-    executor().load(text.decode().replace(name, own))
-    return own, own, 0, 0, _THREADS
+    unique = f"{name}_{hashlib.sha256(text).hexdigest()[:8]}"
+    executor().load(text.decode().replace(name, unique))
+    return unique, unique, 0, 0, _THREADS
 
 
 def _stages(*arguments):
-    """Of compilation: in place of what ptxas makes of PTX, PTX."""
+    """Stop the compilation at PTX instead of calling ptxas."""
     if not arguments:
-        return "ptx", "ptx"  # keeps what is cached apart
+        return "ptx", "ptx"  # separates Triton's caches
     stages = arguments[1]
     stages["cubin"] = lambda text, metadata: text.encode()
     return None
 
 
 def backend() -> SimpleNamespace:
-    """The ops. From now on Triton has no other GPU in this process."""
+    """Return the ops. Triton uses only the executor in this process from now on."""
     triton.knobs.runtime.add_stages_inspection_hook = _stages
     utils = SimpleNamespace(
         load_binary=_load_binary, get_device_properties=lambda _: {"max_shared_mem": _SHARED_BYTES}

@@ -1,1 +1,1 @@
-"""Where rows come from: features (encoding), criteo and synthetic (sources), dataset (a share)."""
+"""Loads rows: features (encoding), criteo and synthetic (sources), dataset (one rank's share)."""

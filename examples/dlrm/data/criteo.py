@@ -1,7 +1,7 @@
 """Reads Criteo's layout: tab-separated lines of a label, 13 integers and 26 categoricals.
 
-Empty fields are missing values. A categorical is read as a hexadecimal number; other text becomes
-its CRC-32. So a token is the same number on every machine and rank.
+An empty field is a missing value. A categorical is read as a hexadecimal number, or replaced by its
+CRC-32 if it is other text, so a token becomes the same number on all machines and ranks.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from .features import INTS, TABLES, Rows
 
 FIELDS = 1 + INTS + TABLES
 LINES_PER_CHUNK = 65536
-FIRST_LINE_BYTES = 2**16  # a binary file may have no line end
+FIRST_LINE_BYTES = 2**16  # a limit, because a binary file may have no line end
 MALFORMED_LINES_SHOWN = 5
 _GZIP = b"\x1f\x8b"  # the first bytes of a gzip file
 
@@ -41,7 +41,7 @@ class ReadReport:
 
     @staticmethod
     def merge(reports: "Sequence[ReadReport]") -> "ReadReport":
-        """The report on a file from the reports of all ranks."""
+        """Merge the reports of all ranks into a report on the whole file."""
         examples = sorted(example for report in reports for example in report.examples)
         return ReadReport(
             sum(report.rows for report in reports),
@@ -54,16 +54,16 @@ class ReadReport:
         return self.rows + self.malformed
 
     def describe(self) -> str:
-        """How many lines are malformed, and why the first of them are."""
+        """The number of malformed lines, and the reasons for the first ones."""
         examples = "; ".join(f"line {line}: {reason}" for line, reason in self.examples)
         return f"{self.malformed:,} of {self.lines:,} lines malformed ({examples})"
 
 
 def check_file(path: Path) -> None:
-    """Fail early on a file that can never be read.
+    """Raise an error early if the file cannot be read.
 
     Raises:
-        UsageError: the file is absent, unreadable, empty or comma-separated.
+        UsageError: the file does not exist, or is unreadable, empty or comma-separated.
     """
     with _readable(path), _opened(path) as file:
         first = file.readline(FIRST_LINE_BYTES)
@@ -76,28 +76,28 @@ def check_file(path: Path) -> None:
 def read(
     path: Path, table_rows: Sequence[int] | None, rank: int = 0, world_size: int = 1
 ) -> tuple[Rows, np.ndarray, ReadReport]:
-    """Encode every world_size-th line, from line `rank` on (lines counted from 0).
+    """Encode every world_size-th line, starting at line `rank` (lines are counted from 0).
 
     Every rank reads the whole file but parses only its own lines, 65,536 at a time. An encoded row
-    takes 157 bytes of memory, briefly twice that.
+    takes 157 bytes of memory, and twice as much for a moment.
 
     Args:
         path: a tsv file, gzip-compressed or not.
-        table_rows: of each embedding table. If None, ids are names of values.
+        table_rows: rows of each embedding table. If None, ids are hashes of values.
 
     Returns:
         The rows, their line numbers (int64, from 0), and a report on this rank's lines.
 
     Raises:
-        UsageError: the file cannot be opened or unpacked. Malformed lines are only counted.
+        UsageError: the file cannot be opened or decompressed. Malformed lines are only counted.
     """
     report = ReadReport()
     parts: list[Rows] = [_encode([], table_rows)]
     numbers: list[int] = []
     number = rank
     with _readable(path), _opened(path) as file:
-        own = islice(file, rank, None, world_size)
-        while lines := list(islice(own, LINES_PER_CHUNK)):
+        lines_of_rank = islice(file, rank, None, world_size)
+        while lines := list(islice(lines_of_rank, LINES_PER_CHUNK)):
             parsed = []
             for line in lines:
                 try:
@@ -113,7 +113,7 @@ def read(
 
 
 def parse_line(line: bytes) -> list[int]:
-    """Label, 13 integers, 26 categoricals of one line; -1 where missing.
+    """Parse a line into its label, 13 integers and 26 categoricals; missing values are -1.
 
     Raises:
         ValueError: the line is malformed.
@@ -135,7 +135,7 @@ def parse_line(line: bytes) -> list[int]:
 
 
 def token_value(token: bytes) -> int:
-    """A number in [0, 2^63): the token's value if it is hexadecimal, else its CRC-32."""
+    """Return a number in [0, 2^63): the token's value if it is hexadecimal, else its CRC-32."""
     try:
         return int(token, 16) % 2**63
     except ValueError:
@@ -148,9 +148,10 @@ def _encode(parsed: list[list[int]], table_rows: Sequence[int] | None) -> Rows:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """The file, unpacked if its content is gzip-compressed, whatever its name."""
+    """Open the file; decompress it if its content is gzip-compressed, whatever the file's name."""
     if not path.is_file():
-        raise UsageError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'nothing'}")
+        got = "a folder" if path.is_dir() else "a path that does not exist"
+        raise UsageError(f"{path} must be a file, got {got}")
     with open(path, "rb") as file:
         compressed = file.read(len(_GZIP)) == _GZIP
     return (gzip.open if compressed else open)(path, "rb")
@@ -158,7 +159,7 @@ def _opened(path: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """An error of reading becomes a UsageError."""
+    """Turn an error while reading into a UsageError."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:  # gzip raises all three

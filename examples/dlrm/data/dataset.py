@@ -1,4 +1,4 @@
-"""The rows that one rank trains and is tested on."""
+"""The training and test rows of one rank."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from . import criteo, hashing
 from .features import Rows, table_rows
 from .synthetic import Generator
 
-GENERATOR_SEED = 0  # one data set for all runs, so that they share one Bayes score
-MALFORMED_SHARE = 0.01  # of a file's lines, at most
+GENERATOR_SEED = 0  # all runs use the same rows, so they share one Bayes score
+MALFORMED_SHARE = 0.01  # the largest share of malformed lines that a file may have
 ROWS_PER_BLOCK = 65536
 _SPLIT_STREAM = 2**32  # not used by the generator
 
@@ -28,8 +28,8 @@ class Dataset:
         train, validation, test: encoded rows, disjoint.
         probability: float64 [len(test)], the true probability of label 1; None for a file.
         description: counts over all ranks, for reports.
-        tables: rows of each embedding table; None if ids are names of values.
-        warning: which lines of a file were skipped; None if there are none.
+        tables: rows of each embedding table; None if ids are hashes of values.
+        warning: which lines of a file were skipped; None if no line was skipped.
     """
 
     train: Rows
@@ -44,10 +44,10 @@ class Dataset:
 def split(
     numbers: np.ndarray, test_fraction: float, validation_fraction: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Masks of the test rows and of the validation rows, by a hash of the row number.
+    """Masks of the test rows and of the validation rows, from a hash of the row number.
 
     The masks do not depend on the number of ranks, and test rows do not depend on the validation
-    fraction. This is not a split by time: neighbours of a test row are in the training set.
+    fraction. This is not a split by time: rows next to a test row can be in the training set.
     """
     place = hashing.uniform(0, _SPLIT_STREAM, numbers)
     test = place < test_fraction
@@ -67,12 +67,12 @@ def load(
     Args:
         data: a file in Criteo's layout. If None, `rows` rows are generated.
         rows: number of rows to generate, training and test rows together.
-        hash_size: rows of an embedding table at most. If None, ids are names of values.
+        hash_size: most rows per embedding table. If None, ids are hashes of values.
         batch_size: rows per rank and step.
-        test_fraction, validation_fraction: of all rows.
+        test_fraction, validation_fraction: fractions of all rows.
 
     Raises:
-        UsageError: on every rank, if the rows cannot be used.
+        UsageError: the rows cannot be used. All ranks raise it.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tables = None if hash_size is None else table_rows(hash_size)
@@ -101,9 +101,9 @@ def load(
 
 
 def batches(data: Dataset, batch_size: int, seed: int, epochs: int = 1) -> Iterator[Rows]:
-    """This rank's training rows in a new order per epoch; a last incomplete batch is dropped.
+    """Yield this rank's training rows in a new order per epoch; drop the last incomplete batch.
 
-    Every rank yields equally many batches.
+    All ranks yield the same number of batches.
     """
     generator = torch.Generator().manual_seed(seed * dist.get_world_size() + dist.get_rank())
     for _ in range(epochs):
@@ -113,7 +113,7 @@ def batches(data: Dataset, batch_size: int, seed: int, epochs: int = 1) -> Itera
 
 
 def _require_rows(path: Path, report: criteo.ReadReport) -> str | None:
-    """A warning about malformed lines, if there are any; UsageError if there are too many."""
+    """Return a warning about malformed lines or None. Raise UsageError if there are too many."""
     if not report.rows:
         raise UsageError(f"{path} must have a row in Criteo's layout, got {report.describe()}")
     if report.malformed > MALFORMED_SHARE * report.lines:
@@ -127,7 +127,7 @@ def _require_rows(path: Path, report: criteo.ReadReport) -> str | None:
 def _generate(numbers: np.ndarray, tables: tuple[int, ...] | None) -> tuple[Rows, np.ndarray]:
     generator = Generator(GENERATOR_SEED)
     parts, probabilities = [], []
-    for start in range(0, max(1, len(numbers)), ROWS_PER_BLOCK):  # one block even without rows
+    for start in range(0, max(1, len(numbers)), ROWS_PER_BLOCK):  # at least one block
         block = generator.rows(numbers[start : start + ROWS_PER_BLOCK])
         parts.append(Rows.encode(block.labels, block.ints, block.values, tables))
         probabilities.append(block.probability)
@@ -135,11 +135,11 @@ def _generate(numbers: np.ndarray, tables: tuple[int, ...] | None) -> tuple[Rows
 
 
 def _counts(parts: dict[str, Rows], batch_size: int, has_validation: bool) -> dict[str, object]:
-    """Counts over all ranks; UsageError on every rank if they are too small."""
+    """Return counts over all ranks. Raise UsageError on all ranks if there are too few rows."""
     train_counts = from_all_ranks(len(parts["train"]))
     if min(train_counts) < batch_size:
         raise UsageError(
-            f"--batch-size must be at most the training rows of a rank, {min(train_counts)}, "
+            f"--batch-size must be at most the training rows per rank, {min(train_counts)}, "
             f"got {batch_size}"
         )
     counts = {"train_rows": sum(train_counts), "steps_per_epoch": min(train_counts) // batch_size}

@@ -10,18 +10,18 @@ from torch import Tensor
 from . import hashing
 
 INTS = 13
-# Distinct values of each categorical column of the Criteo Kaggle data set, missing included.
+# Distinct values of each categorical column of the Criteo Kaggle data set, including "missing".
 CARDINALITIES = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
     *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
 )
 TABLES = len(CARDINALITIES)
-MISSING = -1  # a column without a value
-_NAMES = 2**33  # streams of hashes that nothing else uses, one per column
+MISSING = -1  # marks a column without a value
+_HASHES = 2**33  # the first random stream of `hash_values`, which has one per column
 
 
 def table_rows(hash_size: int) -> tuple[int, ...]:
-    """Rows of each embedding table: as many as the column has values, at most `hash_size` >= 2."""
+    """Rows of each embedding table: one per value of the column, at most `hash_size` >= 2."""
     return tuple(min(cardinality, hash_size) for cardinality in CARDINALITIES)
 
 
@@ -30,7 +30,7 @@ def encode_values(values: np.ndarray, rows: Sequence[int]) -> np.ndarray:
 
     Args:
         values: int64 [n, tables], MISSING or >= 0.
-        rows: of each table, at least 2.
+        rows: rows of each table, at least 2.
 
     Returns:
         int32 [n, tables].
@@ -39,30 +39,27 @@ def encode_values(values: np.ndarray, rows: Sequence[int]) -> np.ndarray:
     return np.where(values == MISSING, 0, 1 + values % (count - 1)).astype(np.int32)
 
 
-def name_values(values: np.ndarray) -> np.ndarray:
-    """Names of categorical values: hashes of column and value, int64 in [0, 2^63), same shape.
-
-    A column's missing value also has a name.
-    """
+def hash_values(values: np.ndarray) -> np.ndarray:
+    """Hash each column and value: int64 in [0, 2^63), same shape. Missing values have a hash."""
     counted = values.astype(np.uint64) + np.uint64(1)  # MISSING becomes 0
     columns = range(values.shape[1])
-    hashed = [hashing.bits(0, _NAMES + column, counted[:, column]) for column in columns]
+    hashed = [hashing.bits(0, _HASHES + column, counted[:, column]) for column in columns]
     return (np.stack(hashed, axis=1) >> np.uint64(1)).astype(np.int64)
 
 
 def encode_ints(ints: np.ndarray) -> np.ndarray:
-    """log(1 + max(x, 0)) as float32, same shape: missing (-1) and negative integers give 0."""
+    """log(1 + max(x, 0)) in float32, same shape; missing (-1) and negative integers give 0."""
     return np.log1p(np.maximum(ints, 0)).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Encoded rows: in Criteo's layout, 157 bytes each.
+    """Encoded rows in Criteo's layout, 157 bytes each.
 
     Attributes:
         labels: uint8 [n], 0 or 1.
         ints: float32 [n, 13].
-        ids: int32 [n, 26], rows of the embedding tables; or int64, names of values.
+        ids: int32 [n, 26], rows of the embedding tables; or int64, hashes of values.
     """
 
     labels: Tensor
@@ -82,17 +79,17 @@ class Rows:
     ) -> "Rows":
         """Encode labels [n], integers [n, 13] and categorical values as in `encode_values`.
 
-        If `rows` is None, ids are names of values (`name_values`).
+        If `rows` is None, ids are hashes of values (`hash_values`).
         """
         return Rows(
             torch.from_numpy(labels.astype(np.uint8)),
             torch.from_numpy(encode_ints(ints)),
-            torch.from_numpy(name_values(values) if rows is None else encode_values(values, rows)),
+            torch.from_numpy(hash_values(values) if rows is None else encode_values(values, rows)),
         )
 
     @staticmethod
     def concatenate(parts: "Sequence[Rows]") -> "Rows":
-        """All rows of `parts`, in order. Briefly needs twice their memory."""
+        """All rows of `parts`, in order. Needs twice their memory for a moment."""
         return Rows(
             torch.cat([part.labels for part in parts]),
             torch.cat([part.ints for part in parts]),

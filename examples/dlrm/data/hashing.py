@@ -1,4 +1,4 @@
-"""Random numbers as a function of their position: no state, so no dependence on chunks or ranks."""
+"""Random numbers as a function of their position, so they do not depend on chunks or ranks."""
 
 import numpy as np
 
@@ -7,10 +7,10 @@ _LOW_HALF = np.uint64(0xFFFFFFFF)
 
 
 def bits(seed: int, stream: int, counters: np.ndarray) -> np.ndarray:
-    """64 random bits for each counter, by splitmix64's finaliser.
+    """64 random bits for each counter, from splitmix64's finalizer.
 
     Args:
-        seed, stream: integers >= 0; another pair gives unrelated numbers.
+        seed, stream: integers >= 0; different pairs give unrelated numbers.
         counters: integers >= 0, any shape.
 
     Returns:

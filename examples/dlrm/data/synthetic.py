@@ -1,6 +1,6 @@
 """Generates rows like Criteo's from a known teacher, so that the best possible score is known.
 
-A row is a function of (seed, row number) alone: it does not depend on the chunk or the rank. Its
+A row is a function of the seed and the row number; it does not depend on the chunk or the rank. Its
 label is 1 with probability sigmoid(logit). The logit sums an effect of every categorical value,
 interactions of some pairs of values (dot products of latent vectors), and a weighted sum of
 log(1 + integer).
@@ -13,13 +13,13 @@ import numpy as np
 from . import hashing
 from .features import CARDINALITIES, INTS, MISSING, encode_ints
 
-# Fewer values than Criteo has: those seen once in a million rows teach a model nothing.
+# Fewer than in Criteo, because a model learns nothing from values seen once in a million rows.
 MAX_CARDINALITY = 4000
-EXPONENT = 1.5  # of the power law
-PAIRS = ((1, 4), (0, 7), (10, 17), (12, 18), (13, 22), (2, 24))  # of tables that interact
+EXPONENT = 1.5  # exponent of the power law
+PAIRS = ((1, 4), (0, 7), (10, 17), (12, 18), (13, 22), (2, 24))  # pairs of tables that interact
 LATENT_DIM = 4
-VALUES_SHARE, PAIRS_SHARE, INTS_SHARE = 0.60, 0.15, 0.25  # of the logit's variance
-# Of a normal logit these give a click rate of 0.25 and a best possible AUC of 0.80.
+VALUES_SHARE, PAIRS_SHARE, INTS_SHARE = 0.60, 0.15, 0.25  # shares of the logit's variance
+# A normal logit with these gives a click rate of 0.25 and a best possible AUC of 0.80.
 LOGIT_MEAN, LOGIT_STD = -1.45, 1.35
 MAX_INT = 10**6
 PILOT_ROWS = 2**15
@@ -29,7 +29,7 @@ _VALUE, _INTEGER, _LABEL, _EFFECT, _LATENT, _SETTING = range(0, 6000, 1000)
 
 
 class Block(NamedTuple):
-    """Generated rows, -1 where missing.
+    """Generated rows; missing values are -1.
 
     labels: int64 [n]; ints: int64 [n, 13]; values: int64 [n, 26]; probability: float64 [n], the
     true probability of label 1.
@@ -42,25 +42,25 @@ class Block(NamedTuple):
 
 
 class Generator:
-    """Criteo-shaped rows with a planted teacher.
+    """Generates rows in Criteo's shape from a teacher.
 
-    Value v of a column has a probability of about (v + 1)^-1.5, a power law; log(1 + integer) is
-    about exponential; up to 40 % of a column are missing.
+    Value v of a column has a probability of about (v + 1)^-1.5. log(1 + integer) is roughly
+    exponential. Up to 40 % of the values of a column are missing.
 
     Args:
-        seed: integer >= 0, of the teacher and of the rows.
+        seed: integer >= 0, the seed of the teacher and of the rows.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        # One of the values that a cardinality counts is "missing".
+        # Cardinalities include "missing".
         self.counts = np.minimum(CARDINALITIES, MAX_CARDINALITY) - 1
         columns, ints = np.arange(len(self.counts)), np.arange(INTS)
         self.missing = 0.4 * hashing.uniform(seed, _SETTING, columns) ** 2
         self._int_missing = 0.4 * hashing.uniform(seed, _SETTING + 1, ints) ** 2
         self._int_scale = 0.5 + 1.5 * hashing.uniform(seed, _SETTING + 2, ints)
-        self._int_weight = _of_norm(hashing.normal(seed, _SETTING + 3, ints), INTS_SHARE)
-        value_weight = _of_norm(0.3 + hashing.uniform(seed, _SETTING + 4, columns), VALUES_SHARE)
+        self._int_weight = _scaled(hashing.normal(seed, _SETTING + 3, ints), INTS_SHARE)
+        value_weight = _scaled(0.3 + hashing.uniform(seed, _SETTING + 4, columns), VALUES_SHARE)
         self._effect = [value_weight[t] * self._drawn(t, _EFFECT + t) for t in columns]
         # The dot product of two vectors then has variance PAIRS_SHARE / len(PAIRS).
         scale = (PAIRS_SHARE / len(PAIRS) / LATENT_DIM) ** 0.25
@@ -73,7 +73,7 @@ class Generator:
         self._mean, self._std = pilot.mean(), pilot.std()
 
     def rows(self, numbers: np.ndarray) -> Block:
-        """The rows of these numbers (integers [n], >= 0)."""
+        """The rows with these numbers (integers [n], >= 0)."""
         ints, values = self._features(numbers)
         score = (self._score(ints, values) - self._mean) / self._std
         probability = 1 / (1 + np.exp(-(LOGIT_MEAN + LOGIT_STD * score)))
@@ -81,7 +81,7 @@ class Generator:
         return Block(labels.astype(np.int64), ints, values, probability)
 
     def probabilities(self, table: int) -> np.ndarray:
-        """How often a column holds each value: [missing, value 0, value 1, ...], summing to 1."""
+        """The probability of each value of a column: [missing, value 0, value 1, ...]."""
         count, missing = self.counts[table], self.missing[table]
         below = (1 - np.arange(1, count + 2) ** (1 - EXPONENT)) / (
             1 - (count + 1) ** (1 - EXPONENT)
@@ -116,7 +116,7 @@ class Generator:
 
     def _score(self, ints: np.ndarray, values: np.ndarray) -> np.ndarray:
         """The teacher's logit up to an affine map: float64 [n]."""
-        # Column by column: a matrix product may round a row by its place in the array.
+        # Column by column, because a matrix product may round a row depending on its position.
         score = np.zeros(len(ints))
         for j in range(INTS):
             score += self._int_weight[j] / self._int_scale[j] * encode_ints(ints[:, j])
@@ -127,18 +127,18 @@ class Generator:
         return score
 
     def _drawn(self, table: int, stream: int) -> np.ndarray:
-        """A number per value of a column, missing first, with mean 0 and variance 1 over rows."""
+        """One number per value of a column, "missing" first; mean 0 and variance 1 over rows."""
         share = self.probabilities(table)
         drawn = hashing.normal(self.seed, stream, np.arange(len(share)))
         drawn -= share @ drawn
         return drawn / np.sqrt(share @ drawn**2)
 
     def _vectors(self, table: int, place: int) -> np.ndarray:
-        """A latent vector per value of a column, [values + 1, 4]; other vectors per `place`."""
+        """One latent vector per value of a column, [values + 1, 4]; `place` selects the vectors."""
         first = _LATENT + LATENT_DIM * place
         return np.stack([self._drawn(table, first + k) for k in range(LATENT_DIM)], axis=1)
 
 
-def _of_norm(weights: np.ndarray, square: float) -> np.ndarray:
+def _scaled(weights: np.ndarray, square: float) -> np.ndarray:
     """`weights` scaled so that their squares sum to `square`."""
     return weights * np.sqrt(square / np.sum(weights**2))

@@ -1,1 +1,1 @@
-"""The click model: mlp and dlrm; row_exchange and sharded, a DLRM whose tables are sharded."""
+"""The click model: mlp, dlrm, columns (split top MLP), row_exchange and sharded (split tables)."""

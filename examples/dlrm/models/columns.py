@@ -1,4 +1,4 @@
-"""A DLRM whose top MLP is cut by columns: every rank has a part of each hidden layer's features."""
+"""A DLRM whose top MLP is split by columns: each rank has some features of each hidden layer."""
 
 from itertools import pairwise
 
@@ -13,21 +13,21 @@ from .dlrm import DLRM
 
 
 class ColumnsDLRM(nn.Module):
-    """A DLRM whose top MLP's hidden layers are cut by columns. The rest is on all ranks.
+    """A DLRM whose top MLP's hidden layers are split by columns. The rest is on all ranks.
 
-    Rows of features, and their gradients, cross in `format` three times: every rank receives the
-    inputs of all samples, then all features between two hidden layers, and of the last hidden layer
-    those of its own samples. Wrap `mlps` in DistributedDataParallel to average the gradients of the
-    rest. Gradients of the cut layers are divided by the number of ranks, so that one learning rate
-    fits both. Forward and backward are collective, with equally many samples on every rank.
+    Ranks exchange rows of features, and their gradients, in `format` three times: the inputs of all
+    samples, all features between two hidden layers, and the last hidden layer's features of each
+    rank's own samples. Wrap `mlps` in DistributedDataParallel to average the gradients of the rest.
+    Gradients of the split layers are divided by the number of ranks, so that one learning rate
+    fits both. Forward and backward are collective; all ranks pass the same number of samples.
 
     Args:
-        model: the whole DLRM, equal on every rank.
-        format: of rows.
+        model: the whole DLRM, equal on all ranks.
+        format: the format of rows.
 
     Attributes:
         parts: this rank's columns of the hidden layers.
-        mlps: module of (integers, ids); it has every other parameter.
+        mlps: module of (integers, ids) with all other parameters.
         rows_group: the process group for rows.
     """
 
@@ -37,8 +37,8 @@ class ColumnsDLRM(nn.Module):
         self._format = format
         *hidden, last = (layer for layer in model.top if isinstance(layer, nn.Linear))
         self.parts = nn.ModuleList(map(_columns, hidden))
-        # A bound method is no submodule: DDP would average the gradients of one.
-        model.top = nn.Sequential(_Call(self._cut), last)
+        # A bound method, because DDP would average the gradients of a submodule.
+        model.top = nn.Sequential(_Call(self._split), last)
         self.mlps = model
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class ColumnsDLRM(nn.Module):
         """Logits [batch] of integers float32 [batch, 13] and table rows int32 [batch, tables]."""
         return self.mlps(ints, ids)
 
-    def _cut(self, x: Tensor) -> Tensor:
+    def _split(self, x: Tensor) -> Tensor:
         """The last hidden layer's features of this rank's samples."""
         ranks, settings = dist.get_world_size(), {"format": self._format, "group": self.rows_group}
         samples = [len(x)] * ranks

@@ -1,4 +1,4 @@
-"""DLRM (Naumov et al., arXiv 1906.00091), in the setup for Criteo Kaggle."""
+"""DLRM (Naumov et al., arXiv 1906.00091), in its configuration for Criteo Kaggle."""
 
 import math
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ BOTTOM, TOP = (512, 256, 64), (512, 256)  # hidden widths of the MLPs
 
 
 class DLRM(nn.Module):
-    """Integers through an MLP, categoricals through embeddings, their dot products, an MLP.
+    """An MLP for integers, embeddings for categoricals, their dot products, and a top MLP.
 
-    Embedding gradients are dense, so that data-parallel training averages them like any other.
+    Embedding gradients are dense, so that data-parallel training averages them like all others.
 
     Args:
-        rows: of each embedding table.
+        rows: rows of each embedding table.
         embedding_dim: width of an embedding, and of the bottom MLP's output.
         bottom: hidden widths of the bottom MLP, between the integers and `embedding_dim`.
         top: hidden widths of the top MLP, before its one output.
-        ints: integers of a sample.
+        ints: number of integers per sample.
 
     Weights are drawn from torch's global generator: Linear W ~ N(0, 2 / (in + out)),
     b ~ N(0, 1 / out); embeddings uniform within 1 / sqrt(rows).
@@ -64,6 +64,6 @@ class DLRM(nn.Module):
         dense = self.bottom(ints)
         vectors = torch.cat([dense.unsqueeze(1), embedded], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        # One product per unordered pair, none of a vector with itself.
+        # One product per unordered pair of different vectors.
         pairs = products.index_select(1, self._pairs)
         return self.top(torch.cat([dense, pairs], dim=1)).squeeze(1)

@@ -7,7 +7,7 @@ from torch import nn
 
 
 def layers(widths: Sequence[int]) -> list[nn.Module]:
-    """A Linear and a ReLU from each width to the next."""
+    """A Linear and a ReLU for each pair of consecutive widths."""
     made: list[nn.Module] = []
     for width_in, width_out in pairwise(widths):
         made += [nn.Linear(width_in, width_out), nn.ReLU()]

@@ -1,4 +1,4 @@
-"""How pooled embeddings get from the ranks that own tables to the ranks that own samples."""
+"""Sends pooled embeddings from the ranks that own tables to the ranks that own samples."""
 
 import argparse
 from functools import partial
@@ -13,7 +13,7 @@ def rows_in(format: str | RowFormat) -> RowExchange:
 
 
 def row_format(mode: str, options: argparse.Namespace) -> str | RowFormat:
-    """The format of rows beside a mode of gradients."""
+    """The format of rows that goes with a mode of gradients."""
     if mode != "dct":
         return "bfloat16" if mode == "bf16" else "float32"
     if options.row_format is not None:

@@ -16,19 +16,19 @@ from .dlrm import DLRM
 class ShardedDLRM(nn.Module):
     """A DLRM whose tables are `ShardedEmbeddingBags`; the MLPs are on all ranks.
 
-    Wrap `mlps` in DistributedDataParallel to average their gradients; average replicas by
+    Wrap `mlps` in DistributedDataParallel to average their gradients; average replicas with
     `ReplicaSync`. Gradients of tables are divided by the size of a group, so that one learning rate
-    fits both. Forward and backward are collective, with equally many samples on every rank.
+    fits both. Forward and backward are collective; all ranks pass the same number of samples.
 
-    A row that is sent is one embedding of one table. In rows of several tables' embeddings, DCT
-    would select the tables that began large, and the other tables would never learn.
+    Each row that is sent is one embedding of one table. If a row held embeddings of several tables,
+    DCT would select the tables with large initial values, and the others would never learn.
 
     Args:
-        model: the whole DLRM, equal on every rank.
+        model: the whole DLRM, equal on all ranks.
         plan: the shards of every rank of a group.
-        exchange: of rows.
-        dedup: send a row once per rank even if several samples of its batch use it, and the sum of
-            its gradients.
+        exchange: the function that exchanges rows.
+        dedup: send each row, and the sum of its gradients, once per rank even if several samples
+            of the batch use it.
         replicas: number of groups, each with all tables.
         sparse: whether gradients of tables are sparse.
 
@@ -81,7 +81,7 @@ class ShardedDLRM(nn.Module):
 
 
 class MLPs(nn.Module):
-    """A DLRM without its tables; called with their embeddings."""
+    """A DLRM without its tables, called with their embeddings."""
 
     def __init__(self, model: DLRM) -> None:
         super().__init__()
@@ -94,5 +94,4 @@ class MLPs(nn.Module):
 
 def _group(rows: Tensor, name: str) -> dist.ProcessGroup:
     """The process group of the ranks in this rank's row."""
-    own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=name)
-    return own
+    return dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=name)[0]

@@ -1,1 +1,1 @@
-from conftest import pytest_runtest_makereport, seed  # noqa: F401  (of tests/)
+from conftest import pytest_runtest_makereport, seed  # noqa: F401  (from tests/)

@@ -1,6 +1,6 @@
-"""Runs of ops that go where mutants differ, and what shows that something is wrong.
+"""Runs of ops that execute the code that mutants change, and a check of their results.
 
-Each takes a backend and returns what the op left behind.
+Each run takes a backend and returns the results of the op.
 """
 
 from types import SimpleNamespace
@@ -15,9 +15,8 @@ from ..backend import Executor
 
 
 def mask_pack(backend):
-    """Two ranges of five tiles together, the last one short. There is room for what is kept of the
-    first range, and none for all of the second, where about half of the warps fill their slots.
-    """
+    """Two ranges with five tiles in total, the last one short. The kept entries of the first range
+    fit into the payload. Those of the second do not, and half of its warps fill their slots."""
     numel, capacity, ranges = 9 * 4096 + 77, 1000, 2
     nbytes = payload_layout(numel, capacity, torch.float32, ranges).nbytes
     residual, payload = samples.normal(numel), torch.zeros(ranges, nbytes, dtype=torch.uint8)
@@ -28,7 +27,7 @@ def mask_pack(backend):
 
 
 def scatter_unpack(backend):
-    """Dense enough that some fifty positions are in all three payloads: their order shows."""
+    """About fifty positions are in all three payloads, so the order of the sum has an effect."""
     numel, capacity = 20001, 3000
     payloads = []
     for seed in range(3):
@@ -43,11 +42,11 @@ def scatter_unpack(backend):
 
 
 def sample_threshold(backend):
-    """More picks than one block takes, and as many as one does."""
+    """More samples than one block takes, and samples for one block."""
     grad, residual = samples.normal(30000), torch.zeros(30000)
     return tuple(
-        backend.sample_threshold(grad, residual, 0.01, ranges, picks)
-        for ranges, picks in ((1, 20000), (1, 5000), (3, 5000))
+        backend.sample_threshold(grad, residual, 0.01, ranges, samples)
+        for ranges, samples in ((1, 20000), (1, 5000), (3, 5000))
     )
 
 
@@ -66,7 +65,7 @@ def dequantize_sum_pack(backend):
 
 
 def row_pack(backend):
-    """Ties; a narrow kernel, and that of rows too wide for a warp."""
+    """Rows with ties, for the kernel of narrow rows and that of rows too wide for a warp."""
     narrow, wide = ((samples.normal(3 * d).view(3, d) * 4).round() for d in (77, 1100))
     return (
         *backend.row_pack(narrow, 20, torch.float32),
@@ -75,14 +74,14 @@ def row_pack(backend):
 
 
 def row_gather(backend):
-    """The last column of the narrow rows is one past the end; the wide one is a block's."""
+    """The last position of the narrow rows is past the end. A block handles the wide row."""
     narrow, wide = samples.normal(3 * 77).view(3, 77), samples.normal(5000).view(1, 5000)
     _, positions = reference.row_pack(narrow, 5, torch.float32)
     positions[-1, -1] = 77
-    _, of_wide = reference.row_pack(wide, 300, torch.float32)
+    _, wide_positions = reference.row_pack(wide, 300, torch.float32)
     return (
         backend.row_gather(narrow, positions, 5, torch.float32),
-        backend.row_gather(wide, of_wide, 300, torch.float32),
+        backend.row_gather(wide, wide_positions, 300, torch.float32),
     )
 
 
@@ -92,7 +91,7 @@ def row_unpack(backend):
 
 
 def findings(run, backend: SimpleNamespace, executor: Executor, seed: int) -> str:
-    """What shows that something is wrong, or ''."""
+    """The error of a run, or "wrong" if its results are wrong, or ''."""
     executor.configure(seed)
     try:
         results = run(backend)

@@ -1,4 +1,4 @@
-"""No kernel issues more instructions, or touches more sectors, than baseline.json says."""
+"""No kernel issues more instructions, or accesses more sectors, than baseline.json contains."""
 
 import dataclasses
 
@@ -26,19 +26,19 @@ BY_DEFAULT = {
 }
 
 
-def grown(now: costs.Cost, before: costs.Cost) -> list[str]:
-    """What has grown by more than the tolerance, in words."""
+def growth(now: costs.Cost, before: costs.Cost) -> list[str]:
+    """Descriptions of the costs that have grown by more than the tolerance."""
 
-    def of(cost: costs.Cost) -> dict[str, float]:
-        asked = sum(kernel.sectors for kernel in cost.kernels)
+    def counts(cost: costs.Cost) -> dict[str, float]:
+        accessed = sum(kernel.sectors for kernel in cost.kernels)
         moved = cost.sectors_read + cost.sectors_written
-        return {"issue slots": cost.slots, "sectors asked for": asked, "sectors moved": moved}
+        return {"issue slots": cost.slots, "sectors accessed": accessed, "sectors moved": moved}
 
-    after = of(now)
+    after = counts(now)
     return [
-        f"{what}: {after[what]:,.1f} where {least:,.1f} were"
-        for what, least in of(before).items()
-        if after[what] > (1 + TOLERANCE) * least
+        f"{name}: {after[name]:,.1f}, was {least:,.1f}"
+        for name, least in counts(before).items()
+        if after[name] > (1 + TOLERANCE) * least
     ]
 
 
@@ -52,31 +52,31 @@ def grown(now: costs.Cost, before: costs.Cost) -> list[str]:
 def test_costs_no_more_than_before(make):
     version, baseline = costs.load()
     counted = counting.count(make())
-    assert counted.name in baseline, "a new case: python -m ptx baseline, in tools/"
-    found = grown(counted, baseline[counted.name])
+    assert counted.name in baseline, "a new case: run python -m ptx baseline in tools/"
+    found = growth(counted, baseline[counted.name])
     if version != toolkit.nvcc_version():
-        pytest.skip(f"baseline.json is of nvcc {version}; beside it: {found or 'nothing grew'}")
+        pytest.skip(f"baseline.json is from nvcc {version}; growth: {found or 'none'}")
     assert found == []
 
 
 FIELDS = {
     "issue slots": ["slots"],
-    "sectors asked for": ["sectors"],
+    "sectors accessed": ["sectors"],
     "sectors moved": ["sectors_read", "sectors_written"],
 }
 
 
-@pytest.mark.parametrize("what", FIELDS)
+@pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("factor", [1.01, 1.03])
-def test_growth_is_seen(what, factor):
-    """And nothing else is."""
+def test_growth_is_reported(name, factor):
+    """Only growth above the tolerance is reported, and only for the count that grew."""
 
     def larger(counted):
-        own = [field.name for field in dataclasses.fields(counted) if field.name in FIELDS[what]]
-        return dataclasses.replace(counted, **{f: factor * getattr(counted, f) for f in own})
+        fields = [field.name for field in dataclasses.fields(counted) if field.name in FIELDS[name]]
+        return dataclasses.replace(counted, **{f: factor * getattr(counted, f) for f in fields})
 
     _, baseline = costs.load()
     before = next(iter(baseline.values()))
     now = dataclasses.replace(larger(before), kernels=[larger(kernel) for kernel in before.kernels])
-    found = grown(now, before)
-    assert [line.partition(":")[0] for line in found] == ([what] if factor > 1.02 else [])
+    found = growth(now, before)
+    assert [line.partition(":")[0] for line in found] == ([name] if factor > 1.02 else [])

@@ -1,4 +1,4 @@
-"""What the executor counts in lock-step, and what is made of that."""
+"""The counts of the executor in lock-step, and the costs computed from them."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ SYMBOLS = {
 
 
 def counted(body, *tensors, threads=32, shared=0):
-    """Rows (issues, lanes, sectors, conflicts) by opcode, and sectors read, written, launches."""
+    """Rows (issues, lanes, sectors, conflicts) by opcode; and sectors read, written, launches."""
     executor().configure(0)
     run(body, *tensors, threads=threads, shared=shared)
     totals, report = executor().counts().split("\n\n")
@@ -28,15 +28,15 @@ def counted(body, *tensors, threads=32, shared=0):
     return found, tuple(map(int, totals.split()[:3]))
 
 
-def test_lanes_that_are_active():
-    """Of 3 warps of 32, lanes below 8 go one way and the others another; then all meet again."""
+def test_active_lanes():
+    """In each of 3 warps, lanes below 8 branch and later reconverge with the others."""
     body = """
 and.b32 %r1, %r0, 31;
 setp.lt.u32 %p1, %r1, 8;
-@%p1 bra FEW;
+@%p1 bra BELOW;
 add.s32 %r2, %r1, 1;
 bra MEET;
-FEW:
+BELOW:
 sub.s32 %r2, %r1, 1;
 MEET:
 @%p1 xor.b32 %r3, %r2, 1;
@@ -53,7 +53,7 @@ MEET:
 )
 @pytest.mark.parametrize("access", ["ld", "st"])
 def test_sectors_of_device_memory(access, stride, first, sectors):
-    """Of a warp that goes to every so many bytes; and again, which memory does not see."""
+    """Accesses of a warp with a stride. Accesses that follow hit the cache."""
     memory = torch.zeros(640, dtype=torch.int32)
     start = -memory.data_ptr() % 32 + first
     order = "ld.global.u32 %r2, [%rd2];" if access == "ld" else "st.global.u32 [%rd2], %r2;"
@@ -73,7 +73,7 @@ add.s64 %rd2, %rd0, %rd1;
     assert totals == ((sectors, 0, 1) if access == "ld" else (0, sectors, 1))
 
 
-def test_what_is_written_first_is_not_read_from_memory():
+def test_written_sectors_are_not_read_from_memory():
     out = torch.zeros(40)
     start = -out.data_ptr() % 32
     body = f"""
@@ -127,28 +127,28 @@ def cost(kernel, *arguments):
 
 
 def test_straight_code_is_issued_once():
-    """By each warp, up to where it ends."""
+    """A warp issues all instructions up to EXIT."""
     kernel, code = cost("together", *(torch.zeros(96, dtype=torch.int64) for _ in range(2)))
     listed = [i.text for block in code.blocks for i in block.code]
     assert kernel.slots == listed.index("EXIT") + 1
 
 
-def test_a_loop_is_issued_so_often():
+def test_a_loop_body_is_issued_once_per_iteration():
     out = torch.zeros(32, dtype=torch.int32)
     few, code = cost("loops", out, 10)
     many, _ = cost("loops", out, 30)
     (body,) = [block for block in code.blocks if any("SHFL" in i.text for i in block.code)]
     assert many.slots - few.slots == 20 * len(body.code)
-    # Two additions and a comparison; not the shuffle and the branch.
+    # Two additions and a comparison, but not the shuffle and the branch.
     assert many.half_rate - few.half_rate == 20 * 3
 
 
-def test_an_unrolled_loop_is_not_counted_as_often_as_it_was_unrolled():
-    """Its stores are all in the machine code several times; each runs in one of them."""
+def test_an_unrolled_loop_is_counted_once_per_iteration():
+    """The machine code contains the store several times; each iteration runs one of them."""
     out = torch.zeros(32 * 64, dtype=torch.int32)
     few, code = cost("fills", out, 32)
     many, _ = cost("fills", out, 64)
     stores = sum("STG" in i.text for block in code.blocks for i in block.code)
     assert stores > 1
     per_round = (many.slots - few.slots) / 32
-    assert 1 <= per_round <= 4, "a store, and its share of the loop around four of them"
+    assert 1 <= per_round <= 4, "one store, and a quarter of the loop around four stores"

@@ -1,4 +1,4 @@
-"""How threads interleave, what they see of each other, and the errors that are reported."""
+"""How threads interleave, which stores they see, and which errors are reported."""
 
 import re
 
@@ -11,7 +11,7 @@ from .snippets import per_thread, run
 
 @pytest.mark.parametrize("seed", range(4))
 def test_lanes_of_a_mask_meet_without_the_others(seed):
-    """Both halves vote, each with its own mask, and lanes that have left are not waited for."""
+    """Both halves vote, each with its own mask, and do not wait for lanes that have exited."""
     executor().configure(seed)
     body = """
 setp.lt.u32 %p1, %r0, 16;
@@ -44,7 +44,7 @@ def test_barriers_order_shared_memory(seed, barrier, partner):
     assert out == [thread ^ partner // 4 for thread in range(64)]
 
 
-# Block 0 writes a message and then a flag; block 1 reads the message if it sees the flag.
+# Block 0 writes a message and then a flag. Block 1 reads the message if it sees the flag.
 MESSAGE = """
 mov.u32 %r1, %ctaid.x;
 setp.ne.s32 %p2, %r1, 0;
@@ -73,7 +73,7 @@ def received(order, seed):
     return memory[2].item()
 
 
-def test_a_release_that_is_acquired_orders_memory():
+def test_release_and_acquire_order_memory():
     assert {received("acq_rel.gpu.", seed) for seed in range(1, 21)} == {0, 7}
     with pytest.raises(RuntimeError, match="data race"):
         for seed in range(1, 21):
@@ -92,13 +92,13 @@ st.b32 [%SP+4], %r0;
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_local_memory_is_a_threads_own(seed):
+def test_local_memory_is_private_to_a_thread(seed):
     executor().configure(seed)
     assert per_thread(LOCAL + "bar.sync 0;\nld.b32 %r9, [%SP+4];", threads=64) == list(range(64))
 
 
 def test_replicas_are_no_race():
-    """Where they are allowed, in shared memory, if the values are the same."""
+    """With `replicas`, stores of the same value to shared memory do not race."""
     same, other = "st.shared.u32 [memory], 7;", "st.shared.u32 [memory], %r0;"
     everywhere = "st.global.u32 [%rd0], 7;"
     out = torch.zeros(1, dtype=torch.int32)
@@ -110,61 +110,61 @@ def test_replicas_are_no_race():
                 run(body, out, threads=64, shared=4, replicas=replicas)
 
 
-# body, what the report says; a tensor of 32 int32 is at %rd0
+# (body, reported error); a tensor of 32 int32 is at %rd0
 ERRORS = {
-    "behind the end": ("ld.global.u32 %r1, [%rd0+128];", "4 bytes out of bounds.*128 bytes behind"),
-    "before the begin": ("st.global.u32 [%rd0+-4], %r0;", "out of bounds"),
-    "behind shared memory": ("st.shared.u32 [memory+256], %r0;", "out of bounds at address 256"),
-    "behind local memory": (LOCAL + "ld.b32 %r1, [%SP+8];", "4 bytes out of bounds"),
-    "a second result that is not known": (
+    "after the end": ("ld.global.u32 %r1, [%rd0+128];", "4 bytes out of bounds.*128 bytes after"),
+    "before the start": ("st.global.u32 [%rd0+-4], %r0;", "out of bounds"),
+    "after shared memory": ("st.shared.u32 [memory+256], %r0;", "out of bounds at address 256"),
+    "after local memory": (LOCAL + "ld.b32 %r1, [%SP+8];", "4 bytes out of bounds"),
+    "an unsupported second result": (
         "setp.lt.u32 %p1|%p2, %r0, 8;",
-        "second result that is not known",
+        "a second result is not supported",
     ),
     "misaligned": ("ld.global.u32 %r1, [%rd0+2];", "4 bytes misaligned"),
-    "a vector at half its size": (
+    "a misaligned vector": (
         "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd0+8];",
         "16 bytes misaligned.*thread.*PTX line.*ld.global.v4",
     ),
-    "an opcode not known": ("sin.approx.f32 %f1, %f1;", "unknown opcode sin.approx.f32"),
-    "a modifier not known": ("ld.weird.u32 %r1, [%rd0];", "unknown opcode ld.weird.u32"),
-    "a mask without the lane": ("bar.warp.sync 65535;", "its mask leaves itself out.*thread 16"),
+    "an unknown opcode": ("sin.approx.f32 %f1, %f1;", "unknown opcode sin.approx.f32"),
+    "an unknown modifier": ("ld.weird.u32 %r1, [%rd0];", "unknown opcode ld.weird.u32"),
+    "a mask without the lane": ("bar.warp.sync 65535;", "not contain its own lane.*thread 16"),
     "masks that differ": (
         "setp.eq.s32 %p1, %r0, 3;\nselp.b32 %r1, 15, -1, %p1;\nbar.warp.sync %r1;",
         "mask 0x.* against 0x",
     ),
-    "call sites that differ": (
+    "lanes at different instructions": (
         "setp.eq.s32 %p1, %r0, 3;\n@%p1 bra A;\nbar.warp.sync -1;\nbra B;\nA:\n"
         "bar.warp.sync -1;\nB:",
-        "waits for it elsewhere",
+        "waits for it at another instruction",
     ),
-    "a barrier half reached": (
+    "a barrier that some lanes do not reach": (
         "setp.lt.u32 %p1, %r0, 8;\n@%p1 bra A;\nbar.sync 0;\nA:\nbar.warp.sync -1;",
         "deadlock.*24 threads at a barrier.*8 threads in a collective",
     ),
-    "a barrier met at two places": (
+    "a barrier at two instructions": (
         "setp.lt.u32 %p1, %r0, 8;\n@%p1 bra A;\nbar.sync 0;\nbra B;\nA:\nbar.sync 0;\nB:",
-        "meets this barrier elsewhere",
+        "other lanes of its warp are at another barrier",
     ),
     "a loop without an end": ("A:\nbra A;", "hang"),
     "lanes race for a word": ("st.shared.u32 [memory], %r0;", "data race.*store"),
     "no barrier of the warp": (EXCHANGE.format(barrier="", partner=4), "data race"),
-    "what nobody has written": (
+    "unwritten shared memory": (
         "ld.shared.u32 %r1, [memory];",
         "4 bytes uninitialized at address 0: block 0, thread.*PTX line.*ld.shared.u32",
     ),
-    "half of it written": (
+    "half written": (
         "shl.b32 %r1, %r0, 2;\nst.shared.b16 [%r1], %rs1;\nld.shared.u32 %r2, [%r1];",
         "4 bytes uninitialized",
     ),
-    "an update of what nobody has written": (
+    "an update of unwritten memory": (
         "atom.shared.add.u32 %r1, [memory], %r0;",
         "4 bytes uninitialized",
     ),
-    "local memory that nobody has written": (LOCAL + "ld.b32 %r1, [%SP];", "4 bytes uninitialized"),
+    "unwritten local memory": (LOCAL + "ld.b32 %r1, [%SP];", "4 bytes uninitialized"),
     "read before it is written": (
         "setp.ne.s32 %p1, %r0, 0;\n@%p1 bra A;\nld.shared.u32 %r1, [memory];\nA:\n"
         "setp.ne.s32 %p1, %r0, 1;\n@%p1 bra B;\nst.shared.u32 [memory], %r0;\nB:",
-        "data race",  # the cause, also where the load comes first
+        "data race",  # reported even if the load comes first
     ),
     "threads of two blocks race": (
         "mov.u32 %r1, %ctaid.x;\nst.global.u32 [%rd0], %r1;",
@@ -185,12 +185,12 @@ def test_an_error_is_reported(error, seed):
 
 def test_a_result_is_initialized_by_a_store():
     read, store = "ld.global.u32 %r1, [%rd2];", "st.global.u32 [%rd2], %r0;\n"
-    own = "mul.wide.u32 %rd1, %r0, 4;\nadd.s64 %rd2, %rd0, %rd1;\n"
-    run(own + store + read, poisoned(32, dtype=torch.int32))
+    address = "mul.wide.u32 %rd1, %r0, 4;\nadd.s64 %rd2, %rd0, %rd1;\n"
+    run(address + store + read, poisoned(32, dtype=torch.int32))
     result = poisoned(32, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="4 bytes uninitialized"):
-        run(own + read, result)
-    run(own + read, result)  # after the call that made it, it is an argument as any
+        run(address + read, result)
+    run(address + read, result)  # in later calls it is an ordinary argument
 
 
 def test_warps_without_a_barrier_race():

@@ -1,4 +1,4 @@
-"""What the conformance suite cannot ask of the CUDA kernels."""
+"""Tests of the CUDA kernels that the conformance suite cannot contain."""
 
 import pytest
 
@@ -13,9 +13,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_tiles_of_larger_tensors(seed):
-    """Of a thousand times as many elements, which a warp reads in two passes."""
-    executor().cut_as_of(2**10)
+    """Uses the tiles of a tensor with 1,024x the elements, which a warp reads in two passes."""
+    executor().tile_as_for(2**10)
     try:
         assert runs.findings(runs.mask_pack, BACKEND, executor(), seed) == ""
     finally:
-        executor().cut_as_of(1)
+        executor().tile_as_for(1)

@@ -1,4 +1,4 @@
-"""What each op launches on a GPU: counted where the launchers ask CUDA's runtime for it."""
+"""The launches of each op on a GPU, counted in the executor's version of CUDA's runtime."""
 
 import pytest
 import torch
@@ -24,18 +24,18 @@ def _arguments():
     x = torch.randn(3, 64)
     values, positions = torch.ops.dct.row_pack(x, 4, F32)
     rows = torch.ops.dct.row_quantize(x, "int8")
-    few = torch.zeros(2, quantized_payload_bytes(NUMEL, "int4"), dtype=torch.uint8)
+    quantized = torch.zeros(2, quantized_payload_bytes(NUMEL, "int4"), dtype=torch.uint8)
     packed = (residual, grad, threshold, payload, seen, CAPACITY, F32)
     return {
         "sample_threshold": [(grad, residual, 0.01, 2, n) for n in (9, 4096)],
         "mask_pack": [packed, (*packed, torch.ones(1))],
         "scatter_unpack": [(payload.expand(3, -1).contiguous(), grad, CAPACITY, F32)],
         "quantize_pack": [
-            (residual, grad, few[0], "int4"),
-            (None, grad, few, "int4", torch.ones(1)),
+            (residual, grad, quantized[0], "int4"),
+            (None, grad, quantized, "int4", torch.ones(1)),
         ],
-        "dequantize_sum": [(few, grad, "int4")],
-        "dequantize_sum_pack": [(few, residual, few[0].clone(), "int4")],
+        "dequantize_sum": [(quantized, grad, "int4")],
+        "dequantize_sum_pack": [(quantized, residual, quantized[0].clone(), "int4")],
         "row_pack": [(x, 4, F32)],
         "row_gather": [(x, positions, 4, F32)],
         "row_unpack": [(values, positions, 64, F32)],
@@ -52,9 +52,9 @@ def test_an_op_launches_what_the_docs_state(op):
         assert executor().launches() == stated()[op]
 
 
-@pytest.mark.parametrize("picks, made", [(16_384, (2, 0)), (16_385, (3, 1))])
-def test_a_sample_of_more_picks_launches_more(picks, made):
+@pytest.mark.parametrize("samples, launches", [(16_384, (2, 0)), (16_385, (3, 1))])
+def test_more_samples_need_more_launches(samples, launches):
     grad, residual, *_ = _arguments()["sample_threshold"][0]
     executor().configure(0)
-    BACKEND.sample_threshold(grad, residual, 0.01, max_samples=picks)
-    assert executor().launches() == made
+    BACKEND.sample_threshold(grad, residual, 0.01, max_samples=samples)
+    assert executor().launches() == launches

@@ -16,8 +16,8 @@ LOAD_ROW = f"ld.shared.v4.b32 {FOUR}, [%r1];\n"
 def per_lane(body):
     """The elements in %r2 to %r5 after `body`, by lane, register and half.
 
-    Before it these registers hold the numbers from 0 on. %r1 is the address of the lane's row of 8
-    elements, %r6 that of the row of the lane beside it.
+    Before `body` these registers contain the numbers from 0 on. %r1 is the address of the lane's
+    row of 8 elements, and %r6 the address of the row of the adjacent lane.
     """
     out, numbers = torch.zeros(32, 4, dtype=torch.int32), torch.arange(256, dtype=torch.int16)
     begin = f"""
@@ -35,7 +35,7 @@ xor.b32 %r6, %r1, 16;
 
 @pytest.mark.parametrize("trans", ["", ".trans"])
 def test_load_and_store(trans):
-    """A lane has two neighbours of row lane // 4 in each matrix, or of that column."""
+    """A lane has two adjacent elements of row lane // 4 (or of that column) of each matrix."""
     loaded = per_lane(STORE_ROW + "bar.warp.sync -1;\n" + LOAD.replace(".x4", ".x4" + trans))
     matrices = torch.arange(256).view(4, 8, 8)  # matrix, row, column
     if trans:
@@ -43,23 +43,23 @@ def test_load_and_store(trans):
     assert torch.equal(loaded, matrices.reshape(4, 32, 2).transpose(0, 1))
 
     stored = per_lane(STORE.replace(".x4", ".x4" + trans) + "bar.warp.sync -1;\n" + LOAD_ROW)
-    of_lanes = torch.arange(256).view(32, 4, 2).transpose(0, 1).reshape(4, 8, 8)
+    expected = torch.arange(256).view(32, 4, 2).transpose(0, 1).reshape(4, 8, 8)
     if trans:
-        of_lanes = of_lanes.transpose(1, 2)
-    assert torch.equal(stored.reshape(4, 8, 8), of_lanes)
+        expected = expected.transpose(1, 2)
+    assert torch.equal(stored.reshape(4, 8, 8), expected)
 
 
 ERRORS = {
     "no barrier before a load": (STORE_ROW + LOAD.replace("%r1]", "%r6]"), "data race.*ldmatrix"),
     "no barrier after a store": (STORE + LOAD_ROW.replace("%r1]", "%r6]"), "data race"),
-    "a row that begins within another": ("add.s32 %r1, %r1, 8;\n" + LOAD, "16 bytes misaligned"),
-    "a row behind the end": ("add.s32 %r1, %r1, 16;\n" + LOAD, "thread 31.*ldmatrix"),
+    "a misaligned row": ("add.s32 %r1, %r1, 8;\n" + LOAD, "16 bytes misaligned"),
+    "a row after the end": ("add.s32 %r1, %r1, 16;\n" + LOAD, "thread 31.*ldmatrix"),
     "half a warp": (
         "setp.lt.u32 %p1, %r0, 16;\n@%p1 bra END;\n" + LOAD + "END:\n",
-        "not all lanes take part",
+        "not all lanes participate",
     ),
-    "a form that is not known": (LOAD.replace("x4", "x3"), "unknown opcode ldmatrix.*x3"),
-    "three registers of four": (LOAD.replace(", %r5}", "}"), "wrong number of registers"),
+    "an unknown form": (LOAD.replace("x4", "x3"), "unknown opcode ldmatrix.*x3"),
+    "three registers instead of four": (LOAD.replace(", %r5}", "}"), "wrong number of registers"),
 }
 
 
@@ -78,7 +78,7 @@ def test_fewer_matrices():
 
 
 def test_stores_of_the_same_matrix_are_replicas():
-    """Two warps store to the same place; different values are a race."""
+    """Two warps store to the same address; different values are a race."""
     body = "and.b32 %r1, %r0, 31;\nshl.b32 %r1, %r1, 4;\nmov.u32 %r2, {value};\n"
     body += STORE.replace("%r3, %r4, %r5", "%r2, %r2, %r2").replace("{", "{{").replace("}", "}}")
     executor().configure(1)

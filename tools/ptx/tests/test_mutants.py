@@ -1,8 +1,8 @@
-"""Mutants of the kernels are caught: by a report of the executor, or by a wrong result.
+"""Mutants of the kernels are caught by an error of the executor, or by a wrong result.
 
-A mutant is the PTX that nvcc or Triton made of a kernel, with one instruction changed. Nothing is
-compiled again, and a kernel may be rewritten as long as it still has such an instruction.
-In a process with TRITON_INTERPRET=0 these are Triton's kernels (test_triton.py).
+A mutant is the PTX of a kernel, compiled by nvcc or Triton, with one instruction changed. Nothing
+is compiled again, and a kernel can be rewritten if it still contains such an instruction. In a
+process with TRITON_INTERPRET=0 these are Triton's kernels (test_triton.py).
 """
 
 import os
@@ -31,44 +31,40 @@ Run = Callable[[SimpleNamespace], object]
 
 class Mutant(NamedTuple):
     run: Run
-    instruction: str  # a pattern of one or more lines
-    instead: str
+    instruction: str  # a pattern for one or more lines
+    replacement: str
     found: str
 
 
 MUTANTS = {
-    "no barrier of a block": Mutant(runs.row_gather, r"bar\.sync .*;", "", RACE),
-    "no barrier of a warp": Mutant(runs.row_unpack, r"bar\.warp\.sync .*;", "", RACE),
+    "no block barrier": Mutant(runs.row_gather, r"bar\.sync .*;", "", RACE),
+    "no warp barrier": Mutant(runs.row_unpack, r"bar\.warp\.sync .*;", "", RACE),
     "a last block that does not acquire": Mutant(
         runs.sample_threshold, r"atom\.acq_rel\.gpu(.*;)", r"atom\1", RACE
     ),
-    "an index that may be one too large": Mutant(
+    "an index that can be one too large": Mutant(
         runs.row_gather, r"setp\.ge\.s64(.*;)", r"setp.gt.s64\1", OUT_OF_BOUNDS
     ),
-    "a store to shared memory left out": Mutant(
-        runs.row_unpack, r"st\.shared\.v4.*;", "", UNINITIALIZED
-    ),
-    "a product and a sum fused": Mutant(
+    "no store to shared memory": Mutant(runs.row_unpack, r"st\.shared\.v4.*;", "", UNINITIALIZED),
+    "a fused multiply-add": Mutant(
         runs.dequantize_sum_pack,
         r"mul\.rn\.f32 (%f\d+), (.*);\nadd\.rn\.f32 (%f\d+), (%f\d+), \1;",
         r"fma.rn.f32 \3, \2, \4;",
         WRONG,
     ),
-    "positions counted from the wrong place": Mutant(
+    "positions with a wrong offset": Mutant(
         runs.row_pack, r"(shfl\.sync\.up.*, )\S+(, \S+, \S+;)", r"\g<1>0\2", WRONG
     ),
-    "a lane that leaves itself out of a vote": Mutant(
-        runs.scatter_unpack, r"(vote\.sync.*), \S+;", r"\1, 65535;", "its mask leaves itself out"
+    "a vote without the own lane": Mutant(
+        runs.scatter_unpack, r"(vote\.sync.*), \S+;", r"\1, 65535;", "mask does not contain its own"
     ),
-    "a vector at half its size": Mutant(
+    "a misaligned vector": Mutant(
         runs.scatter_unpack,
         r"(st\.global\S*\.v4\S* )\[(%rd\d+)\]",
         r"\1[\2+8]",
         "16 bytes misaligned",
     ),
-    "an entry of a histogram not counted": Mutant(
-        runs.sample_threshold, r"atom\.shared\.add.*;", "", WRONG
-    ),
+    "no update of a histogram": Mutant(runs.sample_threshold, r"atom\.shared\.add.*;", "", WRONG),
 }
 
 
@@ -81,14 +77,14 @@ def kernels(run: Run) -> dict[str, str]:
     return {name: executor().text(name) for name in names}
 
 
-def mutants(run: Run, instruction: str, instead: str) -> Iterator[str]:
-    """What the executor finds in each mutant, or '', for one mutant after the other."""
-    assert runs.findings(run, BACKEND, executor(), 1) == "", "of the kernel itself"
+def mutants(run: Run, instruction: str, replacement: str) -> Iterator[str]:
+    """Yield the executor's finding for each mutant, or ''."""
+    assert runs.findings(run, BACKEND, executor(), 1) == "", "an error of the kernel itself"
     for name, text in kernels(run).items():
         begin = text.index(f".entry {name}(")
-        end = text.find(".entry", begin + 1) % (len(text) + 1)  # of the module, if there is no next
+        end = text.find(".entry", begin + 1) % (len(text) + 1)  # or the end of the module
         for match in re.finditer(instruction, text[begin:end]):
-            changed = text[begin:end][: match.start()] + match.expand(instead)
+            changed = text[begin:end][: match.start()] + match.expand(replacement)
             executor().load(text[:begin] + changed + text[begin + match.end() :])
             try:
                 found = (runs.findings(run, BACKEND, executor(), seed) for seed in SEEDS)
@@ -97,23 +93,23 @@ def mutants(run: Run, instruction: str, instead: str) -> Iterator[str]:
                 executor().load(text)
 
 
-@pytest.mark.skipif(TRITON, reason="the patterns are those of nvcc")
+@pytest.mark.skipif(TRITON, reason="the patterns are for nvcc's PTX")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name):
-    """At one place at least: some instructions are on paths that the run does not take."""
-    run, instruction, instead, expected = MUTANTS[name]
+    """At least one mutant must be caught, because the run does not execute all instructions."""
+    run, instruction, replacement, expected = MUTANTS[name]
     found = []
-    for report in mutants(run, instruction, instead):
+    for report in mutants(run, instruction, replacement):
         if expected in report:
             return
         found.append(report)
-    pytest.fail(f"a mutant of {run.__name__} is not caught. Found: {found or 'no such line'}")
+    pytest.fail(f"a mutant of {run.__name__} is not caught; found: {found or 'no such line'}")
 
 
-@pytest.mark.skipif(not TRITON, reason="nvcc makes many kernels of one, with barriers in each")
+@pytest.mark.skipif(not TRITON, reason="nvcc makes many instances, each with barriers")
 @pytest.mark.parametrize("run", [runs.mask_pack, runs.scatter_unpack, runs.row_pack])
 def test_missing_barrier_is_caught(run):
-    """Each barrier is taken out alone. One in ten may be one that these runs do not need."""
+    """Each barrier is removed separately. One in ten may be unnecessary in these runs."""
     found = list(mutants(run, r"bar\.(warp\.)?sync\s.*;", ""))
     assert all(RACE in report for report in found if report)
     assert len(list(filter(None, found))) >= 0.9 * len(found) > 0, found

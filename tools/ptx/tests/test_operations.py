@@ -1,4 +1,4 @@
-"""What PTX defines of the forms that are easy to get wrong."""
+"""Definitions of PTX that are easy to implement wrongly."""
 
 import math
 import random
@@ -12,9 +12,9 @@ from ..backend import executor
 from .snippets import per_thread, run
 
 NAN, INF = math.nan, math.inf
-NAN32 = 0x7FFFFFFF  # what arithmetic makes of any NaN
+NAN32 = 0x7FFFFFFF  # the NaN that arithmetic returns
 
-# opcode, its types, and operands with what comes of them: numbers, or bits of floats
+# (opcode, its types, [(operands, result)]); a result is a number or the bits of a float
 EXACT = [
     ("cvt.rzi.s32.f32", "f32 -> s32", [(1.9, 1), (-1.9, -1), (3e9, 2**31 - 1), (-3e9, -(2**31))]),
     ("cvt.rzi.s32.f32", "f32 -> s32", [(NAN, 0), (INF, 2**31 - 1), (-INF, -(2**31))]),
@@ -97,7 +97,7 @@ def in_turn():
 
 
 def bits(value, type):
-    """Of a number of this type, as a non-negative integer."""
+    """The bits of a number of this type, as a non-negative integer."""
     if isinstance(value, float):
         return int.from_bytes(struct.pack("<f" if type == "f32" else "<d", value), "little")
     return value % 2 ** (32 if type == "pred" else int(type[1:]))
@@ -109,7 +109,7 @@ def register(type, number):
 
 
 def evaluate(opcode, types, to, cases):
-    """The bits that an opcode gives for every case, each in a lane of its own."""
+    """The bits of an opcode's result for each case. Each lane computes one case."""
     padded = cases + cases[:1] * (32 - len(cases))
     rows = [[bits(case[i], type) for case in padded] for i, type in enumerate(types)]
     inputs = torch.tensor(rows, dtype=torch.uint64).view(torch.int64)
@@ -141,8 +141,8 @@ def test_exact(opcode, types, cases):
     assert list(map(hex, actual)) == [hex(bits(case[-1], to)) for case in cases]
 
 
-def test_a_sum_towards_zero_against_integers():
-    """Of units of 2**-149. Random floats of any exponent, and of exponents close to each other."""
+def test_a_sum_rounded_towards_zero():
+    """Compare with integers in units of 2**-149, for random and for similar exponents."""
     draw = random.Random(0)
     for case in range(256):
         exponents = draw.choices(range(255), k=2) if case % 2 else [draw.randrange(230)] * 2
@@ -173,7 +173,7 @@ def test_shuffle(shuffle):
     assert per_thread(f"shfl.sync.{shuffle};") == SHUFFLES[shuffle]
 
 
-def test_the_predicate_of_a_shuffle_says_whether_it_moved():
+def test_the_predicate_of_a_shuffle_tells_whether_the_source_exists():
     moved = per_thread("shfl.sync.up.b32 %r1|%p1, %r0, 3, 0, -1;\nselp.b32 %r9, 1, 0, %p1;")
     assert moved == [int(lane >= 3) for lane in range(32)]
 
@@ -189,7 +189,7 @@ def test_votes_and_reductions():
 
 @pytest.mark.parametrize("which", [2, 3])
 def test_a_comparison_of_two_halves_has_two_results(which):
-    """The lower ones are NaN in odd lanes, the higher ones from lane 16 on."""
+    """The low halves are NaN in odd lanes, the high halves from lane 16 on."""
     body = f"""
 and.b32 %r1, %r0, 1;
 mul.lo.s32 %r1, %r1, {0x7E00};
@@ -202,7 +202,7 @@ selp.b32 %r9, 1, 0, %p{which};"""
 
 
 def test_reductions_in_memory():
-    """Of all threads of two blocks, with no result in a register."""
+    """All threads of two blocks update memory; the instruction has no result register."""
     memory = torch.zeros(2, dtype=torch.int64)
     body = """
 shl.b32 %r1, 1, %r0;

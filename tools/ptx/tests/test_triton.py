@@ -1,4 +1,4 @@
-"""The backend "ptx-triton". It needs a process of its own: Triton either interprets or compiles."""
+"""The backend "ptx-triton" in a separate process, because Triton either interprets or compiles."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.long
 def test_conformance_and_mutants():
-    """One case of each test, because each test has kernels that must be compiled."""
+    """Runs one case of each test, because kernels must be compiled for each test."""
     tests = ("tests/conformance", "tools/ptx/tests/test_mutants.py")
     chosen = ("-k", "ptx-triton or missing_barrier", "--triton-cases=1")
     result = subprocess.run(
