@@ -28,8 +28,8 @@ ADDED = {
     },
 }
 ORIGINS = {page: path for path, page in ADDED.items()}
-# A picture with a light and a dark version, as GitHub writes it. The theme selects one of the two by
-# the ending of the link, #only-light or #only-dark.
+# A picture with a light and a dark version, as GitHub writes it. The theme selects a version by the
+# ending of its link, #only-light or #only-dark.
 PICTURE = re.compile(
     r'<picture><source [^>]*srcset="(?P<dark>[^"]*)">\n'
     r'<img alt="(?P<alt>[^"]*)" src="(?P<light>[^"]*)"></picture>'
