@@ -83,7 +83,8 @@ def test_each_row_of_losses_in_the_readme_is_from_one_run():
         cells = rf"\| {nbytes} \| {re.escape(fewer)} \|.* {re.escape(loss)} \|"
         assert re.search(cells, tables), nbytes
         sent = int(nbytes.replace(",", ""))
-        float32 = sent if fewer == "1.0x" else float32
+        if fewer == "1.0x":
+            float32 = sent
         assert than_bfloat16 == f"{float32 / 2 / sent:.1f}x"
 
 
