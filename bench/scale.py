@@ -52,7 +52,12 @@ def parser() -> Parser:
         default=50.0,
         help="milliseconds of forward, backward and optimizer per step",
     )
-    add("--density", type=density, default=0.005, help="fraction of entries that the sparse hook sends")
+    add(
+        "--density",
+        type=density,
+        default=0.005,
+        help="fraction of entries sent by the sparse hook",
+    )
     add(
         "--optimizer",
         choices=("sgd", "adamw"),
