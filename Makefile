@@ -94,10 +94,10 @@ lint: $(VENV)/installed
 	git ls-files 'csrc/cpu/*.cpp' \
 	  | xargs -P 2 -I FILE $(BIN)/clang-tidy --quiet FILE -- -std=c++17 -ffp-contract=off
 
-# Pages, docstrings and what commands print for --help; mkdocs.yml makes warnings errors.
+# mkdocs.yml makes warnings errors. With --quiet they would be neither printed nor errors.
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(VENV)/installed
-	$(BIN)/python -m mkdocs build --quiet
+	$(BIN)/python -m mkdocs build
 
 $(VENV)-abi/installed:
 	$(PYTHON) -m venv $(VENV)-abi

@@ -1,8 +1,8 @@
 """The time of a training step on P ranks: compute + pack + wire + unpack.
 
 A message of n bytes takes alpha + n / bandwidth (Hockney 1994), and collectives follow Thakur,
-Rabenseifner and Gropp (2005). No message waits for another and no rank is slow, so predictions are
-lower bounds.
+Rabenseifner and Gropp (2005). Predictions are lower bounds, because messages do not block each
+other, no rank is slow, and ranks do not share cores.
 """
 
 import dataclasses
@@ -14,11 +14,13 @@ from dct_parallel.exchange.settings import Settings
 
 
 class Link(NamedTuple):
-    """Seconds per message, and bytes per second in each direction.
+    """A link between ranks.
 
     Attributes:
-        per_byte: seconds of the ranks' own work for each byte.
-        gathered: the part of the bandwidth that all-gathers and all-to-alls reach.
+        alpha: seconds per message.
+        bandwidth: bytes per second in each direction.
+        per_byte: seconds that the CPU works per byte.
+        gathered: the fraction of the bandwidth that all-gathers and all-to-alls reach.
     """
 
     alpha: float
@@ -28,7 +30,7 @@ class Link(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Bytes per second that kernels move: a copy, and the ops of the sparse and the dense path."""
+    """Bytes per second of a copy, and of the ops of the sparse and the dense formats."""
 
     copy: float
     mask_pack: float
@@ -51,7 +53,7 @@ SOURCES = {
 
 
 def link_of(device: str, rate: float) -> Link:
-    """A link of this rate, in bits per second."""
+    """The link of a device at a rate in bits per second."""
     costs = GLOO if device == "cpu" else RDMA if rate >= RDMA_FROM else TCP
     return costs._replace(bandwidth=rate / 8)
 
@@ -84,25 +86,25 @@ def _gathered(link: Link) -> float:
     return 1 / (link.gathered * link.bandwidth) + link.per_byte
 
 
-LARGEST = 2**31  # elements of a part; a payload has fewer than 2^32 entries
-PERIOD = 10  # of local steps, the default of DCTAverager
-PACK_BYTES = 12  # per element: the residual is read and written, the gradient read
-OWNER_BYTES = 8  # per element of a sum that is packed again: its residual is read and written
-# Local steps, at a copy's speed: the weights less the base are packed (12). The mean is added to
-# the base (12), which is copied to the weights (8).
+LARGEST = 2**31  # elements of a bucket, because a payload has fewer than 2^32 entries
+PERIOD = 10  # the default of DCTAverager
+PACK_BYTES = 12  # per element: read and write the residual, read the gradient
+OWNER_BYTES = 8  # per element of a sum that is packed again: read and write its residual
+# Bytes per element of local steps, at a copy's speed: before the exchange, the base is subtracted
+# from the weights (12). After it, the mean is added to the base (12) and copied to the weights (8).
 LOCAL_PACK_BYTES, LOCAL_UNPACK_BYTES = 12, 20
 
 
 class Method(NamedTuple):
-    """A way of averaging.
+    """A method that averages gradients or weights.
 
     Attributes:
-        call: as the guide writes it, with DENSITY for the option's.
-        settings: of DCT; a density of 0 is the option's. None for a dense all-reduce.
-        optimizer: the only one for which the guide recommends the method, or None.
-        ranks: the most ranks for which the guide recommends the method.
-        loss: minus that of float32, as the guide has it.
-        period: of local steps, or 1.
+        call: the call in the guide, with DENSITY in place of --density.
+        settings: DCT's settings, with a density of 0 for --density; None for a dense all-reduce.
+        optimizer: the only optimizer for which the guide recommends the method, or None.
+        ranks: the largest number of ranks for which the guide recommends the method.
+        loss: the loss minus that of float32, from the guide.
+        period: the number of local steps between exchanges, or 1.
     """
 
     call: str
@@ -113,7 +115,7 @@ class Method(NamedTuple):
     period: int = 1
 
 
-# If methods are equally fast, the first one is named: the simplest, or the most exact.
+# Of equally fast methods the first is recommended, so simpler and more exact ones precede others.
 METHODS = {
     "dense": Method("float32 DDP"),
     "bf16": Method("DDP with bf16_compress_hook"),
@@ -121,32 +123,31 @@ METHODS = {
         "DCTState(ddp, density=DENSITY)",
         Settings(0.0, "bfloat16"),
         "sgd",
-        loss="-0.0001 ± 0.0004 in log loss at density 0.005 on 2 ranks (docs/guide/choosing.md)",
+        loss="-0.0001 ± 0.0004 in log loss at density 0.005 on 2 ranks",
     ),
     "int4": Method(
         'DCTState(ddp, format="int4")',
         Settings(1.0, "int4"),
         "adamw",
-        loss="-0.0013 ± 0.0030 on 2 ranks and -0.0000 ± 0.0003 on 4 after 3,000 steps "
-        "(docs/guide/transformers.md)",
+        loss="-0.0006 ± 0.0012 on 2 ranks and -0.0000 ± 0.0003 on 4, after 3,000 steps",
     ),
     "local": Method(
         f"DCTAverager(model, period={PERIOD})",
         Settings(1.0, "ternary"),
         "adamw",
         ranks=2,
-        loss="+0.0450 ± 0.0127 after 600 steps and +0.0093 ± 0.0011 after 3,000 "
-        "(docs/guide/transformers.md)",
+        loss="+0.0146 ± 0.0036 after 3,000 steps, and more in shorter runs",
         period=PERIOD,
     ),
 }
-DENSE_BYTES = {"dense": 4, "bf16": 2}  # of an element
-# At a copy's speed, before and after the wire: float32 is divided; bfloat16 is cast both ways.
+DENSE_BYTES = {"dense": 4, "bf16": 2}  # per element
+# Bytes per element before and after the exchange, at a copy's speed: float32 gradients are divided
+# by the number of ranks, bfloat16 gradients are cast in both directions.
 DENSE_PASSES = {"dense": (8, 0), "bf16": (6, 6)}
 
 
 class Step(NamedTuple):
-    """Seconds, and the bytes that a rank sends; for local steps the mean over a period."""
+    """Seconds, and bytes that a rank sends, per step; with local steps, means over a period."""
 
     compute: float
     pack: float
@@ -164,10 +165,10 @@ class Model:
     """A model in one bucket.
 
     Attributes:
-        numel: parameters.
-        compute: seconds of a step outside the exchange.
-        density: of the sparse hook.
-        overlap: the fraction of `compute` behind which the wire can hide.
+        numel: number of parameters.
+        compute: seconds of a step without the exchange.
+        density: the density of the sparse hook.
+        overlap: the fraction of `compute` that can overlap with the exchange.
     """
 
     numel: int
@@ -177,7 +178,7 @@ class Model:
     overlap: float = 0.0
 
     def step(self, name: str, ranks: int, link: Link) -> Step:
-        """One step of a method in METHODS."""
+        """Predict one step of a method in METHODS."""
         method, copy = METHODS[name], self.kernels.copy
         if method.settings is None:
             nbytes = DENSE_BYTES[name] * self.numel
@@ -191,7 +192,7 @@ class Model:
             wire = all_gather(link, ranks, payload)
             if plan.transport == "reduce_scatter":
                 wire += all_to_all(link, ranks, payload * plan.owners / ranks)
-        if method.period > 1:  # after the optimizer's step nothing is left to hide behind
+        if method.period > 1:  # no compute is left after the optimizer's step to overlap with
             before += LOCAL_PACK_BYTES * self.numel / copy
             after += LOCAL_UNPACK_BYTES * self.numel / copy
         else:
@@ -199,7 +200,7 @@ class Model:
         return Step(self.compute, *(of / method.period for of in (before, wire, after, sent)))
 
     def plan(self, name: str, ranks: int) -> BucketPlan:
-        """The messages of a DCT method for one part of the model, by dct_parallel's formulas."""
+        """The messages of a DCT method for up to LARGEST elements, by dct_parallel's formulas."""
         known, numel = METHODS[name].settings, min(self.numel, LARGEST)
         settings = dataclasses.replace(known, density=known.density or self.density)
         transport = transport_for(settings, numel, ranks)
@@ -214,7 +215,7 @@ class Model:
             unpacked += ranks * payload
         else:
             owned = plan.numel / plan.owners
-            if every:  # the owner sums its range and packs it again in one pass
+            if every:  # the owner sums its range and packs the sum in one pass
                 unpacked += (ranks + 1) * payload + OWNER_BYTES * owned + plan.owners * payload
             else:
                 packed += PACK_BYTES * owned
@@ -226,7 +227,11 @@ class Model:
 
 
 def methods_for(optimizer: str, ranks: int) -> list[str]:
-    """The methods that the guide recommends for "sgd" or "adamw", and float32 and bfloat16."""
+    """The methods that docs/guide/which_method.md recommends, after float32 and bfloat16.
+
+    Args:
+        optimizer: "sgd" or "adamw".
+    """
     return [
         name
         for name, method in METHODS.items()

@@ -13,18 +13,18 @@ from bench.rates import describe_rate, parse_rate
 from bench.tables import table, times
 
 FASTER = 1.05  # with a smaller ratio two methods count as equally fast
-# By default communication hides behind the backward pass, which is assumed to take this part of the
-# compute, except for the last of DDP's buckets.
+# By default, the exchange of all DDP buckets except the last overlaps with the backward pass, which
+# is assumed to take this fraction of the compute.
 BACKWARD, BUCKET_BYTES = 2 / 3, 25 * 2**20
 
 DESCRIPTION = """\
 Predict the time of a training step for float32 and bfloat16 all-reduce, DCTState and DCTAverager.
-With one number of ranks and one rate, the answer is a table and a sentence: which method is
-fastest, and by how much. With several, it is a table of the fastest methods.
+For one number of ranks and one rate, print the times of all methods, and a sentence that says which
+is fastest. For several, print a table of the fastest methods.
 
 A step is compute + pack + wire + unpack; docs/design/measuring.md has the formulas. Bytes are those
-of dct_parallel. No message waits for another and no rank is slow, so all times are lower bounds.
-Methods that differ by less than 5 % count as equally fast.
+of dct_parallel. All times are lower bounds: messages do not block each other, no rank is slow, and
+ranks do not share cores. Methods that differ by less than 5 % count as equally fast.
 """
 EPILOG = """\
 examples:
@@ -37,27 +37,32 @@ examples:
 
 
 def parser() -> Parser:
-    """Exits with status 2 and a text that names argument, rule and value."""
+    """A wrong argument exits with status 2 and names the argument, the rule and the value."""
     parser = Parser(prog="python -m bench.scale", description=DESCRIPTION, epilog=EPILOG)
     add = parser.add_argument
     add(
         "--parameters",
         type=number(int, lambda n: 1 <= n <= 2**40, "an integer in [1, 2^40]"),
         default=25_000_000,
-        help="of the model",
+        help="number of parameters of the model",
     )
     add(
         "--compute-ms",
         type=positive,
         default=50.0,
-        help="milliseconds of forward, backward and optimizer in a step",
+        help="milliseconds of forward, backward and optimizer per step",
     )
-    add("--density", type=density, default=0.005, help="of the sparse hook: entries sent")
+    add(
+        "--density",
+        type=density,
+        default=0.005,
+        help="fraction of entries sent by the sparse hook",
+    )
     add(
         "--optimizer",
         choices=("sgd", "adamw"),
         default="sgd",
-        help="selects the methods that the guide recommends for it; sgd is without momentum",
+        help="compare the methods that the guide recommends for it; sgd is without momentum",
     )
     add(
         "--ranks",
@@ -71,13 +76,13 @@ def parser() -> Parser:
         type=several(parse_rate),
         default="1gbit,10gbit,25gbit,100gbit,400gbit",
         metavar="R,...",
-        help="of a rank's link, in each direction",
+        help="rates of a rank's link, in each direction, such as 10gbit",
     )
     add(
         "--device",
         choices=("gpu", "cpu"),
-        help="NCCL and the kernels of an H200, or gloo and those of 2 CPU cores (default: gpu if "
-        "torch finds one)",
+        help="gpu: NCCL and the kernels of an H200; cpu: gloo and the kernels of 2 CPU cores "
+        "(default: gpu if torch finds one)",
     )
     add(
         "--alpha-us",
@@ -89,15 +94,15 @@ def parser() -> Parser:
         "--overlap",
         type=number(float, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
         metavar="F",
-        help="fraction of compute that communication overlaps with, with and without a hook "
-        "(default: 2/3, the backward pass, except for the last of DDP's 25 MB buckets)",
+        help="fraction of the compute that overlaps with communication, with and without a hook "
+        "(default: 2/3 for the backward pass, except for the last of DDP's 25 MB buckets)",
     )
     return parser
 
 
 def run(options: argparse.Namespace) -> int:
     if None in options.rates:
-        raise UsageError("--rates must be numbers here, got unlimited")
+        raise UsageError("--rates must be numbers, got unlimited")
     device = options.device or ("gpu" if torch.cuda.is_available() else "cpu")
     kernels = {"cpu": CPU, "gpu": H200}[device]
     compute = options.compute_ms / 1e3
@@ -134,18 +139,19 @@ def run(options: argparse.Namespace) -> int:
     for name in filter(fastest.__contains__, METHODS):
         if METHODS[name].loss:
             called = _called(name, options.density)
-            print(f"The loss with {called}, minus float32's: {METHODS[name].loss}.")
+            print(f"The loss with {called}, minus float32's: {METHODS[name].loss}")
+            print("(docs/guide/which_method.md).")
     return 0
 
 
 def best(steps: dict[str, Step]) -> str:
-    """The first of METHODS that is as fast as the fastest."""
+    """The first of METHODS that is about as fast as the fastest."""
     fastest = min(step.seconds for step in steps.values())
     return next(method for method in steps if steps[method].seconds < FASTER * fastest)
 
 
 def sentence(ranks: int, rate: float, steps: dict[str, Step], density: float) -> str:
-    """Whether DCT helps, and the times and bytes that show it."""
+    """State whether DCT helps, with the times and bytes of each method."""
     taken = best(steps)
     helps = METHODS[taken].settings is not None
     others = [name for name in ("dense", "bf16") if name != taken]
@@ -196,7 +202,7 @@ def _size(step: Step) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three significant digits, or all of an integer's."""
+    """Three significant digits; all digits of the integer part."""
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
 
 

@@ -1,8 +1,7 @@
-"""What the site needs beside the pages (mkdocs.yml calls it): it is made from the files that one
-reads in the repository, and these stay the only ones.
+"""The hooks of mkdocs.yml: they build the site from the files of the repository, without copies.
 
-README.md becomes the first page; the changelog, the examples and so on become pages; a command's
-help is filled in. Links between pages of docs/ are left to mkdocs, which checks them.
+README.md becomes the home page. The changelog, the examples and a few other files become pages, and
+the help of commands is inserted. mkdocs checks links between pages of docs/.
 """
 
 import os
@@ -16,7 +15,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
-# {path in the repository: page of the site}
+# {path in the repository: page on the site}
 ADDED = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -29,7 +28,8 @@ ADDED = {
     },
 }
 ORIGINS = {page: path for path, page in ADDED.items()}
-# A picture for light and for dark pages, as GitHub has it; the theme chooses by the end of a link.
+# A picture with a light and a dark version, as GitHub writes it. The theme selects a version by the
+# ending of its link, #only-light or #only-dark.
 PICTURE = re.compile(
     r'<picture><source [^>]*srcset="(?P<dark>[^"]*)">\n'
     r'<img alt="(?P<alt>[^"]*)" src="(?P<light>[^"]*)"></picture>'
@@ -40,7 +40,7 @@ def on_files(files, config):
     for path, page in ADDED.items():
         text = (ROOT / path).read_text()
         if path.endswith(".py"):
-            text = f"# {path}\n\n```python\n{text}```\n"
+            text = f"---\nsearch: {{ exclude: true }}\n---\n# {path}\n\n```python\n{text}```\n"
         files.append(File.generated(config, page, content=text))
     return files
 
@@ -61,13 +61,13 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def _link(link, origin, page):
-    """The link as the site has it; one to a file that is no page of it becomes plain text."""
+    """The link on the site, or only its text if the target is not a page there."""
     text, target, section = link[1], link[2], link[3] or ""
     if re.match(r"[a-z]+:", target) or not target:
         return link[0]
     path = os.path.normpath(os.path.join(os.path.dirname(origin), target))
     if not (ROOT / path).exists():
-        raise PluginError(f"{origin}: a link to {target}, which does not exist")
+        raise PluginError(f"{origin}: links must lead to a file that exists, got {target!r}")
     if path.startswith("docs/") and origin.startswith("docs/"):
         return link[0]
     found = path.removeprefix("docs/") if path.startswith("docs/") else ADDED.get(path)
@@ -77,7 +77,7 @@ def _link(link, origin, page):
 
 
 def _help(command):
-    """What a program of this checkout prints, as a block: `python FOLDER/NAME.py --help`."""
+    """The output of a command such as `python FOLDER/NAME.py --help`, as a code block."""
     done = subprocess.run(
         [sys.executable, *shlex.split(command)[1:]],
         capture_output=True,
@@ -91,7 +91,7 @@ def _help(command):
 
 
 def _spaced(markdown):
-    """With an empty line before tables and lists, which mkdocs wants and others do not."""
+    """Insert the empty lines before tables and lists that mkdocs needs."""
     lines, fenced = [], False
     for line in markdown.splitlines():
         fenced ^= line.startswith("```")

@@ -25,17 +25,19 @@ dist.init_process_group("gloo")
 MODEL = "model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 1))\n"
 
 
-def test_the_hook_as_in_the_diffs(tmp_path):
-    """The program that a user has after adding the lines with a plus."""
+def test_the_hook_as_in_the_diff(tmp_path):
+    """The program that a user has after adding the lines with a plus, with both settings."""
     text = README.read_text()
-    diffs = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
-    assert [re.findall(r"^.", diff, re.MULTILINE) for diff in diffs] == [[" ", "+", "+"]] * 2
-    (imports,) = re.findall(r"`(from dct_parallel import .*)`", text)
-    programs = [MODEL + re.sub(r"^.", "", diff, flags=re.MULTILINE) + LOOP for diff in diffs]
+    (diff,) = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    assert re.findall(r"^.", diff, re.MULTILINE) == [" ", "+", "+"]
+    (imports,) = re.findall(r"`(from dct_parallel import \w+, \w+)`", text)
+    int4 = MODEL + re.sub(r"^.", "", diff, flags=re.MULTILINE) + LOOP
+    programs = [int4, int4.replace('format="int4"', re.search(r"SGD: (density=[\d.]+),", diff)[1])]
     script = tmp_path / "hook.py"
     script.write_text(f"{START}{imports}\n{''.join(programs)}dist.destroy_process_group()\n")
     plans = run(script, tmp_path)
     assert "density 0.005" in plans and "int4" in plans
+    assert len(text.splitlines()) <= 130
 
 
 def test_the_ops(tmp_path):

@@ -45,23 +45,47 @@ def test_figures_of_the_guide_are_in_the_results(page):
     assert set(FIGURE.findall(page.read_text())) - measured == set()
 
 
-def test_the_table_in_the_readme_has_the_figures_of_the_run():
-    """Milliseconds at 1 Gbit/s; times fewer bytes, for a transformer in the run of its loss."""
-    text = (ROOT / "README.md").read_text()
-    (run,) = json.loads((ROOT / "bench/results/2026-11-25-cpu/link_few_bits.json").read_text())[
-        "runs"
-    ]
-    cells = {cell["mode"]: cell for cell in run["cells"] if cell["rate"] == 1e9}
-    page = PAGES["text_python.md"].partition("## 3,000 steps")[2].partition("\n## ")[0]
-    two_ranks = re.findall(r"^\| 2 \| (.*?) \| [\d,]+ \| (.*?x) ", page, re.M)
-    clicks = cells["dense"]["payload_bytes"] / cells["dct"]["payload_bytes"]
-    fewer = dict(two_ranks) | {"hook, 0.5 %": f"{clicks:.1f}x"}
-    for mode, row, method in (
-        ("dct", "`DCTState(ddp, density=0.005)`", "hook, 0.5 %"),
-        ("dct-int4", '`DCTState(ddp, format="int4")`', "`int4` hook"),
-        ("local-ternary", "`DCTAverager(model, period=10)`", "averager, ternary, every 10 steps"),
+README = (ROOT / "README.md").read_text()
+
+
+def test_step_times_in_the_readme_are_those_of_the_runs():
+    milliseconds = {}
+    for name in ("2026-11-25-cpu/link_few_bits.json", "2026-11-22-cpu/link_nodes.json"):
+        run = json.loads((ROOT / "bench/results" / name).read_text())["runs"][0]
+        (ranks,) = run["options"]["ranks"]
+        for cell in run["cells"]:
+            milliseconds[cell["mode"], ranks, cell["rate"]] = f"{cell['step_ms'][1]:.0f}"
+    columns = [(2, 1e8), (2, 1e9), (4, 1e8), (4, 1e9), (4, 1e10)]
+    for row, mode in {
+        "DDP in float32": "dense",
+        "DDP with `bf16_compress_hook`": "bf16",
+        "DDP with PowerSGD, rank 1": "powersgd1",
+        "`DCTState(ddp, density=0.005)`": "dct",
+        '`DCTState(ddp, format="int4")`': "dct-int4",
+        "`DCTAverager(model, period=10)`": "local-ternary",
+    }.items():
+        cells = [milliseconds.get((mode, *column), "") for column in columns]
+        assert f"\n| {row} | {' | '.join(cells)} |\n" in README
+
+
+def test_each_row_of_losses_in_the_readme_is_from_one_run():
+    """Its bytes, their factors and the loss are in one row of a page. Tables begin with float32."""
+    tables = ""
+    for page, heading in (
+        ("text_python.md", "FSDP2 between shards, and PowerSGD, 3,000 steps"),
+        ("thresholds.md", "DLRM on Criteo Kaggle rows, SGD, 270 steps, 2 ranks"),
     ):
-        assert f"{row} | {fewer[method]} | {cells[mode]['step_ms'][1]:.1f} |" in text
+        section = PAGES[page].partition(f"## {heading}\n")[2]
+        tables += re.search(r"(?:^\|.*\n)+", section, re.M)[0]
+    rows = re.findall(r"^\| .* \| ([\d,]+) \| (.*x) \| (.*x) \| (.*?) *\|$", README, re.M)
+    assert len(rows) == 9
+    for nbytes, fewer, than_bfloat16, loss in rows:
+        cells = rf"\| {nbytes} \| {re.escape(fewer)} \|.* {re.escape(loss)} \|"
+        assert re.search(cells, tables), nbytes
+        sent = int(nbytes.replace(",", ""))
+        if fewer == "1.0x":
+            float32 = sent
+        assert than_bfloat16 == f"{float32 / 2 / sent:.1f}x"
 
 
 def test_results_contain_no_path_of_a_machine():
