@@ -46,7 +46,7 @@ OWN = {
         ("world_size", f"2, {MERGE}", {"3": 3}),
         ("local_size", f"1, {MERGE}", {"2": 2}),
         ("buckets", "lists of strings", ("x", ["p.0"], [[]], GONE)),
-        ("buckets", "lists of parameters of this model, each of them once", TWICE),
+        ("buckets", "lists of parameters of this model, each at most once", TWICE),
     ],
     LocalSteps: [
         *OF_RANK,

@@ -6,7 +6,7 @@ from torch import Tensor
 from dct_kernels import quantized_payload_bytes
 from dct_kernels.layout import HEADER_BYTES, QUANTIZED_CODES, UNSCALED, range_bounds
 
-from ..compressor import warn_of_eager
+from ..compressor import warn_if_eager
 
 FORMATS = tuple(QUANTIZED_CODES)
 FEW_BITS = tuple(format for format in FORMATS if format not in UNSCALED)
@@ -39,7 +39,7 @@ class Quantized:
     def __init__(
         self, numel: int, format: str, ranges: int, row_of: int | None, device: torch.device
     ) -> None:
-        warn_of_eager(device.type)
+        warn_if_eager(device.type)
         longest = range_bounds(numel, ranges, 0)[1] if row_of is None else row_of
         self._format = format
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
