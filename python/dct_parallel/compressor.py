@@ -53,8 +53,9 @@ class Compressor:
 
     `pack` samples a threshold from residual + gradient every time (policy "fresh") or in every
     `refresh_every`-th step ("fixed", as in the paper, arXiv 2010.08899). Entries that exceed the
-    capacity stay in the residual. If too many picks are not finite, a "fresh" threshold is infinite,
-    so only non-finite entries pass, and a "fixed" one is kept. At density 1 the threshold is 0.
+    capacity stay in the residual. If too many picks are not finite, a "fresh" threshold becomes
+    infinite, so only non-finite entries pass, and a "fixed" one is kept. If most elements are 0,
+    every non-zero entry passes, up to the capacity. At density 1 the threshold is 0.
 
     The next `pack` overwrites the payload. Deterministic, without host synchronization. A CUDA
     graph always uses the same picks, because `step` is their seed.
@@ -224,7 +225,7 @@ class Compressor:
 
         Use it for a step that was exchanged but not applied. It is exact for finite entries,
         because packed value + residual is the accumulated value. Non-finite entries are dropped. A
-        second call does nothing, because the payload's header is cleared. Allocates `numel` float32.
+        second call does nothing, because this clears the header. Allocates `numel` float32.
 
         Args:
             mean: the mean that `pack_mean` packed, to be subtracted from the residual; or None.
@@ -285,8 +286,8 @@ def warn_if_eager(device_type: str) -> None:
     if dct_kernels.backend_of(device_type) == "eager" and "DCT_BACKEND" not in os.environ:
         warn_user(
             f"DCT: backend eager on {device_type}, which is for correctness only: on a CPU it is "
-            "hundreds of times slower than compiled kernels. `python -m dct_kernels` reports what "
-            f"is missing in this installation ({Path(dct_kernels.__file__).parent})."
+            "hundreds of times slower than compiled kernels. `python -m dct_kernels` says what is "
+            f"missing; this installation is in {Path(dct_kernels.__file__).parent}."
         )
 
 

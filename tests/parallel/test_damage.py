@@ -285,7 +285,7 @@ def test_local_steps_that_cannot_be_averaged_are_kept(rank):
             text = f"{averaging} status 1 from rank 1" if rank == 0 else "as at the timeout"
             with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=text):
                 if rank == 1:  # which learns nothing, as rank 0 does not come
-                    patch.setattr(averager, "on_any", _gone)
+                    patch.setattr(averager, "any_rank", _gone)
                 point.step(numbers)
             break
         network.bad = False

@@ -113,7 +113,7 @@ SIZES = (40_000, 100, 30_001)
 
 
 def test_it_is_for_every_entry():
-    rule = "dct::DCTState: density must be 1 with format int4, which sends every entry, got"
+    rule = "dct::DCTState: density must be 1 with format int4, which sends all entries, got"
     with pytest.raises(ValueError, match=f"{rule} 0.005"):
         DCTState(density=0.005, format="int4")
     assert DCTState(format="int4").settings == DCTState(density=1, format="int4").settings

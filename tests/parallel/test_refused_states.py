@@ -313,7 +313,7 @@ def test_where_an_averager_is_ahead_by_its_residual(rank):
 
     state, both = state_of(made()), [None, None]
     dist.all_gather_object(both, state)
-    flush = "with step_ahead (or flush, and start anew), got"
+    flush = "with step_ahead (or flush, and start a new averager), got"
     transport = f"transport must be reduce_scatter, as in the saved run, {flush} all_gather"
     merged = f"state must be rank {rank}'s own {flush} one from merge_states"
     for settings, saved, text in (

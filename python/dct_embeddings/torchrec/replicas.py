@@ -65,7 +65,7 @@ def replica_sync(
     """
     checks.require_type(_OP, "dmp", dmp, DMPCollection, "a DMPCollection")
     format = require_format(_OP, "format", format, quantized.FORMATS)
-    if density is None and format not in quantized.FEW_BITS:
+    if density is None and format not in quantized.QUANTIZED_FORMATS:
         density = 0.01
     settings = Settings.checked(_OP, density, format, transport)
     _require_hook(dmp)

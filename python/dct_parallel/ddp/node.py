@@ -80,7 +80,7 @@ class Node:
         if self.size == 1:
             return ""
         return (
-            f"\nThis is the traffic between nodes for part {self.rank} of {self.size} of each "
+            f"\nThis is the traffic between nodes of part {self.rank} of {self.size} of every "
             f"bucket.\nInside the node this rank sends {nbytes:,} bytes, in a reduce-scatter and "
             "an all-gather."
         )

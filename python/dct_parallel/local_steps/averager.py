@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from dct_kernels import checks
 
 from .. import groups
-from ..collectives import all_reduce_bytes, dense_mean, on_any
+from ..collectives import all_reduce_bytes, dense_mean, any_rank
 from ..exchange.bucket import Bucket, SegmentState
 from ..exchange.checkpoint import Flat, Run, States
 from ..exchange.ledger import StepLedger
@@ -214,7 +214,7 @@ class DCTAverager(ModelAverager):
         with self._collective("flush"):
             base = dense_mean(pending, torch.float32, self.process_group).add_(self._base)
             overflows = not self._weights.all_representable(base)
-            overflows = on_any(overflows, self._device, *self._shard_groups)
+            overflows = any_rank(overflows, self._device, *self._shard_groups)
         if overflows:
             raise RuntimeError("dct::flush: weights must be finite on every rank, got NaN or Inf")
         torch._foreach_zero_(self._bucket.residuals())
@@ -389,7 +389,7 @@ class DCTAverager(ModelAverager):
         self._ledger.require_intact()
         among = self.process_group, *self._shard_groups
         with self._collective("average_parameters"):
-            self._ledger.non_finite = on_any(self._ledger.non_finite, self._device, *among)
+            self._ledger.non_finite = any_rank(self._ledger.non_finite, self._device, *among)
 
     @contextlib.contextmanager
     def _collective(self, op: str) -> Iterator[None]:
