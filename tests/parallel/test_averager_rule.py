@@ -135,7 +135,7 @@ def test_nothing_is_lost_of_entries_in_few_bits(rank, ranks, numel, transport, a
             model[0] += move
         averager.average_parameters()
     assert_same(averager._base)
-    assert averager.plan().endswith("x fewer than that.")
+    assert averager.plan().endswith("x fewer than the all-reduce in every step.")
     averager.flush()
     mean = sum(gathered(moved)) / ranks
     torch.testing.assert_close(weights(model).double(), mean, rtol=0, atol=1e-5)

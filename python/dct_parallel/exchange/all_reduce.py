@@ -168,8 +168,7 @@ def _require(tensor: Tensor, residual: Tensor | None) -> None:
     checks.require_type(_OP, "residual", residual, Tensor, "a tensor or None")
     if residual.shape != tensor.shape:
         raise ValueError(
-            f"dct::{_OP}: residual must have shape {shape}, like tensor, got "
-            f"{list(residual.shape)}"
+            f"dct::{_OP}: residual must have shape {shape}, like tensor, got {list(residual.shape)}"
         )
     checks.require_tensor(_OP, "residual", residual, (torch.float32,), (len(shape),), like)
     checks.memory(_OP, {"tensor": tensor, "residual": residual}, {})

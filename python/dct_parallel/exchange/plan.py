@@ -127,9 +127,7 @@ def plan_table(plans: Sequence[BucketPlan], device: torch.device, each: str = "s
     if total:
         lines.append(f"That is {dense / total:.1f}x fewer bytes than the all-reduce.")
     if settings.density < 1:
-        lines.append(
-            f"Capacity is {HEADROOM} x density x numel. It fixes the bytes of every step."
-        )
+        lines.append(f"Capacity is {HEADROOM} x density x numel. It fixes the bytes of every step.")
     elif settings.format in DTYPES:
         lines.append(
             f"Density is a fraction: 1 sends all entries in {settings.format}, as many bytes as a "
