@@ -84,7 +84,9 @@ def test_what_it_sends_is_told(rank):
     assert "all_gather (up to 8 ranks)" in plan and "bytes/averaging" in plan
     # 12,500 entries of 4 bytes, a header and 8 starts: 50,112 bytes; dense: 400,000.
     assert "That is 8.0x fewer bytes than the all-reduce." in plan
-    assert plan.endswith("Every 10 steps: 5,011 bytes per step, 79.8x fewer than the all-reduce in every step.")
+    assert plan.endswith(
+        "Every 10 steps: 5,011 bytes per step, 79.8x fewer than the all-reduce in every step."
+    )
 
 
 @on_ranks(2)
