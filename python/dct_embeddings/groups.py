@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dct_parallel.groups import exchange, refusing, require_group, require_same, timeout_of
+from dct_parallel.groups import exchange, require_group, require_same, sharing_errors, timeout_of
 
 
 class GroupOfModule:
@@ -57,7 +57,7 @@ def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -
         timeout = min(timeout, timeout_of(require_group(op, None), device))
     # First in the inner group, then its values in the outer one: every rank has the values of all
     # ranks before any rank raises.
-    with refusing(op, outer):
+    with sharing_errors(op, outer):
         row = exchange(op, values, inner, timeout)
     rows = exchange(op, {str(rank): found for rank, found in row.items()}, outer, timeout)
     by_rank = {int(rank): found for row in rows.values() for rank, found in row.items()}

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
-from .groups import exchange, refusing, require_group, require_same, timeout_of
+from .groups import exchange, require_group, require_same, sharing_errors, timeout_of
 
 NODES = ("node", "local")  # the dimensions across nodes and inside a node
 
@@ -55,7 +55,7 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
     op = "node_mesh"
     group = require_group(op, None)
     ranks = group.size()
-    with refusing(op, group):
+    with sharing_errors(op, group):
         if local_size is None:
             variable = os.environ.get("LOCAL_WORLD_SIZE", "none")
             if not variable.isdecimal():

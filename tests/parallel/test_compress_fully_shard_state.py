@@ -203,7 +203,7 @@ def test_states_that_are_refused_change_nothing(rank):
     refuses(text, kept=few)
     refuses(text, kept={**few, "other": few["head.weight"]})
     plain = {**good["kept"], "head.weight": torch.zeros(61, 70)}
-    text = r"kept of head.weight must be a torch.float32 DTensor of \[61, 70\], cut like the weight"
+    text = r"kept of head.weight must be a torch.float32 DTensor of \[61, 70\], sharded like the"
     refuses(text, kept=plain)
     refuses(text, kept={**good["kept"], "head.weight": good["kept"]["head.weight"].double()})
     refuses("step must be the same on every rank, got 2 on rank 0, 3 on rank 1", step=2 + rank)

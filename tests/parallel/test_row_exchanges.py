@@ -267,5 +267,5 @@ def test_under_no_grad_ranks_may_differ_in_what_requires_a_gradient(rank):
 
 @pytest.mark.parametrize("function", [all_to_all_rows, all_gather_rows])
 def test_without_a_process_group(function):
-    with pytest.raises(ValueError, match="group must be a process group where torch"):
+    with pytest.raises(ValueError, match="group must be a process group if torch"):
         function(_random(0, 3), [1, 2], format=ALL)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_kernels import checks
-from dct_parallel.groups import refusing
+from dct_parallel.groups import sharing_errors
 
 from ..groups import require_alike
 from ..loading import part_of, require_loadable
@@ -69,7 +69,7 @@ class DynamicFeatureRows(SharedRows):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(_OP, group)
-        with refusing(_OP, self.group):
+        with sharing_errors(_OP, self.group):
             device = checks.require_device(_OP, device)
             checks.require_int(_OP, "capacity", capacity, 1, MOST_ROWS)
         settings = {"width": width, "dtype": dtype, "bound": bound, "seed": seed}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_kernels import checks
-from dct_parallel.groups import refusing, require_group
+from dct_parallel.groups import require_group, sharing_errors
 
 from ..groups import GroupOfModule, require_alike
 from ..loading import CheckedModule
@@ -114,7 +114,7 @@ class FeatureRows(SharedRows):
     def __init__(self, weight: Tensor, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(_OP, group)
         ranks = self.group.size()
-        with refusing(_OP, self.group):
+        with sharing_errors(_OP, self.group):
             checks.require_tensor(_OP, "weight", weight, (torch.float32, torch.float64), (2,))
             if not ranks <= len(weight) <= MOST_ROWS or weight.shape[1] == 0:
                 count = f"rows in [{ranks}, {MOST_ROWS}] (at least one per rank)"

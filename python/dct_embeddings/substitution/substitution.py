@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dct_kernels import checks
-from dct_parallel.groups import refusing, require_group
+from dct_parallel.groups import require_group, sharing_errors
 from dct_parallel.rows.transfer import exchange_numbers
 
 from ..bag_message import by_rank, exchange_bags, require_bags
@@ -68,7 +68,7 @@ class EquivalentSubstitution(CheckedModule):
         super().__init__()
         checks.require_type(_OP, "rows", rows, SharedRows, "FeatureRows or DynamicFeatureRows")
         operators = list(operators) if isinstance(operators, Iterable) else operators
-        with refusing(_OP, rows.group):
+        with sharing_errors(_OP, rows.group):
             ids_group = rows.group if ids_group is None else ids_group
             ids_group = require_group(_OP, ids_group, "ids_group")
             expected, found = map(dist.get_process_group_ranks, (rows.group, ids_group))

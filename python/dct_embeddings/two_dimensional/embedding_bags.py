@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 from dct_parallel.collectives import all_to_all
-from dct_parallel.groups import refusing
+from dct_parallel.groups import sharing_errors
 from dct_parallel.mesh import require_mesh
 from dct_parallel.rows.all_to_all import RowExchange, whole_rows
 from dct_parallel.rows.transfer import exchange_numbers
@@ -92,7 +92,7 @@ class ShardedEmbeddingBags(CheckedModule):
     ) -> None:
         super().__init__()
         replicas, group = require_mesh(_OP, mesh, DIMENSIONS)
-        with refusing(_OP, group, replicas):
+        with sharing_errors(_OP, group, replicas):
             tables = require_list(_OP, "tables", tables, "tensors")
             _require_tables(tables, mesh)
             rows = [len(table) for table in tables]

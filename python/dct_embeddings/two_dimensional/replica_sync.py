@@ -9,7 +9,7 @@ from torch import Tensor
 from dct_kernels import checks
 from dct_parallel.exchange.settings import FORMATS, Settings
 from dct_parallel.formats import require_format
-from dct_parallel.groups import refusing
+from dct_parallel.groups import sharing_errors
 
 from ..groups import require_same_in_mesh
 from ..row_wise_adagrad import RowWiseAdagrad
@@ -63,7 +63,7 @@ class ReplicaSync:
         transport: str | None = None,
     ) -> None:
         checks.require_type(_OP, "bags", bags, ShardedEmbeddingBags, "ShardedEmbeddingBags")
-        with refusing(_OP, *bags.mesh.get_all_groups()):
+        with sharing_errors(_OP, *bags.mesh.get_all_groups()):
             checks.require_int(_OP, "every", every, 1, 2**63 - 1)
             format = require_format(_OP, "format", format, FORMATS)
             settings = Settings.checked(_OP, density, format, transport)

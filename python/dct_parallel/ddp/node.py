@@ -229,7 +229,7 @@ class Topology:
                 groups.separate_group(group, f"{name}/{index}", timeout)
                 for index, group in enumerate(self._given)
             )
-        self.close = groups.ending(self, *made)
+        self.close = groups.destroyer(self, *made)
         self.between, *inside = self._given
         self.node = Node(*inside)
 

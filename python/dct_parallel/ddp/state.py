@@ -37,7 +37,7 @@ from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import Optimizers, loss_scale_of
 from ..exchange.plan import describe, keeps_owners, plan_table
 from ..exchange.settings import Settings
-from ..groups import refusing
+from ..groups import sharing_errors
 from .buckets import Buckets, reduce_parts
 from .executors import Executor, executor_for
 from .node import Topology
@@ -104,7 +104,7 @@ class DCTState:
     ) -> None:
         op = "DCTState"
         self._process_group, self._mesh = process_group, mesh
-        with refusing(op, self._group_with(ddp)):
+        with sharing_errors(op, self._group_with(ddp)):
             self.settings = Settings.checked(op, density, format, transport, policy, refresh_every)
             if mesh is not None and process_group is not None:
                 raise ValueError(
@@ -137,7 +137,7 @@ class DCTState:
         if self.copied:
             self._require_usable("bind")
         group = self._group_with(ddp)
-        with refusing("DCTState", group):
+        with sharing_errors("DCTState", group):
             names = named_parameters(ddp)
             if self._names:
                 raise ValueError("dct::DCTState: state must be bound to one DDP only, got a second")

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from dct_kernels import checks
 
-from ..groups import agreeing, named, require_same
+from ..groups import named, raising_together, require_same
 from .bucket import SegmentState
 from .settings import TRANSPORTS
 
@@ -261,12 +261,12 @@ class Run(NamedTuple):
         If one rank's part of a replica is damaged, every rank raises the error.
         """
         op = "load_merged"
-        with agreeing(op, group, timeout):
+        with raising_together(op, group, timeout):
             loads = _loads(op, folder, key, self.holder, self.parameters)
 
         def read() -> Iterator[tuple[Entry, States]]:
             for load in loads:
-                with agreeing(op, group, timeout):
+                with raising_together(op, group, timeout):
                     (entry,) = _entries(op, load(), self.holder).values()
                     found = self._checked(op, entry, any_size=True)
                 yield found

@@ -17,7 +17,7 @@ from torch import Tensor
 from dct_kernels import __version__
 
 from .._torch import span
-from ..groups import exchange, refusing, require_same, timeout_of
+from ..groups import exchange, require_same, sharing_errors, timeout_of
 from .bucket import Bucket, Complete, Start, StepResults, Submit, run_now
 from .first_step import FirstStep
 from .loss_scale import LossScale
@@ -84,7 +84,7 @@ class StepLedger:
         values |= {"start_step": start_step, "grad_scaler": "given" if loss_scale else "none"}
         self.rank = dist.get_rank()
         self.run_id = uuid.uuid4().hex
-        with refusing(op, shards):
+        with sharing_errors(op, shards):
             self._join(values, group)
         if shards is not None:  # by now the first rank of `shards` has the id of its group
             self._join({name: values[name] for name in values if name != "shard"}, shards)
@@ -151,7 +151,7 @@ class StepLedger:
         notes: list[int] = []
         if not self._compared:
             values = {"checkpoint": self._checkpoint, "run_id": self.run_id, "step": self._start}
-            with refusing(op, self._shards):
+            with sharing_errors(op, self._shards):
                 gathered = self._exchange(op, {**values, "note": note()}, self._group)
                 notes = [values.pop("note") for values in gathered.values()]
                 require_same(op, gathered)

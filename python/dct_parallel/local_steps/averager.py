@@ -19,7 +19,7 @@ from ..exchange.checkpoint import Flat, Run, States
 from ..exchange.ledger import StepLedger
 from ..exchange.plan import plan_bucket, plan_table
 from ..exchange.settings import Settings
-from ..groups import refusing
+from ..groups import sharing_errors
 from ..user_warnings import warn_user
 from .weights import FlatWeights, shard_groups
 
@@ -89,7 +89,7 @@ class DCTAverager(ModelAverager):
     ) -> None:
         group = groups.require_group(_OP, process_group, "process_group")
         super().__init__(group)
-        with refusing(_OP, group, *shard_groups(module)):
+        with sharing_errors(_OP, group, *shard_groups(module)):
             density = 1.0 if density is None else density
             checks.require_density(_OP, density)
             if format is None:
