@@ -51,34 +51,31 @@ def default_samples(density: float) -> int:
 class Compressor:
     """Packs a flat gradient into a payload of fixed size, and keeps the rest as a residual.
 
-    `pack` samples a threshold from residual + gradient every time (policy "fresh") or in every
-    `refresh_every`-th step ("fixed", as in the paper, arXiv 2010.08899). Entries that exceed the
+    `pack` samples a threshold from residual + gradient in every step (policy "fresh") or in every
+    `refresh_every`-th ("fixed", as in the paper, arXiv 2010.08899). Entries that exceed the
     capacity stay in the residual. If too many picks are not finite, a "fresh" threshold becomes
     infinite, so only non-finite entries pass, and a "fixed" one is kept. If most elements are 0,
-    every non-zero entry passes, up to the capacity. At density 1 the threshold is 0.
-
-    The next `pack` overwrites the payload. Deterministic, without host synchronization. A CUDA
-    graph always uses the same picks, because `step` is their seed.
+    all non-zero entries pass, up to the capacity. At density 1 the threshold is 0. Deterministic,
+    without host synchronization. A CUDA graph freezes the picks, because `step` is their seed.
 
     Args:
         numel: number of elements of the flat tensor.
         density: fraction of each range to send per step, in (0, 1].
         value_dtype: dtype of the values in the payload, torch.bfloat16 or torch.float32.
-        policy: "fresh" or "fixed".
-        refresh_every: steps between samples with policy "fixed".
+        policy, refresh_every: see above.
         capacity: the most entries per payload; default 1.25 * density * numel of the largest range.
-        ranges: number of payloads, each with its own threshold, for equal ranges of whole blocks
-            (16,384 elements).
+        ranges: number of equal ranges of whole blocks (16,384 elements), each with its own
+            threshold and payload.
         max_samples: picks per range; default 4,096, or 16 / density below a density of 0.39 %.
         row_of: if this tensor is one of several ranges, the number of elements of the longest
             range, which then determines the size of the payload.
-        device: the device of all tensors.
+        device: of all tensors.
 
     Attributes:
         residual: float32 [numel], entries not sent yet, in units of the unscaled gradient.
         threshold: float32 [ranges], the thresholds of the last `pack`.
         seen: int32 [ranges], the number of entries that passed in the last `pack`.
-        payload: uint8 [nbytes], or [ranges, nbytes] with several ranges.
+        payload: uint8 [nbytes], or [ranges, nbytes] with several ranges; `pack` overwrites it.
         step: number of calls of `pack`.
 
     Raises:

@@ -1,8 +1,11 @@
-"""Warnings that point at the user's code."""
+"""Warnings that point at the user's code, and the logger."""
 
+import logging
 import sys
 import warnings
 from types import FrameType
+
+logger = logging.getLogger("dct")
 
 
 def warn_user(text: str) -> None:

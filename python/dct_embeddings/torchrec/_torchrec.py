@@ -59,7 +59,7 @@ class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
         )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Add row-wise. TorchRec omits it on the CPU, where gloo cannot reduce-scatter uneven parts."""
+        """Add row-wise, which TorchRec omits on the CPU: gloo reduce-scatters only even parts."""
         return list(dict.fromkeys([*super().sharding_types(compute_device_type), _ROW_WISE]))
 
     @property

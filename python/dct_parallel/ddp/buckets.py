@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..exchange.bucket import Bucket, Complete, SegmentState
-from ..exchange.plan import BucketPlan, plan_bucket
+from ..exchange.plan import BucketPlan, log_plan, plan_bucket
 from ..exchange.settings import Settings
 from .node import NodeBucket, Topology
 from .parameters import to_logical, to_physical
@@ -87,6 +87,7 @@ class Buckets:
         in_node = self._node.size > 1
         make = partial(NodeBucket, self._node, sizes) if in_node else Bucket
         made = self._buckets[number] = make(plan, self._group, self._device, step, states)
+        log_plan("DCTState", plan, self._device)
         return made
 
     def in_order(self) -> list[Bucket]:

@@ -18,6 +18,7 @@ from dct_kernels import __version__
 
 from .._torch import span
 from ..groups import exchange, require_same, sharing_errors, timeout_of
+from ..user_warnings import logger
 from .bucket import Bucket, Complete, Start, StepResults, Submit, run_now
 from .first_step import FirstStep
 from .loss_scale import LossScale
@@ -114,6 +115,8 @@ class StepLedger:
         self._posted = 0  # number of buckets of the step whose results were posted
         self._results: tuple[int, StepResults] | None = None  # (step, results) posted but not read
         self._compared = False  # whether the ranks have compared the step that they resume from
+        if step < (start := self._start_step):
+            logger.info("%s: steps %d to %d are dense (bfloat16)", self._op, step, start - 1)
 
     def begin(self, op: str, number: int | None = None) -> None:
         """Begin a step on every rank, without waiting for the exchanges of the last step.
@@ -264,6 +267,7 @@ class StepLedger:
 
     def _settle(self) -> None:
         if self._loss_scale is not None and self._loss_scale.skipped():
+            logger.info("%s: step %d was skipped by the GradScaler", self._op, self._number)
             self.take_back()
 
     def take_back(self) -> None:

@@ -16,6 +16,7 @@ from dct_kernels.layout import BLOCK, range_bounds
 from ..collectives import all_gather_bytes, all_reduce_bytes
 from ..compressor import HEADROOM
 from ..formats import DTYPES
+from ..user_warnings import logger
 from .settings import TRANSPORTS, Settings
 
 
@@ -49,6 +50,11 @@ class BucketPlan:
     settings: Settings
     transport: str
     ranks: int
+
+    @property
+    def label(self) -> str:
+        """The names of the first and the last parameter."""
+        return " ... ".join(dict.fromkeys([*self.names[:1], *self.names[-1:]]))
 
     @cached_property
     def bounds(self) -> list[int]:
@@ -111,10 +117,9 @@ def plan_table(plans: Sequence[BucketPlan], device: torch.device, each: str = "s
     dense = all_reduce_bytes(4 * numel, ranks)
     rows = [["bucket", "parameters", "numel", "capacity", f"bytes/{each}"]]
     for index, plan in enumerate(plans):
-        ends = " ... ".join(dict.fromkeys([*plan.names[:1], *plan.names[-1:]]))
         by = f", {plan.transport}" if "," in transports else ""
         numbers = len(plan.names), plan.numel, plan.owners * plan.capacity, plan.wire_bytes
-        rows.append([f"{index}: {ends}{by}", *(f"{number:,}" for number in numbers)])
+        rows.append([f"{index}: {plan.label}{by}", *(f"{number:,}" for number in numbers)])
     parameters = sum(len(plan.names) for plan in plans)
     rows.append(["total", f"{parameters:,}", f"{numel:,}", "", f"{total:,}"])
     rows.append(["float32 ring all-reduce", "", "", "", f"{dense:,}"])
@@ -198,6 +203,12 @@ def transport_reason(plans: Sequence[BucketPlan]) -> str:
         least = f"{_least_numel(ranks):,} elements, {LEAST_BLOCKS} blocks per rank"
         why += f"; all_gather below {least}"
     return why
+
+
+def log_plan(op: str, plan: BucketPlan, device: torch.device) -> None:
+    """Log the transport and the backend of a new bucket."""
+    how = f"{plan.transport} ({transport_reason([plan])}), backend {backend_of(device)}"
+    logger.info("%s: bucket %s of %s elements: %s", op, plan.label, f"{plan.numel:,}", how)
 
 
 def _least_numel(ranks: int) -> int:

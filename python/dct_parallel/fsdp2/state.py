@@ -24,7 +24,7 @@ from ..exchange.checkpoint import Entry, Run, Sharded, States
 from ..exchange.first_step import FirstStep
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import LossScale
-from ..exchange.plan import BucketPlan, describe, keeps_owners, plan_bucket, plan_table
+from ..exchange.plan import BucketPlan, describe, keeps_owners, log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
 from .hook import OP
 from .units import Unit
@@ -95,6 +95,7 @@ class FullyShardState:
         names = [piece.name for piece in unit.pieces]
         sizes = [piece.padded for piece in unit.pieces]
         plan = plan_bucket(names, sizes, self.settings, self._group.size())
+        log_plan(OP, plan, self._device)
         return Bucket(plan, self._group, self._device, packed, states)
 
     @property

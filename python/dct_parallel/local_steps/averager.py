@@ -17,7 +17,7 @@ from ..collectives import all_reduce_bytes, any_rank, dense_mean
 from ..exchange.bucket import Bucket, SegmentState
 from ..exchange.checkpoint import Flat, Run, States
 from ..exchange.ledger import StepLedger
-from ..exchange.plan import plan_bucket, plan_table
+from ..exchange.plan import log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
 from ..groups import sharing_errors
 from ..user_warnings import warn_user
@@ -42,9 +42,8 @@ class DCTAverager(ModelAverager):
         weights = base  # with step_ahead: base + residual
 
     Deterministic. Weights are then bitwise the same on all ranks, with `step_ahead` only after
-    `flush`. To save it, use `state_dict()`, not pickle. See docs/guide/transformers.md. Source:
-    SparseLoCo (arXiv 2508.15706) without its outer optimizer and decay, and with quantization or
-    thresholds instead of top-k.
+    `flush`. See docs/guide/transformers.md. Source: SparseLoCo (arXiv 2508.15706) without its outer
+    optimizer and decay, and with quantization or thresholds instead of top-k.
 
     Args:
         module: parameters of float32, bfloat16 or float16, on one CPU or CUDA device. The averager
@@ -58,13 +57,11 @@ class DCTAverager(ModelAverager):
         process_group: the ranks to average over, including this one; default: all. With shards:
             the ranks that hold the same shard in other replicas (docs/guide/fsdp2.md).
         policy, refresh_every: see `DCTState`; they count averagings.
-        step_ahead: continue from the base plus this rank's residual, as in SAEF (arXiv 2008.05823);
-            see docs/guide/choosing.md.
+        step_ahead: continue from base + residual, as in SAEF (arXiv 2008.05823).
 
     Attributes:
         step: calls of `average_parameters`. It may be set on every rank to resume at that step.
-        wire_bytes: bytes per averaging, sent by the rank that sends the most. In addition, all
-            ranks reduce a flag of 8 bytes, twice with shards.
+        wire_bytes: bytes per averaging, sent by the rank that sends the most.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or ranks differ.
@@ -313,6 +310,7 @@ class DCTAverager(ModelAverager):
 
     def _new_bucket(self, states: States) -> Bucket:
         group, averagings = self.process_group, self._ledger.step
+        log_plan(_OP, self._plan, self._device)
         return Bucket(self._plan, group, self._device, averagings, states)
 
     def _average(self) -> None:
