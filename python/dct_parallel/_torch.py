@@ -32,7 +32,7 @@ span = torch._C._profiler._RecordFunctionFast
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-# Whether torch.func transforms the code that runs, and how Function.apply unwraps its arguments.
+# Whether a torch.func transform is active. `unwrap_dead_wrappers` is what Function.apply calls.
 transforms_are_active = torch._C._are_functorch_transforms_active
 
 
@@ -187,7 +187,7 @@ def fsdp_shard_group(group: Any) -> dist.ProcessGroup | None:
 
 
 def fsdp_collectives(group: Any) -> tuple[Any, Any]:
-    """The all-gather and the reduce-scatter that a group calls."""
+    """The all-gather and the reduce-scatter of a group."""
     return group._all_gather_comm, group._reduce_scatter_comm
 
 

@@ -79,7 +79,7 @@ def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
         RuntimeError: some rank does not create the group.
     """
     made = new_gloo_group(group, f"{group.group_name}/dct/{name}", timeout)
-    made.barrier().wait()  # no rank may destroy the group while another still connects
+    made.barrier().wait()  # so that no rank destroys the group while another rank still connects
     return made
 
 
@@ -160,13 +160,13 @@ def exchange(
 
 @contextlib.contextmanager
 def sharing_errors(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]:
-    """Send an error raised inside to the other ranks of these groups, so that they raise it too.
+    """Send an error that is raised inside to the other ranks of these groups, which also raise it.
 
-    Put it around the checks of each rank's arguments. An `exchange` in each of the groups follows.
+    Put it around the checks of each rank's arguments, and call `exchange` in each group afterwards.
 
     Args:
         op: the name of the operation, for errors.
-        groups: anything except a process group is ignored.
+        groups: the groups to notify. Values that are not process groups are ignored.
     """
     try:
         yield

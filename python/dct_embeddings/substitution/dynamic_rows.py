@@ -203,7 +203,7 @@ class DynamicFeatureRows(SharedRows):
         missing = [name for name in names if name not in state]
         if missing == names:
             return None
-        if missing:  # an error even if the load is not strict
+        if missing:  # also an error if the load is not strict
             checks.fail(_OP, "state", ", ".join(names), f"no {', '.join(missing)}", verb="have")
         require_state(_OP, "state", {name: state[name] for name in names})
         rank, ranks = state["owner"].tolist()

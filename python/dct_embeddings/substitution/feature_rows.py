@@ -15,7 +15,7 @@ from ..groups import GroupOfModule, require_same_settings
 from ..loading import CheckedModule
 
 _OP = "FeatureRows"
-MOST_ROWS = 2**31 - 1  # an id times the multiplier stays below 2**62
+MOST_ROWS = 2**31 - 1  # so that an id times the multiplier is below 2**62
 _GOLDEN = (5**0.5 - 1) / 2
 _Rank = TypeVar("_Rank", int, Tensor)
 

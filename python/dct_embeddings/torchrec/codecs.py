@@ -23,7 +23,7 @@ class RowCodecs(dict[str, QuantizedCommCodecs]):
 
     @staticmethod
     def for_planner(format: RowFormat) -> "RowCodecs":
-        """Codecs for the planner, which reads only the dtype, also for a reduce-scatter."""
+        """Codecs for all ops, of which TorchRec's planner reads only the dtype."""
         return RowCodecs(format, 1, CommOp)
 
 

@@ -1,4 +1,4 @@
-"""Plans: which rank of a sharding group owns which rows of which embedding table."""
+"""Plans, which assign the rows of embedding tables to the ranks of a sharding group."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, TypeVar

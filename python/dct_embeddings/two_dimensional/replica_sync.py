@@ -160,7 +160,7 @@ def _require_rule(optimizer: torch.optim.Optimizer) -> None:
         return
     got = checks.shown(optimizer)
     if isinstance(optimizer, torch.optim.SGD):
-        # Both change rows that have no gradient.
+        # Momentum and weight decay also change rows without a gradient.
         found = [(n, g[n]) for g in optimizer.param_groups for n in ("momentum", "weight_decay")]
         if not any(value for _, value in found):
             return

@@ -131,9 +131,9 @@ def executor_for(device: torch.device, sends_once: bool) -> Executor:
 
 def _stop(jobs: _Jobs, thread: threading.Thread) -> None:
     jobs.put(None)
-    # Python kills daemon threads at exit, and the process aborts if the thread is in C++ then (it
-    # sets its last future). The garbage collector may run this on the thread, which cannot join
-    # itself.
+    # Python kills daemon threads at exit. The process would abort if this thread was then setting
+    # its last future, in C++. The garbage collector may also run this function on the thread, which
+    # cannot join itself.
     if thread is not threading.current_thread():
         thread.join(EXIT_SECONDS)
 

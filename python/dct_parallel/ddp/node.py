@@ -71,7 +71,7 @@ class Node:
         buffer.copy_(padded.view(-1)[: buffer.numel()])
 
     def wire_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes sent per rank and step inside the node for a bucket of `numel` elements."""
+        """Bytes that a rank sends inside its node per step for a bucket of `numel` elements."""
         part = self._length(numel) * itemsize
         return all_reduce_bytes(self.size * part, self.size)  # as a reduce-scatter and a gather
 

@@ -420,7 +420,7 @@ class DCTState:
 
 
 def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Average a bucket of gradients over the ranks, compressed: a DDP communication hook.
+    """Average a bucket of gradients over all ranks with compression: a DDP communication hook.
 
     Register it with `ddp.register_comm_hook(state, dct_hook)`. It overwrites the bucket with the
     mean, which is deterministic and bitwise the same on every rank. Entries that are not sent stay

@@ -1,4 +1,4 @@
-"""One bucket: a flat tensor packed, exchanged and unpacked in place."""
+"""Buckets: each packs, exchanges and unpacks one flat tensor in place."""
 
 import dataclasses
 from bisect import bisect_right
@@ -145,7 +145,7 @@ class Bucket:
             self.transport.take_back()
 
     def residuals(self) -> list[Tensor]:
-        """This rank's residual and, if it owns a range, its residual as the owner."""
+        """This rank's residual and, if it owns a range, the owner's residual."""
         owned = self.transport.owned
         return [self.codec.residual] if owned is None else [self.codec.residual, owned[1]]
 

@@ -94,7 +94,7 @@ def _tensor(shape: Sequence[int], local: Sequence[int] | None = None) -> Field:
     return Field(rule, is_valid)
 
 
-def integer(low: int, high: int = 2**31 - 1) -> Field:  # the ops take a step as int32
+def integer(low: int, high: int = 2**31 - 1) -> Field:  # compressors count steps in int32
     return Field(f"an integer in [{low}, {high}]", lambda v: type(v) is int and low <= v <= high)
 
 
@@ -302,7 +302,7 @@ def _made(holder: str, number: object, entry: Entry, version: object = VERSION) 
 
 
 def _entries(op: str, state: object, holder: str) -> dict[str, Any]:
-    """{rank or replica: its entry, unchecked} of a state dict."""
+    """Return {rank or replica: its unchecked entry} for a state dict."""
     key = f"{holder}s"
     return dict(checked(op, state, {"version": VERSION_FIELD, key: BY_NAME})[key])
 
@@ -338,8 +338,8 @@ def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -
 
     The result also loads with any mesh or without one. Its residuals are the mean over ranks, or
     over the nodes of a mesh. A step applies the mean of all messages, so the pending updates of the
-    model are unchanged, except for float32 rounding. No process group is needed. The paper does not
-    change the number of ranks; this method is ours.
+    model are unchanged, except for float32 rounding. No process group is needed. Source: ours; the
+    paper does not change the number of ranks.
 
     Args:
         states: the `DCTState.state_dict()` of every rank in any order, for example from

@@ -297,7 +297,7 @@ class StepLedger:
     def resume_at(self, step: int, start: int) -> None:
         """Continue this run at `step`, which the caller counts as `start`, without a checkpoint.
 
-        All ranks call it, but it is not a collective.
+        All ranks must call it. It does not communicate.
         """
         self._start = start
         self._resume_at(step)
@@ -305,7 +305,7 @@ class StepLedger:
     def load(self, entry: Mapping[str, Any], step: int | None = None) -> None:
         """Resume from a checkpoint's entry, at `step` if the entry does not count these steps.
 
-        All ranks call it, but it is not a collective.
+        All ranks must call it. It does not communicate.
         """
         self.run_id = entry["run_id"]
         self._checkpoint = f"one of {entry['world_size']} ranks"

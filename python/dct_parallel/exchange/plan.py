@@ -212,7 +212,7 @@ def log_plan(op: str, plan: BucketPlan, device: torch.device) -> None:
 
 
 def _least_numel(ranks: int) -> int:
-    """Elements of the smallest bucket for a reduce-scatter."""
+    """The number of elements of the smallest bucket that uses a reduce-scatter by default."""
     return LEAST_BLOCKS * ranks * BLOCK
 
 

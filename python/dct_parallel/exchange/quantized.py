@@ -30,7 +30,7 @@ class Quantized:
         device: the device of all tensors.
 
     Attributes:
-        residual: float32 [numel], not sent yet, in units of the unscaled gradient.
+        residual: float32 [numel], the rounding errors, in units of the unscaled gradient.
         threshold: float32 [ranges], always 0, because all entries are sent.
         payload: uint8 [nbytes], or [ranges, nbytes] with several ranges; the last one packed.
         step: number of times that entries were packed.

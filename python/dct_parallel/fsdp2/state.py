@@ -177,7 +177,7 @@ class FullyShardState:
         which takes the state itself as {"dct": state}, or torch.save with one file per rank.
 
         Raises:
-            RuntimeError: this rank received a damaged payload. Or an exchange failed, as in
+            RuntimeError: this rank received a damaged payload, or an exchange failed; see
                 `DCTState.state_dict`.
         """
         self._ledger.require_exchanged("state_dict")
@@ -217,8 +217,8 @@ class FullyShardState:
         Every replica starts from the mean of the saved residuals. A step applies the mean of the
         replicas' messages, so the pending updates of the model are unchanged, except for float32
         rounding. Owners' residuals (transport "reduce_scatter") are added to every replica. Every
-        rank calls it, and reads one replica's shard at a time. The paper does not change the number
-        of ranks; this method is ours.
+        rank calls it, and reads one replica's shard at a time. Source: ours; the paper does not
+        change the number of ranks.
 
         Args:
             folder: written by `torch.distributed.checkpoint`. Loading unpickles files, so read only

@@ -42,7 +42,7 @@ class RowCodec:
 
 
 class LargestEntries(RowCodec):
-    """The k largest entries of a row with their positions; gradients without positions (DCT-MP)."""
+    """The k largest entries of a row with positions. Their gradients are sent without positions."""
 
     def __init__(self, width: int, density: float, value_dtype: torch.dtype) -> None:
         self._width, self._k, self._value_dtype = width, row_k(width, density), value_dtype
@@ -109,11 +109,11 @@ def dequantize(message: Tensor, width: int, format: str, dtype: torch.dtype) -> 
 
 
 def _as_bytes(values: Tensor) -> Tensor:
-    # Flat first: without rows, an op may return strides that cannot be viewed as bytes.
+    # Flatten first, because an op may return strides that cannot be viewed if there are no rows.
     nbytes = values.shape[1] * values.itemsize
     return values.flatten().view(torch.uint8).view(values.shape[0], nbytes)  # len() is not dynamic
 
 
 def _as_floats(message: Tensor, dtype: torch.dtype) -> Tensor:
-    # contiguous() would not copy a single row, which may be misaligned for dtype.
+    # Not contiguous(), which would not copy a single row, and that row may be misaligned.
     return message.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -1,4 +1,4 @@
-"""The k largest entries of every row of activations, and the gradients of these entries."""
+"""Packs the k largest entries of each row of activations, and unpacks them."""
 
 import math
 

@@ -60,7 +60,7 @@ class RowFormat:
         return RowFormat(require_format(op, "format", format, ROW_FORMATS))
 
     def formats(self, dtype: torch.dtype) -> tuple[str, str]:
-        """The names of the forward and the backward format, for rows of `dtype`."""
+        """The names of the forward and the backward format for rows with this dtype."""
         forward = str(self.forward or dtype).removeprefix("torch.")
         return forward, str(self.backward or forward)
 

@@ -192,7 +192,7 @@ class Transfer:
 
     def __init__(self, op: str, x: Tensor, send: Send, send_gradient: Send) -> None:
         self._op, self._send_gradient = op, send_gradient
-        # A token stands for the rows until they are received.
+        # A token replaces the rows in the autograd graph until they are received.
         self._token: Tensor | None = with_gradient(op, x, partial(self._start, send), self._finish)
 
     def wait(self) -> Tensor:
@@ -218,7 +218,7 @@ class Transfer:
 def start_all_to_all(
     sent: Tensor, splits: list[int], output_splits: list[int], group: GroupForBackward
 ) -> Receive:
-    """Start an all-to-all of slices of the first dimension."""
+    """Start an all-to-all of slices along the first dimension."""
     received = sent.new_empty(sum(output_splits), *sent.shape[1:])
     work = dist.all_to_all_single(
         received, sent, output_splits, splits, group=group.get(), async_op=True
