@@ -57,7 +57,7 @@ def require_group(
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Whether the group still exists. It may have been destroyed alone or with all groups."""
+    """Whether the group still exists. `destroy_process_group` destroys one group or all groups."""
     try:
         return bool(dist.get_process_group_ranks(group))
     except KeyError:

@@ -132,8 +132,8 @@ class ReplicaDeltas:
         In the next sync, replicas compare the states that they have loaded.
 
         Raises:
-            ValueError, TypeError: the state is damaged, or it has a different rank, tables, number
-                of replicas or transport. Nothing has changed.
+            ValueError, TypeError: the state is damaged, or it is for a different rank, different
+                tables, or a different number of replicas or transport. Nothing has changed.
         """
         self._require_intact()
         rank = str(dist.get_rank())

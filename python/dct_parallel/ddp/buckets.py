@@ -41,7 +41,7 @@ class Buckets:
         self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
         self._buckets: dict[int, Bucket] = {}
         self._parked: dict[str, SegmentState] = {}
-        # _loaded: the layouts were loaded, and no step has used them. _resumes: this step does.
+        # _loaded: the layouts were loaded and not yet used. _resumes: the current step uses them.
         self._loaded = self._resumes = False
 
     def begin(self) -> None:

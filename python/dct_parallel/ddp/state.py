@@ -258,11 +258,11 @@ class DCTState:
                 continue
 
         Exact for finite gradients, except that owners' residuals ("reduce_scatter") are rounded to
-        float32. NaN and Inf are dropped. So are the other gradients of their group of 64 in
-        quantized formats, and the rest of that entry of the node's mean with a mesh. If several
-        backward passes were exchanged and added up, it takes back all of them. A second call does
-        nothing, nor does a call after a GradScaler skipped the step. If an exchange failed, it does
-        not wait for other ranks.
+        float32. NaN and Inf are dropped. In quantized formats, the other gradients of their group
+        of 64 are also dropped, and with a mesh the rest of that entry of the node's mean. If
+        several backward passes were exchanged, as DDP adds them up, it takes back all of them. It
+        does nothing in a second call, or after a GradScaler skipped the step. If an exchange
+        failed, it does not wait for other ranks.
 
         Raises:
             ValueError: the state is not bound yet, or ranks have taken different steps.

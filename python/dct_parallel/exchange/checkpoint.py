@@ -294,7 +294,7 @@ class Run(NamedTuple):
 
 
 def _sent(density: float) -> str:
-    return "every entry" if density == 1 else f"the largest entries (density {density})"
+    return "all entries" if density == 1 else f"the largest entries (density {density})"
 
 
 def _made(holder: str, number: object, entry: Entry, version: object = VERSION) -> dict[str, Any]:

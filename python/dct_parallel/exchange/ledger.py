@@ -224,7 +224,7 @@ class StepLedger:
     def _post(self) -> None:
         """Start to copy the results of the last step to the host, unless that was done.
 
-        It is repeated if a call read the results between two buckets of the step.
+        Results are posted twice if a call reads them between two buckets of the step.
         """
         if len(self.sent) > self._posted:
             self.read()  # the previous step, if `end` was not called

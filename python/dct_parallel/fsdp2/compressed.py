@@ -193,7 +193,7 @@ class CompressedShards:
             self._end_step()
 
     def _end_step(self) -> None:
-        """End the step if it has not ended. Nested backward passes do not end it themselves."""
+        """End the step if it has not ended. A step whose passes are all nested ends here later."""
         if self._reduced:
             self._reduced = False
             self.step += 1

@@ -55,8 +55,8 @@ def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tup
     Raises:
         ValueError, TypeError: an argument is out of range.
 
-    Source: DCT, model-parallel (arXiv 2010.08899). It uses a threshold; exactly k entries per row
-    are ours, so that the size of every message is known in advance.
+    Source: DCT, model-parallel (arXiv 2010.08899). The paper uses a threshold. Exactly k entries
+    per row are ours, so that the size of every message is known in advance.
 
     >>> pack_rows(torch.tensor([0.0, -2.0, 1.0, 3.0]), 2)
     (tensor([-2.,  3.]), tensor([10], dtype=torch.uint8))
