@@ -28,9 +28,9 @@ from .user_warnings import warn_user
 
 POLICIES = ("fresh", "fixed")
 HEADROOM = 1.25  # capacity divided by the expected number of entries above the threshold
-# The number of picks in a sample, and of picks above the threshold, is at least this. With 16 of
-# them the density of a step has a standard deviation of a quarter. Losses match those with the
-# exact threshold (docs/results/thresholds.md).
+# A sample has at least LEAST_PICKS picks, and so many that PICKS_THAT_PASS are expected above the
+# threshold. So the density of a step is off by about a quarter, 1 / sqrt(16). Losses match those
+# with the exact threshold (docs/results/thresholds.md).
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
 
 _sample_threshold = torch.ops.dct.sample_threshold.default

@@ -398,7 +398,7 @@ def test_merged_is_the_mean_of_what_nodes_have_not_sent():
 def test_a_state_of_another_kind_of_format_is_named(one_rank, point):
     """The largest entries, and every entry: not only the density differs."""
     sparse, whole = point([5000], density=0.01), point([5000], density=1, format="int4")
-    every, largest = "every entry", "the largest entries (density 0.01)"
+    every, largest = "all entries", "the largest entries (density 0.01)"
     for run, saved, here, there in (
         (whole, sparse, f"{every}, as in this run ('int4')", largest),
         (sparse, whole, f"{largest}, as in this run ('bfloat16')", every),

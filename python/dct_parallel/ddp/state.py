@@ -76,7 +76,7 @@ class DCTState:
     Attributes:
         step: number of steps taken.
         node_group: the intra-node process group when a mesh is used, else None.
-        copied: whether deepcopy or pickle made this copy. It has only settings and is unusable.
+        copied: whether this is a copy by deepcopy or pickle, which has only the settings.
 
     Raises:
         ValueError, TypeError: an argument is out of range, a parameter cannot be compressed, or

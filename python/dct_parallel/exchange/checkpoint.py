@@ -323,9 +323,7 @@ def _mean(found: Iterable[tuple[Entry, States]]) -> tuple[int, Entry, States]:
             for part, value in vars(state).items():
                 if value is not None:
                     total[part] = total.get(part, 0) + value.to("cpu", torch.float64)
-    # The mean is over nodes, because each rank of a node holds a part. Owners' residuals are in
-    # units of the mean.
-    mean = {}
+    mean = {}  # over the nodes of a mesh, like the residuals of owners
     for name, total in totals.items():
         residual = total["residual"] / count * last.get("local_size", 1) + total.get("owner", 0)
         base = (total["base"] / count).float() if "base" in total else None
