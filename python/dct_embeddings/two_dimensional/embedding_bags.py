@@ -39,7 +39,8 @@ class ShardedEmbeddingBags(CheckedModule):
     plain model parallelism. Every rank passes the bags of its own samples, the same number on each
     rank. Forward and backward are collective in the sharding group. Gradients are divided by its
     size, like a mean over its samples. The host waits for counts in forward, so it cannot be
-    captured in a CUDA graph. Deterministic on the CPU. See docs/guide/embeddings.md.
+    captured in a CUDA graph. Shards of a table are summed in row order, so results are
+    deterministic on the CPU. See docs/guide/embeddings.md.
 
     Do not wrap it in DistributedDataParallel, which would average different shards. `state_dict`
     contains this rank's rows and, as `owned`, [table, first, end] of each shard. Loading a state
@@ -51,7 +52,8 @@ class ShardedEmbeddingBags(CheckedModule):
         tables: the weight of every table [rows, d], float32 or float64, with the same d and dtype
             for all, on the mesh's device type; not mutated. Only rows of this rank's shards are
             read, so tables may be mapped from files. Replicas start from the rows of the first one.
-        plan: the shards of every rank of the sharding group (see `plan_shards`).
+        plan: the shards of every rank of the sharding group, with each row of each table in one
+            shard; see `plan_shards`.
         mesh: DeviceMesh with dimensions ("replicate", "shard"). The timeout of its groups bounds
             all waits.
         exchange: the exchange of rows, such as `functools.partial(all_to_all_rows, format="int8")`;

@@ -177,7 +177,7 @@ class DCTState:
     def close(self) -> None:
         """Wait for the last step, then stop the thread and destroy this state's process groups.
 
-        The hook raises afterwards; `stats` and `state_dict` still work. Idempotent.
+        The hook raises afterwards, but methods such as `stats` still work. Idempotent.
 
         Raises:
             RuntimeError: a payload was damaged. The state is closed nevertheless.

@@ -163,7 +163,7 @@ class Flat(NamedTuple):
 
 
 class Sharded(NamedTuple):
-    """A parameter whose shards are saved by the ranks of a replica.
+    """A parameter of which each rank of a replica saves its shard.
 
     Attributes:
         piece: this rank's shard, an `fsdp2.units.Piece`.
