@@ -172,7 +172,9 @@ def _resharded(rank, folder):
     anew = sharded(mesh=mesh)
     anew_state = compress_fully_shard(anew, weights="int4", gradients="int4")
     anew.load_state_dict(copy.deepcopy(other.state_dict()))
-    with pytest.raises(ValueError, match=r"kept of .* must be a .* DTensor of .*, cut like the "):
+    with pytest.raises(
+        ValueError, match=r"kept of .* must be a .* DTensor of .*, sharded like the "
+    ):
         anew_state.load_state_dict(refused)
     assert torch.equal(_flat(computed_weights(anew)), _flat(full_weights(anew)))
 

@@ -6,7 +6,7 @@ import torch
 from dct_kernels import payload_info, quantized_payload_bytes, row_dequantize, row_quantize
 from dct_kernels.layout import ROW, SCALED
 from dct_parallel import DCTState
-from dct_parallel.exchange.quantized import FEW_BITS, FORMATS, Quantized
+from dct_parallel.exchange.quantized import FORMATS, QUANTIZED_FORMATS, Quantized
 
 CPU = torch.device("cpu")
 BLOCK = 16_384
@@ -43,7 +43,7 @@ def test_what_was_sent_and_what_is_left_is_all_there_was(format, numel):
             assert (sent + left - acc).abs().le(2.0**-24 * left.abs() + 1e-45).all()
         else:
             assert torch.equal(sent + left, acc)
-        if format in FEW_BITS:  # as rows of 64, the last one filled with zeros
+        if format in QUANTIZED_FORMATS:  # as rows of 64, the last one filled with zeros
             rows = torch.nn.functional.pad(before + grad, (0, -numel % SCALED)).view(-1, SCALED)
             expected = row_dequantize(row_quantize(rows, format), SCALED, format, torch.float32)
             assert torch.equal(sent.float(), expected.flatten()[:numel])
