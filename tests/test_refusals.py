@@ -129,7 +129,7 @@ def test_errors_about_wrong_models_name_the_right_function(one_rank):
         (lambda: DCTState(sharded), "ddp must be .* fully_shard .*, use dct_fully_shard_hook"),
         (lambda: DCTState(mlp()), "ddp must be .*.wrap the module in one first., got Sequential"),
         (lambda: DCTState(5), "ddp must be a DistributedDataParallel, got 5"),
-        (lambda: dct_fully_shard_hook(wrapped, mesh=mesh), "of a DDP, register dct_hook with a"),
+        (lambda: dct_fully_shard_hook(wrapped, mesh=mesh), "for a DDP module, register dct_hook"),
         (lambda: dct_fully_shard_hook(None, mesh=mesh), "model must be .*, got None"),
     ):
         with pytest.raises(TypeError, match=text):

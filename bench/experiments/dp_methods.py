@@ -20,9 +20,9 @@ METHODS: dict[str, tuple[str, partial]] = {
     "local": ("D%xH", partial(dp_local.Local)),
     "ahead": ("D%", partial(dp_local.Local, period=1, step_ahead=True)),
 }
-for _format in quantized.FEW_BITS:
+for _format in quantized.QUANTIZED_FORMATS:
     METHODS[_format] = ("", partial(dp_ranks.DCT, density=1, format=_format))
-for _format in ("float32", *quantized.FEW_BITS):
+for _format in ("float32", *quantized.QUANTIZED_FORMATS):
     METHODS[f"local-{_format}"] = ("xH", partial(dp_local.Local, density=1, format=_format))
 for _weights in dp_shards.FORMATS:
     for _gradients in dp_shards.FORMATS:

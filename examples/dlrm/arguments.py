@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from dct_parallel.compressor import POLICIES
-from dct_parallel.exchange.quantized import FEW_BITS
+from dct_parallel.exchange.quantized import QUANTIZED_FORMATS as FEW_BITS
 from dct_parallel.exchange.settings import FORMATS
 from dct_parallel.formats import ROW_FORMATS
 

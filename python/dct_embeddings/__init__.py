@@ -1,18 +1,18 @@
-"""dct_embeddings: embedding tables that no rank can hold alone.
+"""dct_embeddings: embedding tables that do not fit on one rank.
 
-Tables in shards inside a group of ranks, with replicas across groups.
+Tables sharded inside a group of ranks, with replicas across groups:
 
     bags = ShardedEmbeddingBags(tables, plan_shards(rows, ranks), mesh)
     optimizer = MomentumScaledRowWiseAdagrad([bags.weight], scale=replicas)
     sync = ReplicaSync(bags, optimizer=optimizer, every=10)
 
-Or operators computed on the ranks that own their rows, so that only partial results are sent.
+Operators computed on the ranks that own the rows, which send only partial results:
 
     layer = EquivalentSubstitution(FeatureRows(weight), [LinearTerms(), SumPooledEmbedding(16, 1)])
     linear, pooled = layer(ids, lengths)
 
 Three folders do not import each other: two_dimensional (shards and replicas), substitution (partial
-results of operators on shards) and torchrec (adapters, if it is installed).
+results of operators) and torchrec (adapters, if TorchRec is installed).
 """
 
 from .row_wise_adagrad import MomentumScaledRowWiseAdagrad, RowWiseAdagrad

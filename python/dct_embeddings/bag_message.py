@@ -1,4 +1,4 @@
-"""Bags of ids, split by the ranks that own the ids' rows: one message to each rank."""
+"""Splits bags of ids by the ranks that own the rows, and sends one message to each rank."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,11 @@ _INTS = (torch.int32, torch.int64)
 
 
 def require_bags(op: str, ids: Tensor, lengths: Tensor, weight: Tensor) -> None:
-    """Raise unless `lengths` [n, batch] fit `ids`, on the device of `weight`. The host waits."""
+    """Raise unless `lengths` [n, batch] match `ids`, on the device of `weight`. The host waits."""
     like = ("weight", weight)
     checks.require_tensor(op, "ids", ids, _INTS, (1,), like)
     checks.require_tensor(op, "lengths", lengths, _INTS, (2,), like)
-    # An int64 would wrap around.
+    # float64, because a sum of int64 could wrap around.
     totals = torch.stack([(lengths < 0).any().double(), lengths.sum(dtype=torch.float64)])
     negative, total = totals.tolist()
     if negative:
@@ -28,20 +28,20 @@ def require_bags(op: str, ids: Tensor, lengths: Tensor, weight: Tensor) -> None:
 
 
 def by_rank(
-    bag: Tensor, names: Tensor, bags_of: Sequence[int]
+    bag: Tensor, names: Tensor, bag_counts: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
     """Split a batch by rank. The host waits.
 
     Args:
-        bag: int64 [n], each name's bag; bags of rank 0 first, then of rank 1.
-        names: [n], in the order that they keep inside a bag.
-        bags_of: the number of bags per rank.
+        bag: int64 [n], the bag of each name. Bags are numbered rank by rank.
+        names: [n]. They keep their order inside a bag.
+        bag_counts: the number of bags of each rank.
 
     Returns:
-        Per rank, the lengths of its bags, int32; the names in them; and the common length of all
-        its bags, or -1 if they differ.
+        For each rank, the lengths of its bags (int32), the names in them, and the common length of
+        all its bags, or -1 if lengths differ.
     """
-    lengths = torch.bincount(bag, minlength=sum(bags_of)).int().split(list(bags_of))
+    lengths = torch.bincount(bag, minlength=sum(bag_counts)).int().split(list(bag_counts))
     bounds = (part.aminmax() if len(part) else part.new_zeros(2) for part in lengths)
     rows = [torch.stack([part.sum(), *pair]) for part, pair in zip(lengths, bounds, strict=True)]
     counts, least, most = torch.stack(rows).t().tolist()
@@ -57,23 +57,23 @@ def exchange_bags(
     arriving: list[tuple[int, int]],
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Send lengths[r] and names[r] to rank r; return the received ones, source by source.
+    """Send lengths[r] and names[r] to rank r. Return the received ones, source by source.
 
-    One all-to-all, of 4 bytes per bag and rank and 4 or 8 per name. Lengths are not sent if all
-    bags for a rank are equally long. The host waits.
+    One all-to-all with 4 bytes per bag and rank and 4 or 8 bytes per name. Lengths are not sent if
+    all bags for a rank have the same length. The host waits.
 
     Args:
-        lengths: int32, of the bags per rank, from `by_rank`. Each rank sends this rank as many
-            bags as this rank sends itself.
-        names: int32 or int64, in the bags per rank.
-        common: the length of all bags per rank, or -1 to send lengths.
-        arriving: per rank, the number of names that it sends, and its `common` for this rank.
+        lengths: for each rank, the lengths of its bags (int32), from `by_rank`. All ranks send the
+            same number of bags to this rank.
+        names: for each rank, the names in its bags, int32 or int64.
+        common: for each rank, the length of all its bags, or -1 to send lengths.
+        arriving: for each rank, the number of names that it sends to this rank, and its `common`.
 
     Returns:
-        int32 [ranks * bags of this rank], and names [names received].
+        lengths int32 [ranks * bags of this rank], and names [names received].
 
     Raises:
-        ValueError: the lengths that a rank sent do not add up to its names.
+        ValueError: the lengths that a rank sent do not add up to its number of names.
     """
     bags, dtype = len(lengths[group.rank()]), names[0].dtype
     sent = [part[:0] if size >= 0 else part for part, size in zip(lengths, common, strict=True)]
@@ -84,11 +84,11 @@ def exchange_bags(
     message = torch.cat([part for pair in parts for part in pair])
     received = all_to_all(message, splits, [sum(pair) for pair in sizes], group)
     pieces = received.split([size for pair in sizes for size in pair])
-    counts, sizes_of_bags = map(list, zip(*arriving, strict=True))
-    pairs = zip(pieces[::2], sizes_of_bags, strict=True)
-    of_bags = torch.stack([p if size < 0 else p.new_full((bags,), size) for p, size in pairs])
-    sums = torch.where((of_bags < 0).any(1), -1, of_bags.sum(1)).tolist()
-    if sums != counts:  # bags would begin outside of the names
-        rule = f"sum to {counts}, the ids received"
+    counts, common_lengths = map(list, zip(*arriving, strict=True))
+    pairs = zip(pieces[::2], common_lengths, strict=True)
+    bag_lengths = torch.stack([p if size < 0 else p.new_full((bags,), size) for p, size in pairs])
+    sums = torch.where((bag_lengths < 0).any(1), -1, bag_lengths.sum(1)).tolist()
+    if sums != counts:  # bags would begin outside the names
+        rule = f"sum to {counts}, the numbers of ids received"
         raise ValueError(f"dct::{op}: lengths of bags must {rule}, got {sums}")
-    return of_bags.flatten(), torch.cat(pieces[1::2]).view(dtype)
+    return bag_lengths.flatten(), torch.cat(pieces[1::2]).view(dtype)

@@ -1,4 +1,4 @@
-"""Each distinct row of a batch once: samples share rows, above all those of small tables."""
+"""Deduplication: finds the distinct rows of a batch, and repeats them for its samples."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,16 @@ from dct_parallel.rows.transfer import with_gradient
 
 
 def distinct(ids: Tensor, tables: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The distinct ids of every table.
+    """Return the distinct ids of every table.
 
     Args:
-        ids: int32 [...], 0 and up.
-        tables: int64 [...] or broadcast to that, the table of each id, 0 to `number` - 1.
+        ids: int32 [...], at least 0.
+        tables: int64 [...] or broadcastable to it, the table of each id, from 0 to `number` - 1.
         number: number of tables.
 
     Returns:
-        wanted int32 [n], table by table, ascending in each; inverse int64 [...], the index of each
-        id in `wanted`; counts int64 [number], ids in `wanted` per table.
+        wanted int32 [n], table by table and ascending in each table; inverse int64 [...], the index
+        of each id in `wanted`; counts int64 [number], the number of ids in `wanted` per table.
     """
     keys, inverse = torch.unique(ids + (tables << 32), return_inverse=True)
     counts = torch.bincount(keys >> 32, minlength=number)
@@ -24,10 +24,10 @@ def distinct(ids: Tensor, tables: Tensor, number: int) -> tuple[Tensor, Tensor, 
 
 
 def repeat(rows: Tensor, inverse: Tensor) -> Tensor:
-    """rows[inverse], [..., d]; gradients of rows used several times are summed in sample order.
+    """Return rows[inverse] [..., d], for `rows` [n, d].
 
-    Summed in float32 (float64 for float64), in the order of `inverse`, on any device, so that equal
-    batches give equal bits. A row of `rows` [n, d] that `inverse` does not contain has gradient 0.
+    The gradients of a repeated row are summed in float32 (float64 for float64) in the order of
+    `inverse` on any device, so equal batches give equal bits. Unused rows have gradient 0.
     """
     flat, number = inverse.flatten(), len(rows)
 

@@ -1,4 +1,4 @@
-"""Process groups of modules, and settings that must be the same on all of their ranks."""
+"""Process groups of modules, and comparison of settings between their ranks."""
 
 import contextlib
 from collections.abc import Mapping
@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dct_parallel.groups import exchange, refusing, require_group, require_same, timeout_of
+from dct_parallel.groups import exchange, require_group, require_same, sharing_errors, timeout_of
 
 
 class GroupOfModule:
     """Holds the process group of a module. Copies of the module share it; pickling it fails.
 
     Args:
-        op: the name of the module, for the error.
+        op: the name of the module, for error messages.
     """
 
     def __init__(self, op: str, group: dist.ProcessGroup) -> None:
@@ -28,36 +28,35 @@ class GroupOfModule:
         return self
 
     def __reduce__(self) -> NoReturn:
-        got = "the module itself, whose process group no file can hold"
+        got = "the module itself, whose process group cannot be saved"
         raise TypeError(f"dct::{self._op}: the saved object must be a state_dict(), got {got}")
 
 
-def require_alike(
+def require_same_settings(
     op: str, values: Mapping[str, object], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Raise on every rank, naming the values of all ranks, if one of `values` differs.
+    """Raise on every rank, with the values of all ranks, if one of `values` differs.
 
-    Collective, and only for set-up. Values are compared as text and may be invalid, so a rank with
-    an invalid value does not leave the other ranks waiting.
+    Collective, for set-up. It compares values as text, even invalid ones, so that a rank with an
+    invalid value does not leave the other ranks waiting.
     """
     texts = {name: str(value) for name, value in values.items()}
     require_same(op, exchange(op, texts, group, timeout_of(group, device)))
 
 
 def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -> None:
-    """Raise on every rank of the mesh, naming the values of all ranks, if one of `values` differs.
+    """Raise on every rank of the mesh, with the values of all ranks, if one of `values` differs.
 
-    Waits up to the timeout of the mesh's groups, or that of the group of all ranks if it is
-    shorter.
+    It waits up to the timeout of the mesh's groups, or of the group of all ranks if shorter.
     """
     outer, inner = mesh.get_all_groups()
     device = torch.device(mesh.device_type)
     timeout = min(timeout_of(outer, device), timeout_of(inner, device))
-    with contextlib.suppress(RuntimeError):  # that group may have no backend for this device
+    with contextlib.suppress(RuntimeError):  # the group may have no backend for this device
         timeout = min(timeout, timeout_of(require_group(op, None), device))
-    # First in the inner group, then its values in the outer one: every rank has the values of all
-    # ranks before any rank raises.
-    with refusing(op, outer):
+    # Exchange values in the inner group and then in the outer one, so that every rank has the
+    # values of all ranks before any rank raises.
+    with sharing_errors(op, outer):
         row = exchange(op, values, inner, timeout)
     rows = exchange(op, {str(rank): found for rank, found in row.items()}, outer, timeout)
     by_rank = {int(rank): found for row in rows.values() for rank, found in row.items()}

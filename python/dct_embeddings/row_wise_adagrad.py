@@ -1,4 +1,4 @@
-"""AdaGrad with one accumulator per row, for embedding tables and replicas of them."""
+"""AdaGrad with one accumulator per row, for embedding tables and their replicas."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -13,29 +13,30 @@ from .loading import require_loadable
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """AdaGrad whose accumulator is one number per row: 1 / d of AdaGrad's memory.
+    """AdaGrad with one accumulator per row, which takes 1 / d of AdaGrad's memory.
 
-    For a row r whose gradient, duplicates summed first, is G of d entries:
+    For a row r with the gradient G of d entries, after summing duplicates:
 
         v[r] += mean(G ** 2)
         w[r] -= lr * G / (sqrt(v[r]) + eps)
 
     This is the mean of squares, not the square of the mean. Sparse and dense gradients give the
-    same weights; rows without a sparse gradient cost nothing. Deterministic if the sum of
-    duplicates is, as on the CPU. A non-finite gradient reaches weights and accumulators, as in
-    torch's own optimizers.
+    same weights. With sparse gradients, unused rows cost nothing. Deterministic if the sum of
+    duplicates is, as on the CPU. Non-finite gradients enter weights and accumulators, as in torch's
+    optimizers.
 
     Args:
-        params: weights [rows, d] of nn.Embedding or nn.EmbeddingBag, float32 or float64, or groups
-            of them, as for any optimizer.
+        params: weights [rows, d] of nn.Embedding or nn.EmbeddingBag, float32 or float64, or
+            parameter groups, as for any optimizer.
         lr: learning rate, above 0.
         eps: added to the root, above 0.
 
-    State per weight: `sum`, v above, [rows] of the weight's dtype. It exists from the start, so
-    that replicas which have seen different rows can average it. `step` mutates weights and state.
+    The state of each weight is `sum`, v above, [rows] in the weight's dtype. It exists from the
+    start, so that replicas that have used different rows can average it. `step` mutates weights and
+    state.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError, TypeError: an argument is out of range.
 
     Source: facebookresearch/dlrm, and FBGEMM's EXACT_ROWWISE_ADAGRAD.
     """
@@ -65,8 +66,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         """Load a `state_dict()` of this class, as torch.optim.Optimizer does.
 
         Raises:
-            ValueError, TypeError: the state does not fit these weights, or a setting in it is out
-                of its range. Nothing is loaded then.
+            ValueError, TypeError: the state does not match these weights, or a setting in it is out
+                of range. Nothing is loaded.
         """
         op = type(self).__name__
         _require_keys(op, "state", state_dict, {"state", "param_groups"})
@@ -82,9 +83,9 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         sizes, found = ([len(group["params"]) for group in g] for g in (self.param_groups, groups))
         if found != sizes:
             checks.fail(op, "state", f"groups of {sizes} weights", found, verb="have")
-        for saved, own in zip(groups, self.param_groups, strict=True):
-            self._check({**saved, "params": own["params"]})
-            for key, weight in zip(saved["params"], own["params"], strict=True):
+        for saved, group in zip(groups, self.param_groups, strict=True):
+            self._check({**saved, "params": group["params"]})
+            for key, weight in zip(saved["params"], group["params"], strict=True):
                 state = states.get(key, {})
                 checks.require_type(op, f"state[{key}]", state, dict, "a dict")
                 for name in ("sum", "pending") if saved.get("delayed") else ("sum",):
@@ -94,7 +95,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every weight that has a gradient. Returns the loss of the closure, if given."""
+        """Update every weight that has a gradient. Return the loss of the closure, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -106,9 +107,9 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         return loss
 
     def to_average(self, weight: Tensor) -> Tensor:
-        """The state of `weight`, [rows], that replicas replace with their mean at a sync.
+        """Return the state of `weight` [rows] that replicas average at a sync. Not a copy.
 
-        It is `pending` if delayed, else `sum`. Not a copy.
+        It is `pending` with `delayed`, else `sum`.
 
         Raises:
             ValueError: `weight` is not one of params.
@@ -117,13 +118,13 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         return state.get("pending", state["sum"])
 
     def averaged(self, weight: Tensor, rows: Tensor) -> None:
-        """Call it when `to_average(weight)` holds the mean of all replicas.
+        """Finish a sync, after `to_average(weight)` was overwritten with the mean of all replicas.
 
-        If delayed, adds `pending` to `sum` and sets it to 0, in place.
+        With `delayed`, it adds `pending` to `sum` and resets `pending` to 0, in place.
 
         Args:
             weight: one of params.
-            rows: distinct rows [n] in which replicas may have differed.
+            rows: the distinct rows [n] in which replicas may have differed.
 
         Raises:
             ValueError: `weight` is not one of params.
@@ -158,7 +159,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         weight[rows] -= group["lr"] * grad / self._divisor(used, group).unsqueeze(1)
 
     def _divisor(self, accumulator: Tensor, group: dict[str, Any]) -> Tensor:
-        """The divisor of gradients, for these rows' accumulators [n]."""
+        """The divisor of gradients, given the accumulators [n] of their rows."""
         return accumulator.sqrt() + float(group["eps"])
 
     def _check(self, group: dict[str, Any]) -> None:
@@ -180,35 +181,36 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
 
 class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
-    """Row-wise AdaGrad for tables with M averaged replicas: our reconstruction.
+    """Row-wise AdaGrad for tables with M averaged replicas.
 
         v[r] += mean(G ** 2)
         w[r] -= lr * G / sqrt(v[r] / c + eps)
 
-    Let g_i be the gradient of a row in replica i. One group with all samples would accumulate
-    mean(g_i) ** 2; averaged replicas accumulate mean(g_i ** 2). That is M times as much if one
-    replica at a time uses the row, or if gradients are independent noise; it is the same if all g_i
-    are equal. So c = M is right for rare and noisy rows, which most rows of a recommender are, and
-    1 for frequent clean rows. c may change in training, because only the division uses it.
+    Let g_i be the gradient of a row in replica i. A single group with all samples would accumulate
+    mean(g_i) ** 2, while averaged replicas accumulate mean(g_i ** 2). The latter is M times as much
+    if one replica at a time uses the row, or if gradients are independent noise. Both are the same
+    if all g_i are equal. So use c = M for rare and noisy rows, such as most rows of a recommender,
+    and c = 1 for frequent clean rows. c may change during training.
 
-    With `delayed`, all replicas divide by v as of the last sync, and keep newer squares in a second
-    accumulator until the next sync. Averaged weights are then exactly the last synced ones minus
-    lr * mean(sum of gradients) / sqrt(v / c + eps). The second accumulator divides rows whose v is
-    0, which were not used before the last sync.
+    With `delayed`, all replicas divide by v of the last sync, and keep newer squares in a second
+    accumulator until the next sync. The averaged weights are then exactly the last synced weights
+    minus lr * mean(sum of gradients) / sqrt(v / c + eps). Rows with v = 0, which were not used
+    before the last sync, are divided by the second accumulator.
 
     Deterministic like `RowWiseAdagrad`.
 
     Args:
-        params, lr: as of `RowWiseAdagrad`.
-        eps: inside the root, above 0. The default, the square of that of `RowWiseAdagrad`, gives
-            the same step if v is 0.
-        scale: c above, from 1 up; M for M replicas of a table.
+        params, lr: see `RowWiseAdagrad`.
+        eps: added inside the root, above 0. The default is the square of the default of
+            `RowWiseAdagrad`, so both take the same step if v is 0.
+        scale: c above, at least 1; M for M replicas of a table.
         delayed: divide by the accumulator of the last sync.
 
-    State per weight: `sum`, v above, and, if delayed, `pending`, the newer squares: [rows] each.
+    The state of each weight is `sum`, v above, and with `delayed` also `pending`, the newer
+    squares, [rows] each.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError, TypeError: an argument is out of range.
 
     Source: two-dimensional sparse parallelism (arXiv 2508.03854); scale and delay are derived here.
     """

@@ -1,45 +1,44 @@
-"""dct_parallel: training with Dynamic Communication Thresholding.
+"""dct_parallel: distributed training with compressed communication.
 
-Data parallel: send only the largest gradients, or all of them in few bits.
+DDP: send only the largest gradients, or all of them in a quantized format.
 
     state = DCTState(ddp, density=0.005)  # or format="int4"
     ddp.register_comm_hook(state, dct_hook)
 
-On a cluster: dense inside a node, compressed between nodes.
+DDP on a cluster: dense inside a node, compressed between nodes.
 
     state = DCTState(ddp, density=0.005, mesh=node_mesh())
 
-Local steps: each rank's own optimizer, and every few steps an average of the weights' changes.
+Local steps (local SGD): average the changes of the weights every few optimizer steps.
 
     averager = DCTAverager(module, period=10)
     averager.average_parameters()
 
-FSDP2: between replicas of a model that fully_shard has cut.
+FSDP2: compress gradients between the replicas of a model.
 
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.005)
 
-FSDP2: between the shards of a model.
+FSDP2: compress weights and gradients between the shards of a model.
 
     state = compress_fully_shard(model, weights="int8", gradients="int8")
 
-Without a hook: torch's all-reduce, with every entry in few bits.
+Without a hook: a quantized all-reduce.
 
     all_reduce_compressed(tensor, residual, format="int4")
 
-Model parallel: the largest activations of every row, and their gradients.
+Model parallelism: send the largest activations of each row, and their gradients.
 
-    values, positions = pack_rows(x, k)  # on one device; send them as you like
+    values, positions = pack_rows(x, k)  # on one device, for any transport
     y = unpack_rows(values, positions, width)
     y = all_to_all_rows(x, splits, format=RowFormat(density=0.05))
 
-Or every entry of every row, in few bits.
+Or send all entries of each row in a quantized format.
 
     y = all_to_all_rows(x, splits, format="int4")
 
-The folders: exchange turns a flat tensor into its mean over ranks; ddp (gradients of
-DistributedDataParallel), fsdp2 (gradients of fully_shard) and local_steps (weights) use it; rows
-sends activations at a cut of a model. All use the modules here: formats, compressor (one tensor, no
-network), collectives, groups and mesh. docs/design/layer.md follows a bucket through them.
+The folder exchange averages a flat tensor over ranks. ddp, fsdp2 and local_steps use it. rows sends
+activations between the parts of a model. All folders use the modules formats, compressor,
+collectives, groups and mesh. docs/design/layer.md follows a bucket through them.
 """
 
 from .compressor import Compressor

@@ -20,45 +20,45 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:  # or else it takes a second to import
+if TYPE_CHECKING:  # because the import takes a second
     from torch.distributed.fsdp import FSDPModule
 
-# A context that names a span for the profiler. Without a profiler it costs less than 1 us, and
-# torch.profiler.record_function 6 to 15 us.
+# A context manager that names a span for the profiler. Without a profiler it costs less than 1 us;
+# torch.profiler.record_function costs 6 to 15 us.
 span = torch._C._profiler._RecordFunctionFast
 
-# A context in which ops on tensors that need no gradient skip autograd's own kernels. They count
-# writes, which is left to the caller.
+# A context manager in which ops on tensors without gradients skip autograd's kernels. Those kernels
+# also increment version counters, so the caller has to do that.
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-# Whether torch.func transforms the code that runs, and how Function.apply unwraps its arguments.
+# Whether a torch.func transform is active. `unwrap_dead_wrappers` is what Function.apply calls.
 transforms_are_active = torch._C._are_functorch_transforms_active
 
 
 def is_functionalizing() -> bool:
-    """Whether this runs inside of torch.func.functionalize."""
+    """Whether the caller runs inside torch.func.functionalize."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() == torch._C._functorch.TransformType.Functionalize for level in stack)
 
 
 NO_PASS = -1
-# The number of the backward pass under way in this thread, or NO_PASS. A nested pass has its own.
+# The id of the current backward pass in this thread, or NO_PASS. A nested pass has a different id.
 backward_pass = torch._C._current_graph_task_id
-# The node of the graph that is evaluated in this thread; None after the last one of a pass.
+# The graph node that this thread evaluates, or None after the last node of a pass.
 current_node = torch._C._current_autograd_node
 
 
 def at_end_of_backward(callback: Callable[[bool], None]) -> None:
-    """Call callback(nested) at the end of the backward pass under way, before DDP waits for hooks.
+    """Call callback(nested) at the end of the current backward pass, before DDP waits for hooks.
 
-    `nested`: whether it is the end of a nested pass, as of reentrant checkpointing.
+    `nested`: whether the pass is nested in another one, as with reentrant checkpointing.
     """
-    Variable._execution_engine.queue_callback(lambda: callback(_in_a_function()))
+    Variable._execution_engine.queue_callback(lambda: callback(_in_function_backward()))
 
 
-def _in_a_function() -> bool:
-    """Whether the backward function of a torch.autograd.Function is under way in this thread."""
+def _in_function_backward() -> bool:
+    """Whether this thread is inside the backward of a torch.autograd.Function."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is _APPLY:
@@ -71,12 +71,12 @@ _APPLY = BackwardCFunction.apply.__code__
 
 
 def scale_of(scaler: GradScaler) -> Tensor | None:
-    """The scale, on the device; `get_scale` would synchronize. None before the first `scale`."""
+    """The scale on the device, or None before the first `scale`. `get_scale` would synchronize."""
     return scaler._scale
 
 
 def calling_scaler() -> GradScaler | None:
-    """The GradScaler whose `step` is under way in this thread, or None."""
+    """The GradScaler whose `step` this thread is inside, or None."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not _SCALER_STEP:
         frame = frame.f_back
@@ -87,21 +87,21 @@ _SCALER_STEP = GradScaler.step.__code__
 
 
 def optimizer_notes(scaler: GradScaler) -> dict[int, dict[str, Any]]:
-    """{id of an optimizer: its stage since the last `update`}, which replaces the dict."""
+    """{id of an optimizer: its stage since the last `update`}. `update` replaces the dict."""
     return scaler._per_optimizer_states
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long collectives of the group on this device wait for other ranks."""
+    """The timeout of the group's collectives on this device."""
     return group._get_backend(device).options._timeout
 
 
 def new_gloo_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A registered gloo group of the same ranks as `group`. All of them call it, no others.
+    """Create and register a gloo group of the same ranks as `group`. Only these ranks call it.
 
     Args:
         name: unique in this process, and the same on all ranks.
-        timeout: of the group's collectives, and of its connections.
+        timeout: the timeout of the group's collectives and connections.
     """
     ranks = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup
@@ -120,79 +120,79 @@ def new_gloo_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
 
 
 def has_step_hooks(optimizer: object) -> bool:
-    """Whether this is an optimizer that calls hooks in `step`; a wrapper may not."""
+    """Whether this is an optimizer whose `step` calls hooks. A wrapper's may not."""
     return isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """DDP's own list of its communication hooks, each with its state; it grows with them."""
+    """DDP's list of (hook, state). It is not a copy, so it includes hooks registered later."""
     return ddp._comm_hooks
 
 
 def expects_sparse_gradients(ddp: DistributedDataParallel) -> bool:
-    """Whether a module of this DDP has sparse gradients."""
+    """Whether a submodule of this DDP module has sparse gradients."""
     return any(ddp._build_params_for_reducer()[1])
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> set[Tensor]:
-    """The parameters whose dense gradients this DDP reduces. Allocates its buckets for a moment."""
+    """The parameters whose dense gradients DDP reduces. Temporarily allocates all buckets."""
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     return {parameter for bucket in buckets for parameter in bucket.parameters()}
 
 
 def fsdp_groups(module: "FSDPModule") -> list[Any]:
-    """FSDP2's groups of parameters of this module, each with one flat gradient."""
+    """FSDP2's parameter groups of this module. Each one has one flat gradient."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
-    only = state._fsdp_param_group  # before torch 2.13 there is at most one
-    return [only] if only is not None else []
+    group = state._fsdp_param_group  # before torch 2.13 there is at most one
+    return [group] if group is not None else []
 
 
 def fsdp_parameters(group: Any) -> list[nn.Parameter]:
-    """The sharded parameters of a group, in the order of its flat gradient."""
+    """The sharded parameters of a group, in the order of the flat gradient."""
     infos = [parameter._module_info for parameter in group.fsdp_params]
     return [getattr(info.module, info.param_name) for info in infos]
 
 
 def fsdp_gathered_dtypes(group: Any) -> list[torch.dtype]:
-    """The dtype in which FSDP2 gathers each parameter of a group; it gathers several as bytes."""
+    """The dtype in which FSDP2 gathers each parameter of a group. Mixed dtypes travel as bytes."""
     policy = group.mp_policy.param_dtype
     parameters = fsdp_parameters(group)
     return [policy if policy and p.is_floating_point() else p.dtype for p in parameters]
 
 
 def fsdp_reduced_dtype(group: Any) -> torch.dtype | None:
-    """The dtype in which FSDP2 reduces the gradients of a group; None if it has none."""
+    """The dtype in which FSDP2 reduces the gradients of a group, or None without gradients."""
     trained = [parameter.dtype for parameter in fsdp_parameters(group) if parameter.requires_grad]
-    policy, own = group.mp_policy, next(iter(trained), None)
-    dtype: torch.dtype | None = own and (policy.reduce_dtype or policy.param_dtype or own)
+    policy, first = group.mp_policy, next(iter(trained), None)
+    dtype: torch.dtype | None = first and (policy.reduce_dtype or policy.param_dtype or first)
     return dtype
 
 
 def fsdp_shard_numels(group: Any) -> list[int]:
-    """Elements of the shard of each parameter of a group, as it is sent; equal on all ranks."""
+    """The padded size of each parameter's shard, which is the same on all ranks."""
     return [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
 
 
 def fsdp_has_extension(group: Any) -> bool:
-    """Whether a parameter of a group defines what is gathered for it."""
+    """Whether a parameter of a group defines its own all-gather (fsdp_pre_all_gather)."""
     shards = [parameter._sharded_local_tensor for parameter in group.fsdp_params]
     return any(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
 
 
 def fsdp_shard_group(group: Any) -> dist.ProcessGroup | None:
-    """The ranks that hold the shards of a group's parameters; None if each rank holds all."""
+    """The ranks that hold the shards of a group's parameters, or None if they are replicated."""
     return getattr(group.mesh_info, "shard_process_group", None)
 
 
 def fsdp_collectives(group: Any) -> tuple[Any, Any]:
-    """The all-gather and the reduce-scatter that a group calls."""
+    """The all-gather and the reduce-scatter of a group."""
     return group._all_gather_comm, group._reduce_scatter_comm
 
 
 def fsdp_divide_factor(group: Any) -> float | None:
-    """The factor that the user divides gradients by; None: the number of ranks."""
+    """The user's divide factor for gradients, or None for the number of ranks."""
     factor: float | None = group.gradient_divide_factor
     return factor
 
@@ -203,5 +203,5 @@ def fsdp_hook(group: Any) -> object:
 
 
 def fsdp_in_backward(module: "FSDPModule") -> bool:
-    """Whether FSDP2's backward pass is under way; others may be nested in it."""
+    """Whether FSDP2 is in a backward pass, in which other passes may be nested."""
     return module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued

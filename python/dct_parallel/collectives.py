@@ -1,4 +1,4 @@
-"""How many bytes a rank sends in a collective, by formula: rings, as gloo and NCCL have them."""
+"""The collectives that the package uses, and formulas for the bytes that they send (as rings)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from torch import Tensor
 def all_gather(
     output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
-    """Every rank's `tensor` [n] into `output` [P, n], in rank order; a Work, if asynchronous."""
-    # One collective, two names: from torch 2.13 the older warns, before it the newer is missing.
+    """Gather every rank's `tensor` [n] into `output` [P, n]. Returns a Work if asynchronous."""
+    # From torch 2.13 on the old name warns; before 2.13 the new name does not exist.
     newer = hasattr(dist, "all_gather_single")
     collective = dist.all_gather_single if newer else dist.all_gather_into_tensor
     return collective(output.view(-1), tensor, group=group, async_op=async_op)
@@ -21,7 +21,7 @@ def all_gather(
 def all_to_all(
     tensor: Tensor, splits: Sequence[int], output_splits: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Slices of the first dimension: splits[r] go to rank r, output_splits[r] come from it."""
+    """Exchange rows: splits[r] rows go to rank r, output_splits[r] rows come from it."""
     received = tensor.new_empty(sum(output_splits), *tensor.shape[1:])
     sent = tensor.contiguous()
     dist.all_to_all_single(received, sent, list(output_splits), list(splits), group=group)
@@ -29,26 +29,26 @@ def all_to_all(
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """This rank's part of the sum of every rank's `tensor` [P * n], into `output` [n]."""
-    # Two names, like all_gather.
+    """Write this rank's part of the sum of all ranks' `tensor` [P * n] into `output` [n]."""
+    # There are two names, as for all_gather.
     if hasattr(dist, "reduce_scatter_single"):
         dist.reduce_scatter_single(output, tensor, group=group)
     else:
         dist.reduce_scatter_tensor(output, tensor, group=group)
 
 
-def on_any(said: bool, device: torch.device, *groups: dist.ProcessGroup) -> bool:
-    """Whether any rank of these groups, a grid's rows and columns, says so. 8 bytes per group."""
-    flag = torch.tensor([int(said)], dtype=torch.int64, device=device)
+def any_rank(flag: bool, device: torch.device, *groups: dist.ProcessGroup) -> bool:
+    """Whether `flag` is true on any rank. `groups` are the dimensions of the grid of ranks."""
+    result = torch.tensor([int(flag)], dtype=torch.int64, device=device)
     for group in groups:
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group)
-    return bool(flag)
+        dist.all_reduce(result, dist.ReduceOp.MAX, group)
+    return bool(result)
 
 
 def dense_mean(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-    """The mean of every rank's `tensor`, sent and returned in `dtype`; the same on every rank.
+    """Return the mean of all ranks' `tensor`, sent and returned in `dtype`.
 
-    Divided before it is summed, as DDP does: half as likely to overflow.
+    It divides before it sums, as DDP does, which halves the chance of overflow.
     """
     mean = tensor.to(dtype, copy=True).div_(group.size())
     dist.all_reduce(mean, group=group)
@@ -56,10 +56,10 @@ def dense_mean(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> 
 
 
 def all_reduce_bytes(nbytes: int, world_size: int) -> int:
-    """Bytes each rank sends in a ring all-reduce of `nbytes`: reduce-scatter, then all-gather."""
+    """Bytes that each rank sends in a ring all-reduce of `nbytes`."""
     return 2 * (world_size - 1) * nbytes // world_size
 
 
 def all_gather_bytes(nbytes: int, world_size: int) -> int:
-    """Bytes each rank sends in an all-gather to which it contributes `nbytes`."""
+    """Bytes that each rank sends in a ring all-gather of `nbytes` per rank."""
     return (world_size - 1) * nbytes

@@ -1,8 +1,8 @@
-"""One flat tensor, compressed: residual, thresholds and payload. Knows no network.
+"""Compresses one flat tensor on one device: residual, thresholds and payload.
 
-Dynamic Communication Thresholding, data-parallel side (arXiv 2010.08899): large entries go into
-the payload, the rest stays in the residual (error feedback). The threshold between them is a
-sampled quantile; the paper samples it once in thousands of steps, this class in every step.
+Dynamic Communication Thresholding, data-parallel (arXiv 2010.08899): large entries go into the
+payload, the others stay in the residual (error feedback). The threshold is a sampled quantile. The
+paper samples it once in thousands of steps; by default this class samples it in every step.
 """
 
 import functools
@@ -27,9 +27,10 @@ from dct_kernels.layout import (
 from .user_warnings import warn_user
 
 POLICIES = ("fresh", "fixed")
-HEADROOM = 1.25  # capacity over the entries that should pass
-# Picks of a sample: at least so many, and so many that pass, so that a step's density is off by a
-# quarter (1 / sqrt(16)). Losses are those of the exact threshold (docs/results/thresholds.md).
+HEADROOM = 1.25  # capacity divided by the expected number of entries above the threshold
+# A sample has at least LEAST_PICKS picks, and so many that PICKS_THAT_PASS are expected above the
+# threshold. So the density of a step is off by about a quarter, 1 / sqrt(16). Losses match those
+# with the exact threshold (docs/results/thresholds.md).
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
 
 _sample_threshold = torch.ops.dct.sample_threshold.default
@@ -38,53 +39,47 @@ _scatter_unpack: Callable[..., Tensor] = torch.ops.dct.scatter_unpack.default
 
 
 def default_capacity(numel: int, density: float) -> int:
-    """Entries of room for `numel` elements: 1.25 * density * numel, all at density 1."""
+    """The capacity for `numel` elements: 1.25 * density * numel, and at most `numel`."""
     return max(1, min(numel, math.ceil(HEADROOM * density * numel)))
 
 
 def default_samples(density: float) -> int:
-    """Picks that a threshold is sampled from: 4,096, from 0.39 % down 16 / density."""
+    """The number of picks for a threshold: 4,096, or 16 / density below a density of 0.39 %."""
     return min(max(LEAST_PICKS, math.ceil(PICKS_THAT_PASS / density)), 2**31 - 1)
 
 
 class Compressor:
     """Packs a flat gradient into a payload of fixed size, and keeps the rest as a residual.
 
-    DCT, data-parallel side (arXiv 2010.08899). A threshold is sampled from residual + gradient, in
-    every `pack` (policy "fresh") or in every `refresh_every`-th ("fixed": the paper's way;
-    gradients change meanwhile, and entries that find no room stay in the residual). A sample is
-    infinite if too many of the picks are not finite: then only non-finite entries pass; a "fixed"
-    threshold is kept instead. A sample is 0 if most of the elements are 0: then every non-zero
-    passes, up to the capacity. At density 1 the threshold is always 0: everything is sent.
-
-    There is one payload, overwritten by the next `pack`: finish sending it first. Deterministic,
+    `pack` samples a threshold from residual + gradient in every step (policy "fresh") or in every
+    `refresh_every`-th ("fixed", as in the paper, arXiv 2010.08899). Entries that exceed the
+    capacity stay in the residual. If too many picks are not finite, a "fresh" threshold becomes
+    infinite, so only non-finite entries pass, and a "fixed" one is kept. If most elements are 0,
+    all non-zero entries pass, up to the capacity. At density 1 the threshold is 0. Deterministic,
     without host synchronization. A CUDA graph freezes the picks, because `step` is their seed.
 
     Args:
-        numel: elements of the flat tensor.
+        numel: number of elements of the flat tensor.
         density: fraction of each range to send per step, in (0, 1].
-        value_dtype: of the values in the payload, torch.bfloat16 or torch.float32.
-        policy: "fresh" or "fixed".
-        refresh_every: steps between samples of policy "fixed"; the first is taken at once.
-        capacity: the most entries that each payload holds; default 1.25 * density * numel of the
-            largest range.
-        ranges: how many payloads there are. Each is for an equal range of whole 16,384-element
-            blocks, which has a threshold of its own. With one range the largest entries of the
-            whole tensor are sent.
-        max_samples: picks per range; default 4,096, from 0.39 % of density down 16 / density.
-        row_of: where this tensor is one range of several, the elements of the longest one: payloads
-            then have the size of the longest one's.
+        value_dtype: dtype of the values in the payload, torch.bfloat16 or torch.float32.
+        policy, refresh_every: see above.
+        capacity: the most entries per payload; default 1.25 * density * numel of the largest range.
+        ranges: number of equal ranges of whole blocks (16,384 elements), each with its own
+            threshold and payload.
+        max_samples: picks per range; default 4,096, or 16 / density below a density of 0.39 %.
+        row_of: if this tensor is one of several ranges, the number of elements of the longest
+            range, which then determines the size of the payload.
         device: of all tensors.
 
     Attributes:
-        residual: float32 [numel], not sent yet, in units of the unscaled gradient.
-        threshold: float32 [ranges], the magnitudes that passed in the last `pack`.
-        seen: int32 [ranges], how many passed in it.
-        payload: uint8 [nbytes], or [ranges, nbytes] with several ranges, the last one packed.
-        step: how many times `pack` was called.
+        residual: float32 [numel], entries not sent yet, in units of the unscaled gradient.
+        threshold: float32 [ranges], the thresholds of the last `pack`.
+        seen: int32 [ranges], the number of entries that passed in the last `pack`.
+        payload: uint8 [nbytes], or [ranges, nbytes] with several ranges; `pack` overwrites it.
+        step: number of calls of `pack`.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError, TypeError: an argument is out of range.
 
     >>> c = Compressor(4, density=0.25, value_dtype=torch.float32)
     >>> payload = c.pack(torch.tensor([0.1, -3.0, 0.2, 0.5]))
@@ -120,7 +115,7 @@ class Compressor:
         if row_of is not None:
             checks.require_int("Compressor", "row_of", row_of, numel, 2**63 - 1)
         device = checks.require_device("Compressor", device)
-        warn_of_eager(device.type)
+        warn_if_eager(device.type)
         if capacity is None:
             _, largest = range_bounds(numel, ranges, 0)
             capacity = default_capacity(largest, density)
@@ -136,28 +131,30 @@ class Compressor:
         self._layout = payload_layout(numel, capacity, value_dtype, ranges)
         shape = (ranges, self._layout.nbytes) if ranges > 1 else (self._layout.nbytes,)
         self.payload = torch.zeros(shape, dtype=torch.uint8, device=device)
-        # A short range has fewer blocks than a row has room for, so that what follows comes sooner.
+        # A row has the layout of the longest range. A shorter range has fewer block starts, so its
+        # positions begin at a lower offset.
         row = self._layout if row_of is None else payload_layout(row_of, capacity, value_dtype)
         self._row = self.payload.new_zeros(row.nbytes) if row != self._layout else None
-        # The parts of a row that are kept here.
+        # The parts of a row that the payload contains.
         self._cuts = slice(self._layout.positions), slice(row.positions, row.nbytes)
-        self._sampled = False  # yet
-        self._mean: Tensor | None = None  # of `pack_mean`
+        self._sampled = False
+        self._mean: Tensor | None = None  # the buffer of `pack_mean`
 
     def pack(self, grad: Tensor, inv_scale: Tensor | None = None) -> Tensor:
-        """Add `grad` to the residual, move entries that pass into the payload, and return it.
+        """Add `grad` to the residual, move entries above the threshold into the payload, return it.
 
-        Mutates every attribute above.
+        Mutates every attribute of the class.
 
         Args:
             grad: float32, bfloat16 or float16 [numel], not mutated.
-            inv_scale: float32, one element on the device, or None: grad is multiplied by it (AMP).
+            inv_scale: float32 with one element on the device, by which to multiply `grad` (AMP), or
+                None.
 
         Returns:
             `payload`, which the next `pack` overwrites.
 
         Raises:
-            ValueError, TypeError: an argument has a wrong shape or dtype; nothing has changed.
+            ValueError, TypeError: an argument has a wrong shape or dtype. Nothing has changed.
         """
         checks.require_tensor("Compressor.pack", "grad", grad, checks.FLOATS)
         if grad.shape != self.residual.shape:
@@ -182,18 +179,20 @@ class Compressor:
         return self._to_send()
 
     def unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
-        """Write the mean of P payloads into `out`, summed in the order given: deterministic.
+        """Write the mean of P payloads into `out`. Deterministic: it sums them in the order given.
 
         Args:
-            payloads: uint8 [P, nbytes] or [P, ranges, nbytes], from compressors made like this one.
-            out: float32, bfloat16 or float16 [numel]; every element is written.
-            out_scale: float32, one element on the device: the mean is multiplied by it (AMP).
+            payloads: uint8 [P, nbytes] or [P, ranges, nbytes], from compressors with the same
+                arguments.
+            out: float32, bfloat16 or float16 [numel]; every element is overwritten.
+            out_scale: float32 with one element on the device, by which to multiply the mean (AMP),
+                or None.
 
         Returns:
-            status int32 [P]: not 0 where a payload was damaged, see `dct_kernels.scatter_unpack`.
+            status int32 [P], not 0 for a damaged payload; see `dct_kernels.scatter_unpack`.
 
         Raises:
-            ValueError, TypeError: an argument has a wrong shape or dtype; nothing is written.
+            ValueError, TypeError: an argument has a wrong shape or dtype. Nothing is written.
         """
         checks.require_tensor("Compressor.unpack", "payloads", payloads, (torch.uint8,), (2, 3))
         checks.require_type("Compressor.unpack", "out", out, Tensor, "a tensor")
@@ -205,13 +204,13 @@ class Compressor:
         return self._unpack(payloads, out, out_scale)
 
     def pack_mean(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
-        """Pack the mean of P payloads: what an owner of a range does.
+        """Pack the mean of P payloads, as the owner of a range does.
 
         Args:
-            payloads: uint8 [P, nbytes], as of `unpack`.
+            payloads: uint8 [P, nbytes], as for `unpack`.
 
         Returns:
-            status int32 [P], as of `unpack`, and `payload`.
+            The status of `unpack`, int32 [P], and `payload`.
         """
         if self._mean is None:
             self._mean = torch.empty_like(self.residual)
@@ -221,14 +220,14 @@ class Compressor:
     def take_back(self, mean: Tensor | None = None) -> None:
         """Return the last payload's values to the residual, as if they had not been sent.
 
-        For a step that was exchanged but not applied. Exact for finite entries, because packed
-        value + residual is the accumulated value; non-finite ones are dropped. Voids the payload,
-        so a second call adds nothing. Allocates `numel` float32.
+        Use it for a step that was exchanged but not applied. It is exact for finite entries,
+        because packed value + residual is the accumulated value. Non-finite entries are dropped. A
+        second call does nothing, because this clears the header. Allocates `numel` float32.
 
         Args:
-            mean: what `pack_mean` packed, which is taken out of the residual.
+            mean: the mean that `pack_mean` packed, to be subtracted from the residual; or None.
         """
-        # With both flags set, unpacking would put a NaN over element 0.
+        # If both flags were set, unpacking would write a NaN to element 0.
         self.payload[..., FLAGS_BYTE].zero_()
         sent = torch.empty_like(self.residual)
         self._unpack(self.payload.unsqueeze(0), sent)
@@ -239,7 +238,7 @@ class Compressor:
         self._sampled = False  # a fixed threshold may have been sampled from infinite values
 
     def _to_send(self) -> Tensor:
-        """The payload, padded to the longest one's size if it is one of several."""
+        """The payload, padded to the size of the longest range's payload."""
         if self._row is None:
             return self.payload
         sizes = [len(self._row[cut]) for cut in self._cuts]
@@ -253,7 +252,7 @@ class Compressor:
         )
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:
-        """Find new thresholds if they are due."""
+        """Sample new thresholds if the policy requires it in this step."""
         if self.policy == "fixed" and self._sampled and self.step % self.refresh_every:
             return
         sampled = _sample_threshold(
@@ -267,7 +266,7 @@ class Compressor:
         )
         if self.policy == "fixed":
             sampled = torch.where(sampled.isfinite(), sampled, self.threshold)
-            # In place: the old one may be read by a different stream, and must not be freed.
+            # In place: a different stream may still read the old one, so it must not be freed.
             self.threshold.copy_(sampled)
         else:
             self.threshold = sampled
@@ -279,18 +278,18 @@ def _require_scale(op: str, arg: str, scale: Tensor | None) -> None:
 
 
 @functools.cache  # once per process
-def warn_of_eager(device_type: str) -> None:
-    """Warn if the ops run on eager PyTorch on such devices, unless DCT_BACKEND asks for that."""
+def warn_if_eager(device_type: str) -> None:
+    """Warn if the ops use the eager backend on this device type and DCT_BACKEND is not set."""
     if dct_kernels.backend_of(device_type) == "eager" and "DCT_BACKEND" not in os.environ:
         warn_user(
             f"DCT: backend eager on {device_type}, which is for correctness only: on a CPU it is "
-            "some hundred times slower than compiled kernels. `python -m dct_kernels` says what is "
+            "hundreds of times slower than compiled kernels. `python -m dct_kernels` says what is "
             f"missing; this installation is in {Path(dct_kernels.__file__).parent}."
         )
 
 
 def check_settings(owner: str, density: float, policy: str, refresh_every: int) -> None:
-    """Raise unless a Compressor, and everything built on it, can take these three."""
+    """Raise an error unless these arguments are valid for a Compressor."""
     checks.require_density(owner, density)
     checks.require_choice(owner, "policy", policy, POLICIES)
     checks.require_int(owner, "refresh_every", refresh_every, 1, 2**63 - 1)

@@ -1,4 +1,4 @@
-"""Number formats by name, as every entry point takes them."""
+"""The names of number formats, for all entry points."""
 
 import torch
 
@@ -12,9 +12,9 @@ ROW_FORMATS = (*DTYPES, *FORMATS)
 def require_format(
     op: str, arg: str, format: str | torch.dtype, formats: tuple[str, ...], why: str = ""
 ) -> str:
-    """The name of `format`, a name or a torch dtype; raise unless it is one of `formats`.
+    """Return the name of `format`, a name or a torch dtype. Raise unless it is in `formats`.
 
-    `why` ends the rule.
+    `why` is appended to the rule in the error message.
     """
     if not isinstance(format, (str, torch.dtype)):
         raise TypeError(

@@ -1,7 +1,7 @@
-"""Process groups, and comparing what their ranks were given.
+"""Process groups, and the comparison of values between their ranks.
 
-Ranks compare values through the group's store. In a collective, ranks that disagree about the
-size of a message hang, or abort with an error that does not name the cause.
+Ranks compare values through the group's store before they exchange tensors. In a collective, ranks
+that disagree about the size of a message hang, or abort with an error that hides the cause.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from ._torch import timeout_of as timeout_of
 class GroupForBackward:
     """A weak reference to a process group, for an autograd graph.
 
-    A graph often lives until the process exits. A group that the graph kept alive would join its
-    threads only then, when they can no longer enter Python, and the process would abort.
+    A graph often lives until the process exits. If it kept the group alive, the group would join
+    its threads at exit, when they can no longer enter Python, and the process would abort.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -41,10 +41,10 @@ class GroupForBackward:
 def require_group(
     op: str, group: dist.ProcessGroup | None, arg: str = "group"
 ) -> dist.ProcessGroup:
-    """`group`, or by default the group of all ranks. Raises unless this rank is in it."""
+    """Return `group`, or by default the group of all ranks. Raise unless this rank is in it."""
     if group is None and not dist.is_initialized():
         raise ValueError(
-            f"dct::{op}: {arg} must be a process group where torch.distributed is not initialized "
+            f"dct::{op}: {arg} must be a process group if torch.distributed is not initialized "
             "(call init_process_group first), got None"
         )
     group = dist.group.WORLD if group is None else group
@@ -57,7 +57,7 @@ def require_group(
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Whether the group has not been destroyed, by itself or with all groups."""
+    """Whether the group still exists. `destroy_process_group` destroys one group or all groups."""
     try:
         return bool(dist.get_process_group_ranks(group))
     except KeyError:
@@ -65,29 +65,29 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 
 def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a gloo group of the same ranks, whose collectives are independent of those of `group`.
+    """Create a gloo group of the same ranks, whose collectives are independent of those of `group`.
 
-    All ranks of `group` call it, no others. `dist.new_group` cannot replace it: either every rank
-    of the world has to call that, or (`use_local_synchronization`) the new group's name depends on
-    how many groups this process has, and ranks with different numbers of groups hang.
+    Only the ranks of `group` call it. `dist.new_group` is no alternative, because every rank of the
+    world has to call it. With `use_local_synchronization`, the name of the new group depends on the
+    number of groups in the process, and ranks with different numbers of groups hang.
 
     Args:
-        name: the same on all ranks, and never used before with this `group`.
-        timeout: of the group's collectives, and of making it.
+        name: a new name for this `group`, the same on all ranks.
+        timeout: the timeout of the group's collectives and of its creation.
 
     Raises:
-        RuntimeError: some rank does not make it.
+        RuntimeError: some rank does not create the group.
     """
     made = new_gloo_group(group, f"{group.group_name}/dct/{name}", timeout)
-    made.barrier().wait()  # no rank may destroy the group while another still connects
+    made.barrier().wait()  # so that no rank destroys the group while another rank still connects
     return made
 
 
-def ending(owner: object, *groups: dist.ProcessGroup) -> Callable[[], object]:
-    """A function that destroys these groups, which `separate_group` made. It works once.
+def destroyer(owner: object, *groups: dist.ProcessGroup) -> Callable[[], object]:
+    """Return a function that destroys these groups, which `separate_group` created, once.
 
-    It is also called when `owner` is collected; it does not keep `owner` alive. It is not called
-    at exit, when collectives may be running. Groups that are already destroyed are skipped.
+    The garbage collection of `owner` also calls it. Python's exit does not, because collectives may
+    be running then. Groups that are already destroyed are skipped.
     """
     end = weakref.finalize(owner, _destroy, groups)
     end.atexit = False
@@ -100,7 +100,7 @@ def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
             dist.destroy_process_group(group)
 
 
-POLL_SECONDS = 0.02  # store.wait would block Ctrl-C, and the store for this process's other threads
+POLL_SECONDS = 0.02  # store.wait would block Ctrl-C, and other threads that use the store
 
 
 class PeerError(RuntimeError):
@@ -108,7 +108,7 @@ class PeerError(RuntimeError):
 
 
 def _publish(group: dist.ProcessGroup, answer: Mapping[str, Any]) -> tuple[dist.Store, int]:
-    """Store this rank's answer in its next comparison; return the store and the number.
+    """Store this rank's answer for its next comparison. Return the store and the number.
 
     The n-th comparison of a rank in a group is compared with the n-th of every other rank.
     """
@@ -125,7 +125,7 @@ def exchange(
 
     Args:
         op: the name of the operation, for errors; the same on all ranks.
-        values: of types that JSON can represent.
+        values: values that JSON can represent.
         timeout: how long to wait for the other ranks.
 
     Returns:
@@ -159,35 +159,35 @@ def exchange(
 
 
 @contextlib.contextmanager
-def refusing(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]:
-    """Send an error raised inside to the other ranks of these groups, so that they raise it too.
+def sharing_errors(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]:
+    """Send an error that is raised inside to the other ranks of these groups, which also raise it.
 
-    Put it around the checks of each rank's arguments. An `exchange` in each of the groups follows.
+    Put it around the checks of each rank's arguments, and call `exchange` in each group afterwards.
 
     Args:
         op: the name of the operation, for errors.
-        groups: anything except a process group is ignored.
+        groups: the groups to notify. Values that are not process groups are ignored.
     """
     try:
         yield
     except Exception as error:
         for group in groups:
             if isinstance(group, dist.ProcessGroup):
-                with contextlib.suppress(Exception):  # the store is gone; this error matters more
+                with contextlib.suppress(Exception):  # if the store is gone, still raise `error`
                     _publish(group, {"op": op, "error": _refusal(op, error)})
         raise
 
 
 @contextlib.contextmanager
-def agreeing(op: str, group: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
-    """Raise an error that is raised inside on one rank on every rank of the group. Collective."""
-    with refusing(op, group):
+def raising_together(op: str, group: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
+    """If one rank raises an error inside, raise it on every rank of the group. Collective."""
+    with sharing_errors(op, group):
         yield
     exchange(op, {}, group, timeout)
 
 
 def _refusal(op: str, error: Exception) -> str:
-    if isinstance(error, PeerError):  # it names the rank that it comes from
+    if isinstance(error, PeerError):  # already contains the rank that raised it
         return str(error)
     got = f"{type(error).__name__} from rank {dist.get_rank()}: {error}".removesuffix(": ")
     return f"dct::{op}: every rank must take part, got {got}"

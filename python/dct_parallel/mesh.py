@@ -1,4 +1,4 @@
-"""Device meshes of two dimensions: the groups of a rank, and a mesh of the nodes of a cluster."""
+"""Two-dimensional device meshes: a rank's process groups, and the mesh of a cluster."""
 
 import os
 
@@ -8,15 +8,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
-from .groups import exchange, refusing, require_group, require_same, timeout_of
+from .groups import exchange, require_group, require_same, sharing_errors, timeout_of
 
-NODES = ("node", "local")  # dimensions: across nodes, and inside one
+NODES = ("node", "local")  # the dimensions across nodes and inside a node
 
 
 def require_mesh(
     op: str, mesh: DeviceMesh, dimensions: tuple[str, str]
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's groups along the two dimensions of `mesh`. Raises if it has other dimensions."""
+    """Return this rank's groups along the two dimensions of `mesh`. Raise if it has others."""
     checks.require_type(op, "mesh", mesh, DeviceMesh, "a DeviceMesh")
     if mesh.mesh_dim_names != dimensions:
         rule = f"dimensions {dimensions}"
@@ -32,31 +32,30 @@ def require_mesh(
 
 
 def node_mesh(local_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
-    """Make the mesh of a cluster, with dimensions ("node", "local"): one row for each node.
+    """Create the mesh of a cluster, with dimensions ("node", "local") and one row per node.
 
-    Every rank calls it after torch.distributed is initialized, because it makes process groups.
+    Every rank calls it after torch.distributed is initialized, because it creates process groups.
     Ranks must be numbered node by node, as torchrun does. The groups have the timeout that
-    `init_process_group` was given.
+    `init_process_group` received.
 
     Args:
-        local_size: ranks per node. Default: LOCAL_WORLD_SIZE, which torchrun sets.
-        device_type: "cuda" or "cpu". Default: "cuda" if torch sees a GPU.
+        local_size: number of ranks per node; default: LOCAL_WORLD_SIZE, which torchrun sets.
+        device_type: "cuda" or "cpu"; default: "cuda" if torch finds a GPU.
 
     Returns:
-        A DeviceMesh [nodes, local_size], for `DCTState`.
+        A DeviceMesh [nodes, local_size] for `DCTState`.
 
     Raises:
-        ValueError, TypeError: an argument is unknown or out of range, on this rank. Or nodes differ
+        ValueError, TypeError: an argument is unknown or out of range on this rank. Or nodes differ
             in size, or the number of ranks is not a multiple of `local_size`, on every rank.
-        RuntimeError: a different rank raised an error, which the text contains, or did not call
-            this within the group's timeout.
+        RuntimeError: another rank raised an error, or did not call this within the group's timeout.
 
     >>> state = DCTState(ddp, mesh=node_mesh())
     """
     op = "node_mesh"
     group = require_group(op, None)
     ranks = group.size()
-    with refusing(op, group):
+    with sharing_errors(op, group):
         if local_size is None:
             variable = os.environ.get("LOCAL_WORLD_SIZE", "none")
             if not variable.isdecimal():
@@ -81,7 +80,7 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
         made, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
         return made
 
-    # init_device_mesh would give the groups torch's default timeout, half an hour on the CPU.
+    # init_device_mesh would create groups with torch's default timeout, half an hour on the CPU.
     nodes = torch.arange(ranks, dtype=torch.int64, device="cpu").view(-1, local_size)
     groups = [along(nodes.t()), along(nodes)]
     return DeviceMesh.from_group(groups, device_type, mesh=nodes, mesh_dim_names=NODES)

@@ -1,14 +1,17 @@
-"""Warnings that name the user's line."""
+"""Warnings that point at the user's code, and the logger."""
 
+import logging
 import sys
 import warnings
 from types import FrameType
 
+logger = logging.getLogger("dct")
+
 
 def warn_user(text: str) -> None:
-    """Warn at the innermost line outside of torch and of these packages."""
+    """Warn with the innermost line outside torch and these packages as the location."""
     frame: FrameType | None = sys._getframe(1)
-    level = 2  # of this frame
+    level = 2  # the stacklevel of `frame`
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)

@@ -233,7 +233,7 @@ def test_wrong_plans_and_settings_raise(rank):
         for setting in ("momentum", "weight_decay")
     )
     of_wide = torch.optim.SGD([wide.weight], LR)
-    few = "weight of bags, with a density or in few bits, must be float32, got float64"
+    few = "weight of bags, with a density or a quantized format, must be float32"
     density, format = 0.1 * (1 + rank), ["int8", "int4"][rank]
     for text, optimizer, settings, error in (
         ("dct::ReplicaSync: every must be in", sgd, {"every": 0}, ValueError),

@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from dct_parallel import DCTAverager, DCTState
 from dct_parallel.exchange import ledger as ledger_module
-from dct_parallel.groups import PeerError, exchange, refusing, require_same
+from dct_parallel.groups import PeerError, exchange, require_same, sharing_errors
 from entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from ranks import assert_same, ddp, entry, mlp, on_ranks, shorten_timeouts
 
@@ -152,7 +152,7 @@ def test_next_exchange_works_after_all_ranks_fail(rank):
     op = ("this", "that", "that")[rank]
     ops = "this on rank 0, that on rank 1, that on rank 2"
     for attempt in range(3):
-        with pytest.raises(ValueError), refusing("test", dist.group.WORLD):
+        with pytest.raises(ValueError), sharing_errors("test", dist.group.WORLD):
             raise ValueError("wrong here")
         assert _exchange({"x": attempt}) == {r: {"x": attempt} for r in range(3)}
         with pytest.raises(ValueError) as error:
@@ -169,7 +169,7 @@ def test_error_reaches_ranks_of_other_groups(rank):
     with pytest.raises((PeerError, ValueError)) as error:
         if rank == 2:
             _exchange({}, group=second)
-        with refusing("test", None, "not a group", first if rank == 1 else second):
+        with sharing_errors("test", None, "not a group", first if rank == 1 else second):
             if rank == 1:
                 raise ValueError("wrong here")
             _exchange({}, group=first)
@@ -190,7 +190,7 @@ def test_missing_ranks_raise_at_the_timeout(rank):
         store.wait(["gave up"])
     group = dist.new_group()
     if rank == 1:
-        with pytest.raises(ValueError), refusing("test", group):
+        with pytest.raises(ValueError), sharing_errors("test", group):
             raise ValueError("wrong here")
     elif rank == 0:
         with pytest.raises(PeerError, match=f"^{REFUSAL}$"):

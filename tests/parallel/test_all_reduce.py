@@ -136,7 +136,7 @@ def test_invalid_arguments_change_nothing(rank):
         (ValueError, "tensor must be contiguous", (x.view(2, 3).T,), {}),
         (TypeError, "residual must be a tensor or None", (x, 1), {}),
         (TypeError, "residual must be float32", (x, r.half()), {}),
-        (ValueError, r"residual must have shape \[6\], as the tensor, got \[3\]", (x, r[:3]), {}),
+        (ValueError, r"residual must have shape \[6\], like tensor, got \[3\]", (x, r[:3]), {}),
         (ValueError, "residual must share no memory with tensor, got 24", (x, x), {}),
         (ValueError, "format must be .* got 'int5'", (x, r), {"format": "int5"}),
         (TypeError, "format must be a string or a torch.dtype, got None", (x, r), {"format": None}),

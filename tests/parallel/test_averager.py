@@ -84,7 +84,9 @@ def test_stats_and_plan_report_density_and_bytes(rank):
     assert "all_gather (up to 8 ranks)" in plan and "bytes/averaging" in plan
     # 50,112 bytes: 12,500 entries of 4 bytes, a header and 8 starts. Dense: 400,000 bytes.
     assert "That is 8.0x fewer bytes than the all-reduce." in plan
-    assert plan.endswith("Every 10 steps: 5,011 bytes a step, 79.8x fewer than that.")
+    assert plan.endswith(
+        "Every 10 steps: 5,011 bytes per step, 79.8x fewer than the all-reduce in every step."
+    )
 
 
 @on_ranks(2)

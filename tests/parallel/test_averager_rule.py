@@ -134,7 +134,7 @@ def test_flush_sends_all_changes_in_ternary(rank, ranks, numel, transport, ahead
             model[0] += move
         averager.average_parameters()
     assert_same(averager._base)
-    assert averager.plan().endswith("x fewer than that.")
+    assert averager.plan().endswith("x fewer than the all-reduce in every step.")
     averager.flush()
     mean = sum(gathered(moved)) / ranks
     torch.testing.assert_close(weights(model).double(), mean, rtol=0, atol=1e-5)

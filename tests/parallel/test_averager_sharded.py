@@ -211,7 +211,7 @@ def test_unsupported_groups_modules_and_states_raise(rank):
     crossed, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
     refused("shard must be the same on every rank, got", model, process_group=crossed)
 
-    rule = "must be cut by fully_shard.*, like every other, got"
+    rule = "must be sharded by fully_shard.*, like every other, got"
     mixed = nn.ModuleList([model, nn.Linear(2, 2)])
     refused(rf"parameter 1\.weight {rule} one that is not sharded", mixed)
     refused(rf"parameter p\.0 {rule} .*Replicate", fully_shard(Dictated(SHAPES), mesh=mesh))

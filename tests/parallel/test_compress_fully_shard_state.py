@@ -173,7 +173,9 @@ def _resharded(rank, folder):
     anew = sharded(mesh=mesh)
     anew_state = compress_fully_shard(anew, weights="int4", gradients="int4")
     anew.load_state_dict(copy.deepcopy(other.state_dict()))
-    with pytest.raises(ValueError, match=r"kept of .* must be a .* DTensor of .*, cut like the "):
+    with pytest.raises(
+        ValueError, match=r"kept of .* must be a .* DTensor of .*, sharded like the "
+    ):
         anew_state.load_state_dict(refused)
     assert torch.equal(_flat(computed_weights(anew)), _flat(full_weights(anew)))
 
@@ -204,7 +206,7 @@ def test_invalid_states_change_nothing(rank):
     refuses(text, kept=incomplete)
     refuses(text, kept={**incomplete, "other": incomplete["head.weight"]})
     plain = {**good["kept"], "head.weight": torch.zeros(61, 70)}
-    text = r"kept of head.weight must be a torch.float32 DTensor of \[61, 70\], cut like the weight"
+    text = r"kept of head.weight must be a torch.float32 DTensor of \[61, 70\], sharded like the"
     refuses(text, kept=plain)
     refuses(text, kept={**good["kept"], "head.weight": good["kept"]["head.weight"].double()})
     refuses("step must be the same on every rank, got 2 on rank 0, 3 on rank 1", step=2 + rank)

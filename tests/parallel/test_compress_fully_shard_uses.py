@@ -212,7 +212,7 @@ def test_weights_of_several_dtypes_are_gathered_by_torch(rank):
     for format in ("int8", "int4"):
         model = sharded(_WithAdapter())
         state = compress_fully_shard(model, weights=format, gradients=format)
-        assert "\nblocks.2: weights of several dtypes, which torch gathers." in state.plan()
+        assert "\nblocks.2: torch gathers its weights (several dtypes)." in state.plan()
         _train_with_adamw(model, rank)
         weights, exact = computed_weights(model), full_weights(model)
         adapter = [name for name in exact if name.startswith("blocks.2")]

@@ -285,7 +285,7 @@ def test_local_steps_are_kept_if_averaging_fails(rank):
             text = f"{averaging} status 1 from rank 1" if rank == 0 else "as at the timeout"
             with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=text):
                 if rank == 1:  # rank 0 does not call the collective, so rank 1 would time out
-                    patch.setattr(averager, "on_any", _timed_out)
+                    patch.setattr(averager, "any_rank", _timed_out)
                 point.step(numbers)
             break
         network.bad = False

@@ -1,5 +1,7 @@
 """DCTState: plan, statistics, warnings and invalid calls."""
 
+import io
+import logging
 import math
 import re
 from copy import deepcopy
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dct_kernels import payload_info
+from dct_kernels import backend_of, payload_info
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange.results import ExchangeResult, RecentStats
 from entry_points import Hook, Sharded
@@ -62,6 +64,30 @@ def test_plan_and_stats_report_bytes_per_step(rank):
     assert stats["step"] == 6
     assert 0.009 < stats["density"] <= 0.0127
     assert 0 <= stats["overflow"] <= 1
+
+
+@on_ranks(2)
+def test_the_log_explains_dense_steps_transports_and_skipped_steps(rank):
+    lines, logger = io.StringIO(), logging.getLogger("dct")
+    logger.addHandler(logging.StreamHandler(lines))
+    logger.setLevel(logging.INFO)
+    model, scaler = ddp(Dictated(SIZES)), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, state = hooked(model, density=0.05, grad_scaler=scaler, optimizer=optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(*integers(SIZES, step, rank))).backward()
+        model.module.p[0].grad[0] = torch.inf if step == 3 else 0
+        scaler.step(optimizer)
+        scaler.update()
+    state.stats()
+    how = f"all_gather (up to 8 ranks), backend {backend_of('cpu')}"
+    found = lines.getvalue().splitlines()
+    assert found == [
+        "DCTState: steps 0 to 1 are dense (bfloat16)",
+        f"DCTState: bucket p.2 ... p.0 of 7,030 elements: {how}",
+        "DCTState: step 3 was skipped by the GradScaler",
+    ]
 
 
 @on_ranks(2)

@@ -206,7 +206,7 @@ def test_copied_state_has_only_the_settings(rank):
     optimizer = torch.optim.SGD(model.parameters())
     model, state = hooked(model, density=0.8, grad_scaler=scaler, optimizer=optimizer)
     scaler.scale(model(batch(0, rank)[0]).sum()).backward()
-    text = "must be one made by DCTState.*, got a copy, which has the settings only: make a new"
+    text = "must be made by DCTState.*, got a copy, which has only the settings: make a new"
     for copied in (copy.deepcopy(model), through_a_file(model, weights_only=False)):
         ((_, copied_state),) = copied._comm_hooks
         assert copied_state.settings == state.settings

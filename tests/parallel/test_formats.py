@@ -57,7 +57,7 @@ def test_density_1_without_format_warns():
 @pytest.mark.parametrize("format", ["float32", "bfloat16"])
 def test_plan_reports_that_density_1_saves_nothing(one_rank, format):
     ddp = DDP(torch.nn.Linear(4, 4))
-    line = f"Density is a fraction: 1 sends every entry in {format}, as many bytes as a plain "
+    line = f"Density is a fraction: 1 sends all entries in {format}, as many bytes as a plain "
     plans = [
         state.plan()
         for state in (DCTState(ddp, density=1, format=format), DCTState(ddp, format="int4"))

@@ -194,5 +194,5 @@ def test_accumulation_with_set_requires_all_reduce_raises(rank):
     dct_fully_shard_hook(model, mesh=mesh, density=0.05)
     model.set_requires_all_reduce(False)
     x, y = batch(0, rank)
-    with pytest.raises(ValueError, match=r"gradients must be accumulated under set_requires_grad"):
+    with pytest.raises(ValueError, match=r"gradients must be accumulated with set_requires_grad"):
         (model(x) - y).square().mean().backward()

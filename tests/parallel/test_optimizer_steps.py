@@ -134,7 +134,7 @@ def test_scaler_must_skip_all_optimizers_of_a_model_or_none(rank, together):
             scaler.step(optimizer)
         scaler.update()
     if not together:
-        text = "must have one optimizer, or .* got 2, of which it skipped 1: call take_back"
+        text = "must have one optimizer, or .* got 2, of which it skipped 1; nothing was taken"
         with pytest.raises(RuntimeError, match=text):
             state.stats()
         assert torch.equal(all_pending(state.state_dict()), pending)
@@ -221,11 +221,11 @@ def test_unsupported_optimizers_raise(rank):
         r"\(write grad_scaler=scaler, optimizer=optimizer\), got "
     )
     other = SGD([torch.nn.Parameter(torch.zeros(1))])
-    hook = r"a torch.optim.Optimizer, or a list of them \(of a wrapper, the optimizer inside\)"
+    hook = r"a torch.optim.Optimizer, or a list of them \(for a wrapper, pass the inner optimizer\)"
     for optimizer, error, text in [
         (None, ValueError, missing + "None"),
         ([], TypeError, f"optimizer must be {hook}, got an empty list"),
-        (other, ValueError, "optimizer must be of the parameters that are averaged, got SGD of "),
+        (other, ValueError, "optimizer must have parameters that are averaged, got SGD of "),
         (wrapper, TypeError, f"optimizer must be {hook}, got PostLocalSGDOptimizer"),
         ([other, 3], TypeError, f"optimizer must be {hook}, got 3"),
     ]:

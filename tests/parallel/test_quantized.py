@@ -6,7 +6,7 @@ import torch
 from dct_kernels import payload_info, quantized_payload_bytes, row_dequantize, row_quantize
 from dct_kernels.layout import ROW, SCALED
 from dct_parallel import DCTState
-from dct_parallel.exchange.quantized import FEW_BITS, FORMATS, Quantized
+from dct_parallel.exchange.quantized import FORMATS, QUANTIZED_FORMATS, Quantized
 
 CPU = torch.device("cpu")
 BLOCK = 16_384
@@ -43,7 +43,7 @@ def test_sent_plus_residual_equals_the_accumulated_gradient(format, numel):
             assert (sent + left - acc).abs().le(2.0**-24 * left.abs() + 1e-45).all()
         else:
             assert torch.equal(sent + left, acc)
-        if format in FEW_BITS:  # as rows of 64, the last one filled with zeros
+        if format in QUANTIZED_FORMATS:  # as rows of 64, the last one filled with zeros
             rows = torch.nn.functional.pad(before + grad, (0, -numel % SCALED)).view(-1, SCALED)
             expected = row_dequantize(row_quantize(rows, format), SCALED, format, torch.float32)
             assert torch.equal(sent.float(), expected.flatten()[:numel])
@@ -113,7 +113,7 @@ SIZES = (40_000, 100, 30_001)
 
 
 def test_quantized_format_requires_density_1():
-    rule = "dct::DCTState: density must be 1 with format int4, which sends every entry, got"
+    rule = "dct::DCTState: density must be 1 with format int4, which sends all entries, got"
     with pytest.raises(ValueError, match=f"{rule} 0.005"):
         DCTState(density=0.005, format="int4")
     assert DCTState(format="int4").settings == DCTState(density=1, format="int4").settings

@@ -46,7 +46,7 @@ RULES = {
         ("world_size", f"2, {MERGE}", {"3": 3}),
         ("local_size", f"1, {MERGE}", {"2": 2}),
         ("buckets", "lists of strings", ("x", ["p.0"], [[]], GONE)),
-        ("buckets", "lists of parameters of this model, each of them once", TWICE),
+        ("buckets", "lists of parameters of this model, each at most once", TWICE),
     ],
     LocalSteps: [
         *OF_RANK,
@@ -312,7 +312,7 @@ def test_step_ahead_refuses_states_that_would_move_weights(rank):
 
     state, both = state_of(made()), [None, None]
     dist.all_gather_object(both, state)
-    flush = "with step_ahead (or flush, and start anew), got"
+    flush = "with step_ahead (or flush, and start a new averager), got"
     transport = f"transport must be reduce_scatter, as in the saved run, {flush} all_gather"
     merged = f"state must be rank {rank}'s own {flush} one from merge_states"
     for settings, saved, text in (
@@ -396,7 +396,7 @@ def test_merged_residual_is_the_mean_over_nodes():
 def test_sparse_and_dense_states_are_not_interchangeable(one_rank, point):
     """The error names the kind of format, not only the density."""
     sparse, dense = point([5000], density=0.01), point([5000], density=1, format="int4")
-    every, largest = "every entry", "the largest entries (density 0.01)"
+    every, largest = "all entries", "the largest entries (density 0.01)"
     for run, saved, expected, found in (
         (dense, sparse, f"{every}, as in this run ('int4')", largest),
         (sparse, dense, f"{largest}, as in this run ('bfloat16')", every),

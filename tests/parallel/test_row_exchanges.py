@@ -267,5 +267,5 @@ def test_requires_grad_may_differ_with_no_grad(rank):
 
 @pytest.mark.parametrize("function", [all_to_all_rows, all_gather_rows])
 def test_missing_process_group_raises(function):
-    with pytest.raises(ValueError, match="group must be a process group where torch"):
+    with pytest.raises(ValueError, match="group must be a process group if torch"):
         function(_random(0, 3), [1, 2], format=ALL)

@@ -184,7 +184,7 @@ WRONG = [
     (
         lambda x: RowQuantize(RowFormat(density=0.5)),
         ValueError,
-        "format must be one of every entry",
+        "format must be a number format without density",
     ),
     (
         lambda x: RowDequantize(8, "int4")(x),

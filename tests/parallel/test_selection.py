@@ -85,7 +85,7 @@ def test_buckets_of_one_model_can_use_different_transports(rank):
     assert sorted(transports.split(", ")) == ["all_gather", "reduce_scatter"], state.plan()
     assert re.search(r"^0: p.2, reduce_scatter +1 ", state.plan(), re.M), state.plan()
     assert re.search(r"^1: p.1 ... p.0, all_gather +2 ", state.plan(), re.M)
-    assert why == "more than 1 ranks; all_gather below 131,072 elements, 4 blocks a rank"
+    assert why == "more than 1 ranks; all_gather below 131,072 elements, 4 blocks per rank"
 
 
 @on_ranks(2)

@@ -172,7 +172,7 @@ def test_errors_name_the_argument():
         (
             {"format": RowFormat(density=0.1)},
             ValueError,
-            r"dct::compressed_sharders: format must be without a density: every entry is sent, got",
+            r"dct::compressed_sharders: format must be without a density \(all entries are sent\)",
         ),
         ({"width": 64}, TypeError, "width"),
     ]:

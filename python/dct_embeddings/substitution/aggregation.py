@@ -1,4 +1,4 @@
-"""Partial results of all ranks, added up; differentiable."""
+"""Differentiable sums of partial results over ranks."""
 
 from functools import reduce
 
@@ -19,10 +19,10 @@ _OP = "EquivalentSubstitution"
 
 
 def reduce_scatter(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks of their partial results for this rank's samples.
+    """Sum the partial results of all ranks for this rank's samples.
 
-    Summed in rank order, so that every run gives the same bits; a ring sends as many bytes. The
-    gradient is gathered from all ranks and divided by their number, for a mean over ranks.
+    It sums in rank order, so that every run gives the same bits, and sends as many bytes as a ring.
+    Gradients are gathered from all ranks and divided by the number of ranks.
 
     Args:
         partial: [P * batch, m], for the samples of rank 0, 1, ...
@@ -45,16 +45,16 @@ def reduce_scatter(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_reduce(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks of their partial results [batch, m] for the same samples on all of them.
+    """Sum the partial results [batch, m] of all ranks for the same samples.
 
-    The gradient of the sum, the same on every rank, is that of each partial result. Nothing is sent
-    for it.
+    The gradient of the sum, which is the same on every rank, is also the gradient of each partial
+    result, so the backward pass sends nothing.
     """
     return with_gradient(_OP, partial, lambda x: _sum(x, group), lambda grad: grad)
 
 
 def with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`parameter`, which is the same on every rank; its gradient is summed over ranks."""
+    """Return `parameter`, which is the same on every rank. Its gradient is summed over ranks."""
     held = GroupForBackward(group)
     return with_gradient(
         _OP, parameter, lambda x: x.view_as(x), lambda grad: _sum(grad, held.get())

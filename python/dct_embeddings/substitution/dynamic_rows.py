@@ -1,4 +1,4 @@
-"""Rows of features that get a row when they are first seen."""
+"""Rows of features. A feature gets a row when it is first seen in training."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_kernels import checks
-from dct_parallel.groups import refusing
+from dct_parallel.groups import sharing_errors
 
-from ..groups import require_alike
-from ..loading import part_of, require_loadable
+from ..groups import require_same_settings
+from ..loading import require_loadable, without_prefix
 from .dynamic_state import MERGED, require_state
 from .feature_rows import SharedRows
 from .id_table import NO_PLACE, IdTable, mix
@@ -22,37 +22,37 @@ _PER_ROW = "per_row."
 
 
 class DynamicFeatureRows(SharedRows):
-    """A row for each feature seen in training, shared out to ranks by a hash of the id.
+    """One row per feature seen in training, distributed over ranks by a hash of the id.
 
-    In training mode, a feature gets a row when it is first seen. Initial numbers are uniform within
-    `bound`, by a hash of id and column, so they do not depend on the number of ranks. In eval mode
-    the row of an unknown feature is 0. Rows are never evicted. Ids are any integers from 0 to
-    2^63 - 1, such as hashes, and take 8 bytes each in messages.
+    In training mode, a feature gets a row when it is first seen. Initial values are uniform within
+    `bound`, computed from a hash of id and column, so they do not depend on the number of ranks. In
+    eval mode the row of an unknown feature is 0. Rows are never evicted. Ids are any integers from
+    0 to 2^63 - 1, such as hashes, and take 8 bytes each in messages.
 
-    `state_dict` holds the rows of this rank. `load_state_dict` takes it, or the result of
-    `merge_feature_rows` on any number of ranks; if it raises an error, nothing is loaded. A copy
-    (copy.deepcopy, AveragedModel) has the features known when it was made, and shares the group.
+    `state_dict` contains the rows of this rank. `load_state_dict` takes it, or the result of
+    `merge_feature_rows` with any number of ranks. If it raises an error, nothing is loaded. A copy
+    (copy.deepcopy, AveragedModel) has the features known at that time, and shares the group.
     Deterministic.
 
     Args:
-        width: d, numbers in a row.
-        capacity: rows that this rank can have. Reserves memory for them; the CPU allocates pages
-            only as rows are made.
-        bound: of initial numbers, from 0 up to the largest number of `dtype`.
-        seed: of initial numbers.
+        width: the width d of a row.
+        capacity: the most rows that this rank can have. It reserves memory for them; the CPU
+            allocates pages only when rows are created.
+        bound: the bound of initial values, from 0 to the largest number of `dtype`.
+        seed: the seed of initial values.
         dtype: float32 or float64.
-        device: of the rows.
-        group: the ranks that share the rows, default all.
+        device: the device of the rows.
+        group: the ranks that share the rows; default: all.
 
     Attributes:
-        weight: parameter [1 + capacity, d], with a sparse gradient. Row 0 is 0, for unknown
-            features. The rows of `ids()` follow; later rows have no meaning.
+        weight: parameter [1 + capacity, d], with a sparse gradient. Row 0, for unknown features, is
+            0. The rows of `ids()` follow. Later rows are unused.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
-        ValueError: ranks differ in width, dtype, bound or seed; on all of them. In forward: some
-            rank would have more features than its `capacity`; on all of them, and none is added.
-        RuntimeError: an argument is out of its range on a different rank only, as the text says.
+        ValueError, TypeError: an argument is out of range.
+        ValueError: ranks differ in width, dtype, bound or seed. In forward: a rank would exceed its
+            `capacity`, and no row is added. In both cases every rank raises.
+        RuntimeError: an argument is out of range on another rank only.
     """
 
     no_row = NO_PLACE
@@ -69,17 +69,17 @@ class DynamicFeatureRows(SharedRows):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(_OP, group)
-        with refusing(_OP, self.group):
+        with sharing_errors(_OP, self.group):
             device = checks.require_device(_OP, device)
             checks.require_int(_OP, "capacity", capacity, 1, MOST_ROWS)
         settings = {"width": width, "dtype": dtype, "bound": bound, "seed": seed}
-        require_alike(_OP, settings, self.group, device)
+        require_same_settings(_OP, settings, self.group, device)
         checks.require_int(_OP, "width", width, 1, 2**31 - 1)
         checks.require_int(_OP, "seed", seed, 0, 2**31 - 1)
         checks.require_dtype(_OP, "dtype", dtype, (torch.float32, torch.float64))
         checks.require_number(_OP, "bound", bound)
         most = torch.finfo(dtype).max
-        if not 0 <= bound <= most:  # false of a NaN as well
+        if not 0 <= bound <= most:  # also raises for NaN
             raise ValueError(f"dct::{_OP}: bound must be in [0, {most:.2g}], got {bound}")
         self.capacity, self._bound, self._seed = capacity, bound, seed
         self.weight = nn.Parameter(torch.empty(1 + capacity, width, dtype=dtype, device=device))
@@ -98,23 +98,23 @@ class DynamicFeatureRows(SharedRows):
 
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         ids = ids.long()
-        return (mix(ids) >> 32) % self.group.size(), ids  # tables use the low bits
+        return (mix(ids) >> 32) % self.group.size(), ids  # IdTable uses the low bits
 
     def places(self, names: Tensor) -> Tensor:
         places = self._table.find(names)
         if self.training:
             unknown = (places == NO_PLACE).nonzero().squeeze(1)
             if len(unknown):
-                sought = names[unknown]
-                self._add(sought.unique())
-                places[unknown] = self._table.find(sought)
+                new = names[unknown]
+                self._add(new.unique())
+                places[unknown] = self._table.find(new)
         return places
 
     def missing(self, names: Tensor) -> int:
         return len(names[self._table.find(names) == NO_PLACE].unique()) if self.training else 0
 
     def initial(self, ids: Tensor) -> Tensor:
-        """The initial rows [n, d] of these features, int32 or int64 [n]."""
+        """Return the initial rows [n, d] of the features `ids`, int32 or int64 [n]."""
         checks.require_tensor(_OP, "ids", ids, (torch.int32, torch.int64))
         ids = ids.long()
         column = torch.arange(1, 1 + self.width, dtype=torch.int64, device=ids.device)
@@ -123,16 +123,16 @@ class DynamicFeatureRows(SharedRows):
         return (drawn.to(self.weight.dtype) * 2.0**-23 - 1) * self._bound
 
     def attach(self, name: str, optimizer: torch.optim.Optimizer, key: str) -> None:
-        """Save and load an optimizer's state together with the rows, under this name.
+        """Save and load an optimizer's state together with the rows, as `name`.
 
-        That state is the tensor `optimizer.state[rows.weight][key]` [1 + capacity, ...] at the time
-        of a save or load. A load writes into it, with zeros for features without a row. If the
-        world size changes, load the optimizer before the rows. A copy of the rows has nothing
-        attached.
+        The state is the tensor `optimizer.state[rows.weight][key]` [1 + capacity, ...] at the time
+        of the save or load. A load overwrites it, with zeros for features without a row. If the
+        world size changes, load the optimizer before the rows. Copies of the rows have no attached
+        state.
 
         Raises:
-            ValueError, TypeError: the optimizer has no such tensor, now or, by `state_dict` and
-                `load_state_dict`, later.
+            ValueError, TypeError: the optimizer has no such tensor. `state_dict` and
+                `load_state_dict` also raise if it is missing later.
         """
         for arg, value in (("name", name), ("key", key)):
             checks.require_type(_OP, arg, value, str, "a string")
@@ -142,9 +142,9 @@ class DynamicFeatureRows(SharedRows):
         self._attached[name] = optimizer, key
 
     def _per_row(self) -> dict[str, Tensor]:
-        """The saved tensors: the weight, and the attached ones."""
-        # An optimizer that loads a state makes new tensors, so they are looked up again.
-        attached = {_PER_ROW + name: self._state_of(*of) for name, of in self._attached.items()}
+        """The saved tensors: the weight and the attached states."""
+        # Looked up each time, because an optimizer that loads a state creates new tensors.
+        attached = {_PER_ROW + name: self._state_of(*key) for name, key in self._attached.items()}
         return {"weight": self.weight, **attached}
 
     def _state_of(self, optimizer: torch.optim.Optimizer, key: str) -> Tensor:
@@ -173,13 +173,13 @@ class DynamicFeatureRows(SharedRows):
             name: tensor.detach()[1 : 1 + len(self)] for name, tensor in self._per_row().items()
         }
         for name, tensor in {"ids": self.ids(), **rows}.items():
-            # A view would save all of the storage.
+            # Not a view, which would save the whole storage.
             destination[prefix + name] = tensor if keep_vars else tensor.clone()
 
     @torch.no_grad()
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *more: Any) -> None:
         _, _, missing_keys, unexpected_keys, _ = more
-        state, per_row = part_of(state_dict, prefix), self._per_row()
+        state, per_row = without_prefix(state_dict, prefix), self._per_row()
         names = ["owner", "ids", *per_row]
         missing_keys += [prefix + name for name in names if name not in state]
         unexpected_keys += [prefix + name for name in state if name not in names]
@@ -191,25 +191,25 @@ class DynamicFeatureRows(SharedRows):
         self._table.add(state["ids"].to(device)[local])
         for name, tensor in per_row.items():
             tensor[1 : 1 + len(self)] = state[name].to(device)[local]
-            tensor[1 + len(self) : 1 + before] = 0  # as for features not seen yet
+            tensor[1 + len(self) : 1 + before] = 0  # as for unseen features
 
     def _require_state(self, state: Mapping[str, Any]) -> Tensor | None:  # type: ignore[override]
-        """The indices of this rank's rows in a state, or None if there are none to load.
+        """Return the indices of this rank's rows in a state, or None if there is nothing to load.
 
-        Raises unless all of the state can be loaded.
+        Raises unless the whole state can be loaded.
         """
         per_row = self._per_row()
         names = ["owner", "ids", *per_row]
         missing = [name for name in names if name not in state]
         if missing == names:
             return None
-        if missing:  # an error even if the load is not strict
+        if missing:  # also an error if the load is not strict
             checks.fail(_OP, "state", ", ".join(names), f"no {', '.join(missing)}", verb="have")
         require_state(_OP, "state", {name: state[name] for name in names})
         rank, ranks = state["owner"].tolist()
-        this, size = self.group.rank(), self.group.size()
-        if rank != MERGED and (rank, ranks) != (this, size):
-            rule = f"that of rank {this} of {size}, or one from merge_feature_rows"
+        own_rank, size = self.group.rank(), self.group.size()
+        if rank != MERGED and (rank, ranks) != (own_rank, size):
+            rule = f"that of rank {own_rank} of {size}, or one from merge_feature_rows"
             raise ValueError(
                 f"dct::{_OP}: state must be {rule}, got that of rank {rank} of {ranks}"
             )
@@ -221,12 +221,12 @@ class DynamicFeatureRows(SharedRows):
         if len(ids.unique()) != len(ids):
             raise ValueError(f"dct::{_OP}: state['ids'] must be distinct, got some ids twice")
         owners = self.owners(ids)[0]
-        others = (owners != this).nonzero().squeeze(1)
+        others = (owners != own_rank).nonzero().squeeze(1)
         if rank != MERGED and len(others):
-            index, rule = int(others[0]), f"of rank {this}'s rows, as the owner of the state"
+            index, rule = int(others[0]), f"of rank {own_rank}'s rows, as the owner of the state"
             found = f"{int(ids[index])} of rank {int(owners[index])}"
             raise ValueError(f"dct::{_OP}: state['ids'] must be {rule}, got {found}")
-        local = (owners == this).nonzero().squeeze(1)
+        local = (owners == own_rank).nonzero().squeeze(1)
         if len(local) > self.capacity:
             rule = f"at least {len(local)}, the rows of the state"
             raise ValueError(f"dct::{_OP}: capacity must be {rule}, got {self.capacity}")

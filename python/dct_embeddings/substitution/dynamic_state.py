@@ -1,4 +1,4 @@
-"""States of `DynamicFeatureRows`: their checks, and a merged state of all ranks."""
+"""Checks and merges the states of `DynamicFeatureRows`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from dct_kernels import checks
 
 NAMES = ("owner", "ids", "weight")  # in every state
-MERGED = -1  # stands for the rank in a state of all ranks
+MERGED = -1  # instead of a rank, in the state of all ranks
 
 
 def require_state(op: str, arg: str, state: Mapping[str, Tensor]) -> None:
-    """Raise unless `state` holds tensors, with an owner, ids and a weight among them."""
+    """Raise unless `state` holds tensors, including an owner, ids and a weight."""
     checks.require_type(op, arg, state, Mapping, "a DynamicFeatureRows.state_dict()")
     missing = [name for name in NAMES if name not in state]
     if missing:
@@ -29,9 +29,9 @@ def require_state(op: str, arg: str, state: Mapping[str, Tensor]) -> None:
 
 
 def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The states of all ranks as one, for any number of ranks to load.
+    """Merge the states of all ranks into one that loads on any number of ranks.
 
-    Needs no process group, and mutates nothing.
+    It needs no process group, and mutates nothing.
 
     Args:
         states: `DynamicFeatureRows.state_dict()` of every rank, in any order.
@@ -40,7 +40,7 @@ def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
         A state with the rows of all ranks, in rank order, for `load_state_dict` on every rank.
 
     Raises:
-        ValueError, TypeError: a state of the run is missing, given twice, or invalid.
+        ValueError, TypeError: the state of a rank is missing, duplicated or invalid.
     """
     op = "merge_feature_rows"
     checks.require_type(op, "states", states, Sequence, "a sequence of states")
@@ -49,7 +49,7 @@ def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
     owners = sorted(tuple(state["owner"].tolist()) for state in states)
     ranks = owners[0][1] if owners else 0
     if not owners or owners != [(rank, ranks) for rank in range(ranks)]:
-        got = ", ".join(f"{rank} of {of}" for rank, of in owners) or "none"
+        got = ", ".join(f"{rank} of {size}" for rank, size in owners) or "none"
         raise ValueError(f"dct::{op}: states must hold one state of every rank, got {got}")
     if any(state.keys() != states[0].keys() for state in states):
         got = ", ".join(sorted({name for state in states for name in state}))

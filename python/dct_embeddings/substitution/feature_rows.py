@@ -1,4 +1,4 @@
-"""The owner of each feature's row, and the place of the row in the owner's weight."""
+"""Rows of features that ranks share: the owner of each row, and its place in the weight."""
 
 import math
 from abc import ABC, abstractmethod
@@ -9,31 +9,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_kernels import checks
-from dct_parallel.groups import refusing, require_group
+from dct_parallel.groups import require_group, sharing_errors
 
-from ..groups import GroupOfModule, require_alike
+from ..groups import GroupOfModule, require_same_settings
 from ..loading import CheckedModule
 
 _OP = "FeatureRows"
-MOST_ROWS = 2**31 - 1  # an id times the multiplier stays below 2**62
+MOST_ROWS = 2**31 - 1  # so that an id times the multiplier is below 2**62
 _GOLDEN = (5**0.5 - 1) / 2
 _Rank = TypeVar("_Rank", int, Tensor)
 
 
 class SharedRows(CheckedModule, ABC):
-    """Rows of features that the ranks of a group share; each rank holds its rows as a parameter.
+    """Rows of features that the ranks of a group share. Each rank holds its rows as a parameter.
 
-    A copy (copy.deepcopy, AveragedModel) has its own rows, and the same group.
+    A copy (copy.deepcopy, AveragedModel) has its own rows and shares the group.
 
     Args:
-        op: the class, for errors.
-        group: the ranks, default all.
+        op: the name of the class, for error messages.
+        group: the ranks; default: all.
 
     Attributes:
-        weight: parameter [places, d]; its gradient is sparse.
+        weight: parameter [places, d] with a sparse gradient.
         last_id: the largest valid id.
-        no_row: a place in `weight` of no feature, without gradient; None if there is none.
-        capacity: rows that this rank can have; None if it has all from the start.
+        no_row: the place in `weight` for unknown features, without gradient, or None.
+        capacity: the most rows that this rank can have, or None if the number is fixed.
     """
 
     weight: nn.Parameter
@@ -52,15 +52,15 @@ class SharedRows(CheckedModule, ABC):
 
     @property
     def width(self) -> int:
-        """Numbers in a row."""
+        """The width d of a row."""
         return self.weight.shape[1]
 
     @abstractmethod
     def ids(self) -> Tensor:
-        """The features of this rank, int64, in the order of their rows."""
+        """Return the features of this rank, int64, in the order of their rows."""
 
     def require_ids(self, op: str, ids: Tensor) -> None:
-        """Raise if an id is not valid; the text names the first one. The host waits."""
+        """Raise an error with the first invalid id, if there is one. The host waits."""
         outside = ((ids < 0) | (ids.long() > self.last_id)).nonzero()
         if len(outside):
             index = int(outside[0])
@@ -69,44 +69,44 @@ class SharedRows(CheckedModule, ABC):
 
     @abstractmethod
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The rank that owns each id's row, int64, and the row's name on that rank, int."""
+        """Return the rank that owns each id's row, int64, and the row's name on it, an integer."""
 
     @abstractmethod
     def places(self, names: Tensor) -> Tensor:
-        """The indices in `weight` of rows of this rank, by their names."""
+        """Return the indices in `weight` of this rank's rows with these names."""
 
     def __len__(self) -> int:
-        """How many features have a row on this rank."""
+        """The number of features that have a row on this rank."""
         return len(self.weight)
 
     def missing(self, names: Tensor) -> int:
-        """How many rows `places` would make for these names."""
+        """The number of rows that `places` would add for these names."""
         return 0
 
 
 class FeatureRows(SharedRows):
-    """A row of numbers for each feature 0 ... rows - 1, shared out to ranks by a hash of the id.
+    """One row per feature 0 ... rows - 1, distributed over ranks by a hash of the id.
 
-    The hash, id * a % rows with a coprime to rows, is a permutation of the ids. Each rank owns an
-    equal range of hashes, so no table of owners is needed. With a near rows times the golden ratio,
-    consecutive or evenly spaced ids are spread over the ranks.
+    The hash id * a % rows, with a coprime to rows, is a permutation of the ids. Each rank owns an
+    equal range of hashes, so no table of owners is needed. Because a is close to rows times the
+    golden ratio, consecutive or evenly spaced ids are spread over the ranks.
 
-    `state_dict` holds this rank's rows, and `owner`, [rank, ranks, rows of all]. Loading the state
-    of a different rank, or one that does not fit, raises an error before anything is loaded.
-    Deterministic.
+    `state_dict` contains this rank's rows and `owner`, which is [rank, ranks, total rows]. Loading
+    the state of a different rank, or one that does not match, raises an error before anything is
+    loaded. Deterministic.
 
     Args:
         weight: the rows of all features [rows, d], float32 or float64, the same on every rank. Each
-            rank copies its rows, so the tensor may be mapped from a file.
-        group: the ranks that share the rows, default all.
+            rank copies only its rows, so the tensor may be mapped from a file.
+        group: the ranks that share the rows; default: all.
 
     Attributes:
         weight: parameter [local rows, d] in the order of `ids()`, with a sparse gradient.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
-        ValueError: ranks differ in rows, width or dtype; on all of them.
-        RuntimeError: an argument is out of its range on a different rank only, as the text says.
+        ValueError, TypeError: an argument is out of range.
+        ValueError: ranks differ in rows, width or dtype. Every rank raises.
+        RuntimeError: an argument is out of range on another rank only.
     """
 
     identity = "owner"
@@ -114,14 +114,14 @@ class FeatureRows(SharedRows):
     def __init__(self, weight: Tensor, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(_OP, group)
         ranks = self.group.size()
-        with refusing(_OP, self.group):
+        with sharing_errors(_OP, self.group):
             checks.require_tensor(_OP, "weight", weight, (torch.float32, torch.float64), (2,))
             if not ranks <= len(weight) <= MOST_ROWS or weight.shape[1] == 0:
                 count = f"rows in [{ranks}, {MOST_ROWS}] (at least one per rank)"
                 rule = f"shape [rows, d] with {count} and d >= 1"
                 raise ValueError(f"dct::{_OP}: weight must have {rule}, got {tuple(weight.shape)}")
         settings = {"rows": len(weight), "width": weight.shape[1], "dtype": weight.dtype}
-        require_alike(_OP, settings, self.group, weight.device)
+        require_same_settings(_OP, settings, self.group, weight.device)
         self._rows, self.last_id = len(weight), len(weight) - 1
         self._multiplier = _multiplier(self._rows)
         self.weight = nn.Parameter(weight.detach()[self.ids().to(weight.device)])

@@ -1,28 +1,28 @@
-"""A hash table in tensors, from ids to places 1, 2, 3, ... in the order of their addition.
+"""A hash table in tensors, from ids to places 1, 2, 3, ... in order of insertion.
 
-Linear hashing (Litwin, 1980): buckets are added one by one, in proportion to the ids, and each
-takes over ids from one older bucket. So the table is never hashed again as a whole. The number of
+Linear hashing (Litwin, 1980): buckets are added in proportion to the number of ids, and each one
+takes over ids from one older bucket. So the table is never rehashed as a whole. The number of
 tensor operations does not depend on the number of ids in a call.
 """
 
 import torch
 from torch import Tensor
 
-SLOTS = 8  # of a bucket
-LOAD = 2  # ids per bucket on average; then three in four are in their first slot
-NO_PLACE = 0  # of an id that was not added
+SLOTS = 8  # per bucket
+LOAD = 2  # ids per bucket on average, so that three in four ids are in their first slot
+NO_PLACE = 0  # the place of an id that was not added
 
 
 class IdTable:
-    """Places of ids from 0 to 2^63 - 1.
+    """Maps ids from 0 to 2^63 - 1 to places.
 
-    A slot holds the place of an id. The hash of an id gives its bucket and first slot. If that slot
-    is taken, the id gets the next free slot of the bucket. If the bucket is full, which is rare,
-    the id goes to a sorted list.
+    A slot holds the place of an id. The hash of an id determines its bucket and first slot. If that
+    slot is occupied, the id gets the next free slot of the bucket. If the bucket is full, which is
+    rare, the id is put into a sorted list.
 
     Args:
-        capacity: the most ids, below 2^31. Reserves 24 bytes for each, of which the CPU allocates
-            pages only as ids are added.
+        capacity: the most ids, below 2^31. It reserves 24 bytes for each; the CPU allocates pages
+            only when ids are added.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -31,9 +31,9 @@ class IdTable:
         slots = (capacity // LOAD + 1) * SLOTS
         self._places = torch.empty(slots, dtype=torch.int32, device=device)
         self._places[:SLOTS] = NO_PLACE
-        self._buckets = self._level = 1  # level: the largest power of 2 up to the buckets
+        self._buckets = self._level = 1  # level: the largest power of 2 up to buckets
         self._count = 0
-        self._others = self._ids.new_empty(0)  # ids of full buckets, ascending
+        self._others = self._ids.new_empty(0)  # ids that overflowed their buckets, ascending
         self._places_of_others = self._places.new_empty(0)
 
     def __len__(self) -> int:
@@ -41,11 +41,11 @@ class IdTable:
 
     @property
     def ids(self) -> Tensor:
-        """All ids that were added, in the order of their places."""
+        """All added ids, in the order of their places."""
         return self._ids[1 : 1 + self._count]
 
     def find(self, ids: Tensor) -> Tensor:
-        """The place of each id, int32 [n], or NO_PLACE. The host waits."""
+        """Return the place of each id, int32 [n], or NO_PLACE. The host waits."""
         slot = self._first_slots(mix(ids))
         places = self._places.index_select(0, slot)
         left = rest = (self._ids.index_select(0, places) != ids).nonzero().squeeze(1)
@@ -61,7 +61,7 @@ class IdTable:
         return places.index_copy_(0, left, self._among_others(ids.index_select(0, rest)))
 
     def add(self, ids: Tensor) -> None:
-        """Give these new and distinct ids the next places, in their order."""
+        """Add new and distinct ids, which get the next places in their order."""
         first, self._count = self._count, self._count + len(ids)
         places = torch.arange(1 + first, 1 + self._count, dtype=torch.int32, device=ids.device)
         self._ids[1 + first : 1 + self._count] = ids
@@ -69,7 +69,7 @@ class IdTable:
         slot = self._first_slots(mix(ids))
         for _ in range(SLOTS):
             free = self._places[slot] == NO_PLACE
-            self._places[slot[free]] = places[free]  # if several share a slot, one stays
+            self._places[slot[free]] = places[free]  # if several ids share a slot, one gets it
             left = self._places[slot] != places
             places, slot = places[left], _next(slot[left])
         if len(places):
@@ -88,7 +88,7 @@ class IdTable:
         return slots - (slots >= self._buckets * SLOTS) * (self._level * SLOTS)
 
     def _grow(self, buckets: int) -> None:
-        """Add buckets. Each takes over ids from the bucket `level` before it."""
+        """Add buckets. Bucket i takes over ids from bucket i - `level`."""
         while self._buckets < buckets:
             if self._buckets == 2 * self._level:
                 self._level *= 2
@@ -103,12 +103,12 @@ class IdTable:
 
 
 def mix(ids: Tensor) -> Tensor:
-    """A hash of each id, int64 from 0. Every bit of it depends on every bit of the id."""
+    """Hash each id to a non-negative int64. Every bit of it depends on every bit of the id."""
     x = ids * -0x61C8864680B583EB
     x = (x ^ x >> 32) * -0x4B47D0C5A2D2F58B
     return x ^ x >> 31  # not negative, because shifts repeat the sign
 
 
 def _next(slot: Tensor) -> Tensor:
-    """The next slot of the same bucket; the first follows the last."""
+    """The next slot of the same bucket, cyclically."""
     return (slot & -SLOTS) | (slot + 1 & SLOTS - 1)

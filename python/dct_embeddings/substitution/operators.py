@@ -1,4 +1,4 @@
-"""Operators on rows of features: a function of a sum over features."""
+"""Operators on rows of features, each a function of a sum over features."""
 
 from abc import ABC, abstractmethod
 
@@ -12,7 +12,7 @@ MOST = 2**31 - 1
 
 
 class Bags:
-    """The bags of all samples: the rows of each field.
+    """The bags of all samples. A bag holds the rows of a sample's field.
 
     Args:
         lengths: int [sources, fields, batch], the number of rows in each bag, in the order of rows.
@@ -28,25 +28,25 @@ class Bags:
         self._starts = flat.cumsum(0) - flat
 
     def sums(self, rows: Tensor) -> Tensor:
-        """The sum of every bag's rows [n, w], in their order: [samples, fields, w]; 0 if empty."""
+        """Sum the rows [n, w] of each bag in order: [samples, fields, w], 0 for empty bags."""
         each = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
         pooled = F.embedding_bag(each, rows, self._starts, mode="sum")
         return pooled.view(*self._shape, rows.shape[1]).transpose(1, 2).flatten(0, 1)
 
 
 class SubstituteOperator(nn.Module, ABC):
-    """An operator y = g(sum over ranks of f(own rows)) of an `EquivalentSubstitution`.
+    """An operator y = g(sum over ranks of f(rows of the rank)) of an `EquivalentSubstitution`.
 
-    Subclasses define f as `partial` and g as `combine`, without mutating their arguments. Only
-    `partial` uses their parameters, which are the same on every rank. Deterministic if `partial`
-    and `combine` are, as those here on the CPU.
+    Subclasses implement f as `partial` and g as `combine`, without mutating arguments. Only
+    `partial` uses parameters, which are the same on every rank. Deterministic if `partial` and
+    `combine` are. The operators of this package are deterministic on the CPU.
 
     Args:
-        width: columns of a feature's row that it uses.
+        width: the number of columns of a feature's row that the operator uses.
         first: the first of these columns. Operators may share columns.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError, TypeError: an argument is out of range.
 
     Source: DES (arXiv 1909.04823).
     """
@@ -63,26 +63,26 @@ class SubstituteOperator(nn.Module, ABC):
         return ", ".join([f"width={self.width}", f"first={self.first}", *found])
 
     def require_fit(self, weight: Tensor, fields: int) -> None:
-        """Raise if it cannot use rows of `weight` in this number of fields. By default never."""
+        """Raise if the operator cannot use rows of `weight` with this number of fields."""
 
     def forward(self, rows: Tensor, bags: Bags) -> Tensor:
-        """Call `partial`, with the parameters that `EquivalentSubstitution` swaps in."""
+        """Call `partial` with the parameters that `EquivalentSubstitution` substitutes."""
         return self.partial(rows, bags)
 
     @abstractmethod
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
-        """f: rows [n, width] in `bags` to [samples, m]; m depends only on the number of fields."""
+        """Compute f of rows [n, width] in `bags`: [samples, m], m a function of the field count."""
 
     @abstractmethod
     def combine(self, total: Tensor) -> Tensor:
-        """g: the result for `total` [batch, m], the sum of the partial results of all ranks."""
+        """Compute g from `total` [batch, m], the sum of the partial results of all ranks."""
 
 
 class LinearTerms(SubstituteOperator):
     """The linear terms of logistic regression: y[b] = sum of w[j] over the sample's features j.
 
-    Result [batch], of the rows' dtype. Sends 1 number per sample. Its width is 1; `first` is that
-    of `SubstituteOperator`.
+    The result is [batch], in the dtype of the rows. It sends one number per sample. Its width is 1;
+    for `first` see `SubstituteOperator`.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -98,7 +98,8 @@ class LinearTerms(SubstituteOperator):
 class SumPooledEmbedding(SubstituteOperator):
     """An embedding bag per field: y[b, field] = sum of v[j] over the features j in the bag.
 
-    Result [batch, fields, width], of the rows' dtype. Sends fields x width numbers per sample.
+    The result is [batch, fields, width], in the dtype of the rows. It sends fields x width numbers
+    per sample.
     """
 
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
@@ -110,11 +111,11 @@ class SumPooledEmbedding(SubstituteOperator):
 
 
 class FactorizationMachine(SubstituteOperator):
-    """Interactions of second order: y[b] = sum of v[j].v[k] over pairs of the sample's features.
+    """Second-order interactions: y[b] = sum of v[j].v[k] over pairs of the sample's features.
 
-    By Rendle's identity, half of |sum of v[j]|^2 - sum of |v[j]|^2. Features of all fields count; a
-    feature that a sample has twice counts twice. Result [batch], of the rows' dtype. Sends width +
-    1 numbers per sample.
+    Computed with Rendle's identity, as half of |sum of v[j]|^2 - sum of |v[j]|^2. Features of all
+    fields count, and a repeated feature counts twice. The result is [batch], in the dtype of the
+    rows. It sends width + 1 numbers per sample.
     """
 
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
@@ -126,22 +127,22 @@ class FactorizationMachine(SubstituteOperator):
 
 
 class FirstLayer(SubstituteOperator):
-    """The first fully connected layer over all fields' pooled embeddings side by side, no bias.
+    """The first linear layer over the concatenated pooled embeddings of all fields, without bias.
 
-    y[b] = weight @ the bag sums of all fields. Result [batch, out_features]. Sends `out_features`
-    numbers per sample in each direction; `SumPooledEmbedding` with a Linear after it sends fields x
-    width. Its weight [out_features, fields * width] is on every rank, with torch's initial values:
-    float32 on the CPU. Move it to the rows' dtype and device with `to`. One all-reduce sums its
-    gradient over ranks.
+    y[b] = weight @ (bag sums of all fields), [batch, out_features]. It sends `out_features` numbers
+    per sample in each direction, while `SumPooledEmbedding` followed by a Linear sends fields x
+    width. Every rank holds the weight [out_features, fields * width]. It starts as float32 on the
+    CPU with torch's initial values; move it to the dtype and device of the rows with `to`. One
+    all-reduce sums its gradient over ranks.
 
     Args:
         fields: the number of fields in `lengths`.
-        width, first: as of `SubstituteOperator`.
-        out_features: of the layer.
+        width, first: see `SubstituteOperator`.
+        out_features: the number of outputs of the layer.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range, or in forward `fields` or the
-            weight's dtype does not fit; the text names it.
+        ValueError, TypeError: an argument is out of range, or, in forward, `fields` or the dtype of
+            the weight does not match.
     """
 
     def __init__(self, fields: int, width: int, out_features: int, first: int = 0) -> None:
@@ -169,7 +170,7 @@ class FirstLayer(SubstituteOperator):
 
 
 def require_operator(op: str, arg: str, operator: nn.Module, width: int) -> None:
-    """Raise unless `operator` is a SubstituteOperator that fits the rows."""
+    """Raise unless `operator` is a SubstituteOperator for rows of this width."""
     if not isinstance(operator, SubstituteOperator):
         rule = "a SubstituteOperator, whose partial results add up (docs/guide/des.md)"
         raise TypeError(f"dct::{op}: {arg} must be {rule}, got {checks.shown(operator)}")

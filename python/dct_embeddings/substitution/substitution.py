@@ -1,4 +1,4 @@
-"""The layer: operators on the rows of all ranks, from sums of their partial results."""
+"""The layer that computes operators from sums of the ranks' partial results."""
 
 import contextlib
 import zlib
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dct_kernels import checks
-from dct_parallel.groups import refusing, require_group
+from dct_parallel.groups import require_group, sharing_errors
 from dct_parallel.rows.transfer import exchange_numbers
 
 from ..bag_message import by_rank, exchange_bags, require_bags
-from ..groups import GroupOfModule, require_alike
+from ..groups import GroupOfModule, require_same_settings
 from ..loading import CheckedModule
 from .aggregation import all_reduce, reduce_scatter, with_summed_gradient
 from .feature_rows import SharedRows
@@ -27,33 +27,34 @@ AGGREGATES = ("reduce_scatter", "all_reduce")
 
 
 class EquivalentSubstitution(CheckedModule):
-    """Operators on rows of features that ranks share, computed on the ranks that own the rows.
+    """Computes operators on shared rows of features, on the ranks that own the rows.
 
-    Each rank computes an operator's partial result from its own rows, and partial results are added
-    up. Their size depends on the number of samples, not of features; neither rows nor their
-    gradients are sent. Except for the order of sums, training is that of one process with all
-    samples. Messages and costs: docs/guide/des.md.
+    Each rank computes an operator's partial result from its rows, and the partial results are
+    summed. Their size depends on the number of samples, not of features. Neither rows nor their
+    gradients are sent. Except for the order of sums, training is the same as in one process with
+    all samples. See docs/guide/des.md.
 
-    Forward and backward are collective, with equally many samples on every rank. The host waits in
-    forward, for counts, so it cannot be captured in a CUDA graph. Deterministic on the CPU. Keep it
-    outside of DistributedDataParallel. A copy (copy.deepcopy, AveragedModel) shares the process
-    groups. Save `state_dict()`, because the module itself cannot be saved. Loading a state that
-    does not fit raises an error before anything is loaded.
+    Forward and backward are collective, with the same number of samples on every rank. The host
+    waits for counts in forward, so it cannot be captured in a CUDA graph. Deterministic on the CPU.
+    Do not wrap it in DistributedDataParallel. A copy (copy.deepcopy, AveragedModel) shares the
+    process groups. Save `state_dict()`, because the module itself cannot be saved. Loading a state
+    that does not match raises an error before anything is loaded.
 
     Args:
-        rows: FeatureRows or DynamicFeatureRows, of the ranks that share the features.
-        operators: in the order of results. Every rank starts with the parameters of the first rank,
-            and gradients are added up over ranks. Parameters may be frozen, the same on all ranks.
+        rows: FeatureRows or DynamicFeatureRows, on the ranks that share the features.
+        operators: a sequence of operators, in the order of results. Every rank starts with the
+            parameters of the first rank, and gradients are summed over ranks. Freeze the same
+            parameters on all ranks.
         aggregate: "reduce_scatter": every rank passes the bags of its own samples and receives
-            their results. "all_reduce", the paper's form: all ranks pass the same global batch and
+            their results. "all_reduce", as in the paper: all ranks pass the same global batch and
             receive all results.
         ids_group: a process group of the same ranks for ids and counts, to measure their bytes
-            separately; default that of `rows`.
+            separately; default: the group of `rows`.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
-        ValueError: ranks differ in operators or aggregate; on all of them.
-        RuntimeError: an argument is out of its range on a different rank only, as the text says.
+        ValueError, TypeError: an argument is out of range.
+        ValueError: ranks differ in operators or aggregate. Every rank raises.
+        RuntimeError: an argument is out of range on another rank only.
 
     Source: distributed equivalent substitution (arXiv 1909.04823).
     """
@@ -68,7 +69,7 @@ class EquivalentSubstitution(CheckedModule):
         super().__init__()
         checks.require_type(_OP, "rows", rows, SharedRows, "FeatureRows or DynamicFeatureRows")
         operators = list(operators) if isinstance(operators, Iterable) else operators
-        with refusing(_OP, rows.group):
+        with sharing_errors(_OP, rows.group):
             ids_group = rows.group if ids_group is None else ids_group
             ids_group = require_group(_OP, ids_group, "ids_group")
             expected, found = map(dist.get_process_group_ranks, (rows.group, ids_group))
@@ -77,7 +78,7 @@ class EquivalentSubstitution(CheckedModule):
                 raise ValueError(f"dct::{_OP}: ids_group must have {rule}, got {found}")
             self._ids_group = GroupOfModule(_OP, ids_group)
         settings = {"operators": operators, "aggregate": aggregate, "rows": type(rows).__name__}
-        require_alike(_OP, settings, rows.group, rows.weight.device)
+        require_same_settings(_OP, settings, rows.group, rows.weight.device)
         checks.require_type(_OP, "operators", operators, list, "a sequence of SubstituteOperators")
         if len(operators) == 0:
             raise ValueError(f"dct::{_OP}: operators must have at least one, got none")
@@ -89,29 +90,30 @@ class EquivalentSubstitution(CheckedModule):
             dist.broadcast(parameter.detach(), group=rows.group, group_src=0)
 
     def forward(self, ids: Tensor, lengths: Tensor) -> list[Tensor]:
-        """The result of every operator, for the samples of this rank or of all ranks.
+        """Return the result of every operator, for the samples of this rank or of all ranks.
 
         Args:
-            ids: int32 or int64 [sum of lengths], bag after bag: the bags of the first field, sample
-                by sample, then the bags of the next field. Features of different fields share a row
-                if they have the same id.
-            lengths: int32 or int64 [fields, batch], the number of ids in each bag; 0 is allowed.
+            ids: int32 or int64 [sum of lengths]: the bags of the first field, sample by sample,
+                then the bags of the next field. Features of different fields with the same id share
+                a row.
+            lengths: int32 or int64 [fields, batch], the number of ids in each bag, which may be 0.
 
         Returns:
-            A tensor per operator, of the rows' dtype: [batch, ...] as the operator says. Arguments
-            are not mutated; in training mode DynamicFeatureRows gets rows for new features.
+            One tensor per operator, [batch, ...] in the dtype of the rows; see the operator.
+            Arguments are not mutated. In training mode DynamicFeatureRows adds rows for new
+            features.
 
         Raises:
-            ValueError, TypeError: an argument is out of its range on some rank. Raised on every
-                rank, and so is the next error.
+            ValueError, TypeError: an argument is out of range on some rank. Every rank raises.
             ValueError: batch, fields, training mode of the rows, the set of parameters with
-                gradients, or with "all_reduce" the ids differ between ranks; or a rank has too
-                little capacity for the rows of new features, of which then none is made.
+                gradients, or with "all_reduce" the ids differ between ranks. Or a rank has too
+                little capacity for the rows of new features; then no row is added. Every rank
+                raises.
             ValueError: received lengths do not add up to the received ids.
         """
         names, bags, tight = self._bags(ids, lengths)
         if tight:
-            self._require_room(names)
+            self._require_capacity(names)
         places, weight = self.rows.places(names), self.rows.weight
         rows = F.embedding(places, weight, padding_idx=self.rows.no_row, sparse=True)
         operators = list(cast(Iterable[SubstituteOperator], self.operators))
@@ -133,9 +135,8 @@ class EquivalentSubstitution(CheckedModule):
         return partial
 
     def _bags(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags, bool]:
-        """Names and bags of the global batch that this rank owns; for the last result see `_agree`.
-
-        With "all_reduce" every rank has the whole batch already, so nothing is sent.
+        """Return the names and bags of this rank's rows in the global batch, and whether to check
+        the capacity (see `_compare`). With "all_reduce" every rank has the whole batch already.
         """
         self._require_usable(ids, lengths)
         rank, ranks, bags = self.rows.group.rank(), self.rows.group.size(), lengths.numel()
@@ -145,16 +146,16 @@ class EquivalentSubstitution(CheckedModule):
         lengths_of, names_of, _ = by_rank(owners * bags + bag, names, [bags] * ranks)
         if self.aggregate == "all_reduce":
             local, checksum = names_of[rank], _checksum(ids, lengths)
-            _, tight = self._agree([0] * ranks, lengths.shape, len(local), checksum)
+            _, tight = self._compare([0] * ranks, lengths.shape, len(local), checksum)
             return local, Bags(lengths_of[rank].view(1, *lengths.shape)), tight
-        counts, tight = self._agree([len(part) for part in names_of], lengths.shape, len(ids))
+        counts, tight = self._compare([len(part) for part in names_of], lengths.shape, len(ids))
         group, always = self._ids_group.get(), [-1] * ranks  # lengths are always sent
         arriving = list(zip(counts, always, strict=True))
         received, local = exchange_bags(_OP, lengths_of, names_of, always, arriving, group)
         return local, Bags(received.view(ranks, *lengths.shape)), tight
 
     def _require_usable(self, ids: Tensor, lengths: Tensor) -> None:
-        """Raise if the arguments are not usable; the other ranks raise as well."""
+        """Raise if the arguments are not usable. The other ranks also raise."""
         try:
             require_bags(_OP, ids, lengths, self.rows.weight)
             if len(lengths) == 0:
@@ -164,13 +165,13 @@ class EquivalentSubstitution(CheckedModule):
                 operator.require_fit(self.rows.weight, len(lengths))
         except (TypeError, ValueError):
             with contextlib.suppress(ValueError):
-                self._agree([0] * self.rows.group.size(), (0, 0), 0, refused=True)
+                self._compare([0] * self.rows.group.size(), (0, 0), 0, refused=True)
             raise
 
-    def _require_room(self, names: Tensor) -> None:
+    def _require_capacity(self, names: Tensor) -> None:
         """Raise on all ranks if a rank lacks capacity. Takes one exchange of counts."""
         needed, capacity = len(self.rows) + self.rows.missing(names), self.rows.capacity
-        assert capacity is not None  # else no batch is too large for it
+        assert capacity is not None  # only called if the capacity is limited
         numbers = [[needed, capacity]] * self.rows.group.size()
         pairs = exchange_numbers(_OP, numbers, {}, self.rows.weight.device, self._ids_group.get())
         over = [f"{c} for {n} on rank {rank}" for rank, (n, c) in enumerate(pairs) if n > c]
@@ -178,7 +179,7 @@ class EquivalentSubstitution(CheckedModule):
             rule, got = "at least the number of features seen", ", ".join(over)
             raise ValueError(f"dct::{_OP}: capacity must be {rule}, got {got}")
 
-    def _agree(
+    def _compare(
         self,
         counts: list[int],
         shape: Sequence[int],
@@ -186,14 +187,14 @@ class EquivalentSubstitution(CheckedModule):
         checksum: int = 0,
         refused: bool = False,
     ) -> tuple[list[int], bool]:
-        """Send rank r counts[r]; every rank raises if the other arguments do not agree.
+        """Send counts[r] to rank r. Raise on every rank if the other arguments differ.
 
         Args:
             ids: the number of ids in this rank's part of the global batch.
 
         Returns:
-            The counts received from each rank; whether the batch has more ids than some rank has
-            free rows, which is the same on every rank.
+            The counts received from each rank, and whether the batch has more ids than some rank
+            has free rows, which is the same on every rank.
         """
         fields, batch = shape
         trained = [name for name, p in self.named_parameters() if p.requires_grad]
@@ -201,7 +202,7 @@ class EquivalentSubstitution(CheckedModule):
             "fields": fields,
             "batch": batch,
             "training": self.rows.training,
-            "parameters with gradients": _set_of(trained if torch.is_grad_enabled() else []),
+            "parameters with gradients": _names_code(trained if torch.is_grad_enabled() else []),
         }
         if self.aggregate == "all_reduce":
             settings["checksum of the batch"] = checksum
@@ -215,7 +216,7 @@ class EquivalentSubstitution(CheckedModule):
         return list(arriving), tight
 
 
-def _set_of(names: Sequence[str]) -> int:
+def _names_code(names: Sequence[str]) -> int:
     """A number that identifies these names: their count, then a checksum."""
     return len(names) * 10**10 + zlib.crc32("\n".join(names).encode())
 

@@ -1,7 +1,7 @@
-"""Adapters for TorchRec: its exchange of embeddings, its dense part, and its replicas of tables.
+"""Adapters for TorchRec: exchanges of embeddings, the dense part, and replicas of tables.
 
-Only this folder imports torchrec. No extra of this package installs it, because pip would replace
-torch.
+Only this folder imports torchrec. The package has no extra that installs TorchRec, because pip
+would then replace torch.
 """
 
 from .dense import compress_dense

@@ -37,7 +37,7 @@ _ROW_WISE = ShardingType.ROW_WISE.value
 
 
 class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """TorchRec's, of collections in which every exchange uses its RowCodecs."""
+    """TorchRec's sharder, for collections in which every exchange uses RowCodecs."""
 
     def shard(
         self,
@@ -59,7 +59,7 @@ class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
         )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """TorchRec leaves out row-wise on the CPU: gloo's reduce-scatter takes even parts only."""
+        """Add row-wise, which TorchRec omits on the CPU: gloo reduce-scatters only even parts."""
         return list(dict.fromkeys([*super().sharding_types(compute_device_type), _ROW_WISE]))
 
     @property
@@ -68,7 +68,7 @@ class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
 
 
 class RowSharder(EmbeddingCollectionSharder):  # type: ignore[misc]
-    """Like BagSharder, of collections that return the row of each id."""
+    """Like BagSharder, for collections that return the row of each id."""
 
     def shard(
         self,
@@ -131,7 +131,7 @@ class ShardedRows(ShardedEmbeddingCollection):  # type: ignore[misc]
 def _codecs_of_shards(
     infos: list[EmbeddingShardingInfo], codecs: RowCodecs | None
 ) -> RowCodecs | None:
-    """Codecs of rows as wide as fits all of these shards; None if each rank has whole tables."""
+    """Codecs whose width divides those of all shards, or None if each rank has whole tables."""
     specs = [info.param_sharding.sharding_spec for info in infos]
     widths = [shard.shard_sizes[1] for spec in specs if spec for shard in spec.shards]
     return RowCodecs(codecs.format, math.gcd(*widths)) if codecs and widths else None
@@ -143,7 +143,7 @@ class _RowWise(RwPooledEmbeddingSharding):  # type: ignore[misc]
 
 
 class _RowWiseDist(BaseEmbeddingDist):  # type: ignore[misc]
-    """Sums over ranks of pooled rows, in few bits, where TorchRec has a reduce-scatter."""
+    """Sums pooled rows over ranks, quantized. It replaces TorchRec's reduce-scatter."""
 
     def __init__(self, group: dist.ProcessGroup, dims: Sequence[int], codecs: RowCodecs) -> None:
         super().__init__()
@@ -152,16 +152,16 @@ class _RowWiseDist(BaseEmbeddingDist):  # type: ignore[misc]
     def forward(
         self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext
     ) -> Awaitable[Tensor]:
-        """Each rank's rows of all ranks' samples, [samples, sum of dims], to sums of its own.
+        """Reduce this rank's rows [samples of all ranks, sum of dims] to those of its samples.
 
-        If features have batches of different sizes, both are flat, by rank and by feature.
+        If features have batches of different sizes, both tensors are flat, by rank and feature.
         """
         if self._group.size() == 1:
             return NoWait(local_embs)
         width, dims = self._codecs.width, self._dims
         if sharding_ctx.variable_batch_per_feature:
             batches = sharding_ctx.batch_size_per_rank_per_feature
-            sizes = [sum(map(operator.mul, of_rank, dims)) for of_rank in batches]
+            sizes = [sum(map(operator.mul, batch, dims)) for batch in batches]
             shape: tuple[int, ...] = (-1,)
         else:
             sizes = [batch * sum(dims) for batch in sharding_ctx.batch_size_per_rank]
@@ -186,23 +186,23 @@ class _Sums(Awaitable[Tensor]):  # type: ignore[misc]
 
 
 def dense_part(dmp: DistributedModelParallel) -> nn.Module:
-    """The part of the model that is not sharded, in DistributedDataParallel once it is wrapped."""
+    """The part of the model that is not sharded, wrapped in DDP after init_data_parallel."""
     wrapped: nn.Module = dmp._dmp_wrapped_module
     return wrapped
 
 
 def contexts(dmp: DMPCollection) -> list[Any]:
-    """What `dmp.sync()` averages: weights and optimizer state by dtype, with their groups."""
+    """The weights and optimizer states that `dmp.sync()` averages, with their groups."""
     found: list[Any] = dmp._ctxs
     return found
 
 
 def all_reduce_hook(dmp: DMPCollection) -> object:
-    """What replaces the all-reduce of `dmp.sync()`, or None."""
+    """The hook that replaces the all-reduce of `dmp.sync()`, or None."""
     names = ("_custom_all_reduce", "_all_reduce_hook")
     return next((hook for name in names if (hook := getattr(dmp, name, None)) is not None), None)
 
 
 def uses_relay(dmp: DMPCollection) -> bool:
-    """Whether `dmp.sync()` averages past any hook."""
+    """Whether `dmp.sync()` bypasses hooks."""
     return bool(getattr(dmp, "_use_sharded_relay", False))

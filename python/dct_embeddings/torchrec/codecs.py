@@ -1,4 +1,4 @@
-"""Rows in few bits as TorchRec's codecs."""
+"""Quantized rows as codecs of TorchRec."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +14,7 @@ _ALL_TO_ALLS = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.SEQUENCE_EMBEDDINGS_
 
 
 class RowCodecs(dict[str, QuantizedCommCodecs]):
-    """A `qcomm_codecs_registry` of rows of `width` entries that share a scale."""
+    """A `qcomm_codecs_registry` for rows of `width` entries that share a scale."""
 
     def __init__(self, format: RowFormat, width: int, ops: Iterable[CommOp] = _ALL_TO_ALLS) -> None:
         self.format, self.width = format, width
@@ -23,15 +23,15 @@ class RowCodecs(dict[str, QuantizedCommCodecs]):
 
     @staticmethod
     def for_planner(format: RowFormat) -> "RowCodecs":
-        """Codecs of which only the dtype is read, also for a reduce-scatter."""
+        """Codecs for all ops, of which TorchRec's planner reads only the dtype."""
         return RowCodecs(format, 1, CommOp)
 
 
 class _Codec:
-    """TorchRec's QuantizedCommCodec of rows of `width` entries, in one number format.
+    """A QuantizedCommCodec of TorchRec for rows of `width` entries, in one number format.
 
-    A message is uint8, `format_bytes` per row. The codec has no context, because TorchRec's code
-    for varying batches takes another path if there is one.
+    A message is uint8, with `format_bytes` per row. The codec has no context, because with one
+    TorchRec takes a different path for variable batch sizes.
     """
 
     def __init__(self, width: int, format: str) -> None:

@@ -14,24 +14,24 @@ _OP = "compress_dense"
 
 
 def compress_dense(dmp: DistributedModelParallel, **settings: Any) -> DCTState:
-    """Average the gradients of the part that is not sharded by `dct_hook`, from now on.
+    """Compress the gradients of the dense part of a TorchRec model with `dct_hook`.
 
-    TorchRec wraps that part in one DistributedDataParallel; this call registers the hook there. It
-    does not apply to tables that are sharded data-parallel. Collective; call it on every rank
-    before the first step.
+    TorchRec wraps the dense part in one DistributedDataParallel, where this call registers the
+    hook. The hook does not apply to tables that are sharded data-parallel. Collective: call it on
+    every rank before the first step.
 
     Args:
-        dmp: DistributedModelParallel or DMPCollection, once its dense part is wrapped.
-        **settings: as of `DCTState`.
+        dmp: DistributedModelParallel or DMPCollection whose dense part is already wrapped.
+        **settings: see `DCTState`.
 
     Returns:
-        The hook's state. Save its `state_dict()` next to the model's, one per rank, or pass the
-        state itself to torch.distributed.checkpoint.
+        The hook's state. Save its `state_dict()` with the model's, one per rank, or pass the state
+        itself to torch.distributed.checkpoint.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range, `dmp` has no DistributedDataParallel
-            yet, or it already has a hook, which the text names.
-        RuntimeError: as of `DCTState`.
+        ValueError, TypeError: an argument is out of range, `dmp` has no DistributedDataParallel
+            yet, or it already has a hook.
+        RuntimeError: see `DCTState`.
     """
     kinds = "a DistributedModelParallel or DMPCollection"
     checks.require_type(_OP, "dmp", dmp, DistributedModelParallel, kinds)

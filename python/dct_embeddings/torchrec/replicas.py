@@ -1,4 +1,4 @@
-"""Replicas of TorchRec's two-dimensional parallelism, averaged by compressed changes."""
+"""Averages replicas of TorchRec's two-dimensional parallelism with compression."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from dct_parallel.formats import require_format
 from ._torchrec import all_reduce_hook, contexts, uses_relay
 
 _OP = "replica_sync"
-_NAME = "weights"  # of the one segment of a bucket
+_NAME = "weights"  # the name of a bucket's only segment
 
 
 @checks.names_keywords
@@ -32,40 +32,40 @@ def replica_sync(
     format: str | torch.dtype = "bfloat16",
     transport: str | None = None,
 ) -> "ReplicaDeltas":
-    """Let `dmp.sync()` average weights by compressed changes, and optimizer state as it is.
+    """Compress the changes of weights that `dmp.sync()` averages over replicas.
 
-    DCT (arXiv 2010.08899) across replicas, our reconstruction: the largest changes since the last
-    sync are sent, or all of them in few bits; the rest leaves the weights and stays in a residual
-    (error feedback). After each sync replicas are bitwise equal. This call sets them, in place, to
-    the weights of the first replica. Compression and the order of its sums are deterministic.
+    A sync sends the largest changes since the last sync, or all of them in a quantized format.
+    Unsent changes are removed from the weights and kept in a residual (error feedback). Optimizer
+    states are averaged uncompressed. After each sync replicas are bitwise equal. This call sets
+    them, in place, to the weights of the first replica. Compression and the order of its sums are
+    deterministic. With one replica a sync changes nothing.
 
-    A sync takes some passes over this rank's tables, and the host waits in it. Memory: two more
-    copies of the tables in float32, the weights of the last sync and the residual. With one replica
-    a sync changes nothing. Collective, on every rank, before training (docs/guide/torchrec.md).
+    A sync takes a few passes over this rank's tables, and the host waits for it. Memory: two
+    additional copies of the tables in float32, the weights of the last sync and the residual.
+    Collective: call it on every rank before training. See docs/guide/torchrec.md. Source: ours,
+    with the compression of DCT (arXiv 2010.08899).
 
     Args:
-        dmp: sharding_strategy DEFAULT or PER_MODULE; gets an all-reduce hook for its `sync()`.
-        density: fraction of the entries of this rank's tables to send, in (0, 1]; default 0.01, and
-            1 in few bits.
-        format: see `DCTState`.
-        transport: see `DCTState`.
+        dmp: with sharding_strategy DEFAULT or PER_MODULE. Its `sync()` gets an all-reduce hook.
+        density: fraction of the entries of this rank's tables to send, in (0, 1]; default 0.01, or
+            1 with quantized formats.
+        format, transport: see `DCTState`.
 
     Returns:
         A `ReplicaDeltas`, with `flush`, `state_dict` and `load_state_dict`.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range, weights are not float32, the slot of
-            `custom_all_reduce` is taken, or `dmp` does not use it: use_sharded_relay,
-            FULLY_SHARDED, and tables whose ids are hashed (MP-ZCH), which need a sum; the text
-            names it. Or replicas differ in a setting; on all of them.
+        ValueError, TypeError: an argument is out of range, weights are not float32,
+            `custom_all_reduce` is already set, or `dmp` does not use it (use_sharded_relay,
+            FULLY_SHARDED, tables with hashed ids). Or replicas differ in a setting; all raise.
 
     >>> replicas = replica_sync(dmp, density=0.01)
-    >>> dmp.sync()  # every few steps, as without
-    >>> replicas.flush()  # before evaluation: nothing is pending
+    >>> dmp.sync()  # every few steps, as before
+    >>> replicas.flush()  # before evaluation, so that nothing is pending
     """
     checks.require_type(_OP, "dmp", dmp, DMPCollection, "a DMPCollection")
     format = require_format(_OP, "format", format, quantized.FORMATS)
-    if density is None and format not in quantized.FEW_BITS:
+    if density is None and format not in quantized.QUANTIZED_FORMATS:
         density = 0.01
     settings = Settings.checked(_OP, density, format, transport)
     _require_hook(dmp)
@@ -75,19 +75,19 @@ def replica_sync(
 
 
 class ReplicaDeltas:
-    """The all-reduce hook that `replica_sync` gives to a DMPCollection. Not made directly.
+    """The all-reduce hook of a DMPCollection, which `replica_sync` creates.
 
-    DMPCollection calls it with tensors of one kind. It goes into torch.distributed.checkpoint
-    beside the model, at the same number of ranks. Save right after `dmp.sync()`: TorchRec's
-    checkpoint has the weights of one replica, and between two syncs the others differ.
+    Save it with the model in torch.distributed.checkpoint, and load it with the same number of
+    ranks. Save directly after `dmp.sync()`: TorchRec's checkpoint contains the weights of one
+    replica, and replicas differ between syncs.
 
-    Every method raises a RuntimeError once a payload was damaged, which names the replica's rank:
-    load a checkpoint into a new model then.
+    After a damaged payload, every method raises a RuntimeError with the rank of the sender. Then
+    load a checkpoint into a new model.
     """
 
     def __init__(self, dmp: DMPCollection, settings: Settings) -> None:
         self._weights: dict[tuple[int, ...], _Weights] = {}
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of optimizer state
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # for optimizer states
         for ctx in contexts(dmp):
             for tensors in ctx.weights_by_dtype.values():
                 weights = _Weights(tensors, ctx.replica_pg, settings)
@@ -97,10 +97,10 @@ class ReplicaDeltas:
 
     @torch.no_grad()
     def __call__(self, *arguments: Any) -> None:
-        """Average in place; `arguments` end with the tensors. TorchRec 1.9 gives a group before.
+        """Average in place. The last argument is the tensors; TorchRec 1.9 first passes a group.
 
         Raises:
-            ValueError: the tensors are not those that `dmp` had when this was made.
+            ValueError: the tensors are not those that `dmp` had when this was created.
             RuntimeError: a replica is gone, or its payload was damaged.
         """
         self._require_intact()
@@ -115,35 +115,35 @@ class ReplicaDeltas:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """A sync that sends all changes in float32, so that nothing is pending."""
+        """Sync all changes in float32, so that nothing is pending."""
         self._require_intact()
         for weights in self._weights.values():
             weights.sync(everything=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and syncs, by its number. Copies, on the CPU."""
+        """Return this rank's residuals and number of syncs, as copies on the CPU."""
         self._require_intact()
-        own = {str(i): weights.state() for i, weights in enumerate(self._weights.values())}
-        return {"ranks": {str(dist.get_rank()): own}}
+        entry = {str(i): weights.state() for i, weights in enumerate(self._weights.values())}
+        return {"ranks": {str(dist.get_rank()): entry}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from this rank's own `state_dict()`, once the weights of the model are loaded.
+        """Resume from this rank's `state_dict()`, bit for bit, after loading the model's weights.
 
-        Bit for bit. Replicas compare what they loaded in the next sync.
+        In the next sync, replicas compare the states that they have loaded.
 
         Raises:
-            ValueError, TypeError: it is of a different rank, different tables, or a different
-                number of replicas or transport, or damaged; nothing has changed then.
+            ValueError, TypeError: the state is damaged, or it is for a different rank, different
+                tables, or a different number of replicas or transport. Nothing has changed.
         """
         self._require_intact()
         rank = str(dist.get_rank())
         parts = {str(i): weights for i, weights in enumerate(self._weights.values())}
         by_name = checkpoint.BY_NAME
-        own = checkpoint.checked(_OP, state, {"ranks": by_name})["ranks"].get(rank)
-        saved = checkpoint.checked(_OP, own, dict.fromkeys(parts, by_name), f" of rank {rank}")
-        sound = {weights: weights.checked(saved[key]) for key, weights in parts.items()}
-        for weights, found in sound.items():
-            weights.restart(*found)
+        entry = checkpoint.checked(_OP, state, {"ranks": by_name})["ranks"].get(rank)
+        saved = checkpoint.checked(_OP, entry, dict.fromkeys(parts, by_name), f" of rank {rank}")
+        found = {weights: weights.checked(saved[key]) for key, weights in parts.items()}
+        for weights, state_of_weights in found.items():
+            weights.resume(*state_of_weights)
 
     def _require_intact(self) -> None:
         for weights in self._weights.values():
@@ -151,11 +151,11 @@ class ReplicaDeltas:
 
 
 class _Weights:
-    """This rank's shards of one dtype, averaged with their replicas.
+    """This rank's shards of one dtype, which are averaged with their replicas.
 
     Args:
-        tensors: float32, of one sync, always the same.
-        group: of the replicas.
+        tensors: the float32 tensors of a sync, the same in every sync.
+        group: the replicas.
     """
 
     def __init__(
@@ -171,13 +171,13 @@ class _Weights:
         self._plan = plan_bucket([_NAME], [numel], settings, ranks)
         self._saved_as = Flat(numel)
         self._layout = f"{numel} elements by {self._plan.transport} between {ranks} replicas"
-        told, device = {"layout": self._layout}, self._tensors[0].device
-        self.ledger = StepLedger(_OP, group, device, settings, told, step_name="sync")
+        to_compare, device = {"layout": self._layout}, self._tensors[0].device
+        self.ledger = StepLedger(_OP, group, device, settings, to_compare, step_name="sync")
         for tensor in self._tensors:
             dist.broadcast(tensor, group=group, group_src=0)
-        self._go_on_from({})
+        self._reset({})
 
-    def _go_on_from(self, states: dict[str, SegmentState]) -> None:
+    def _reset(self, states: dict[str, SegmentState]) -> None:
         self._base = self._flat()
         self._bucket = Bucket(self._plan, self._group, self._base.device, self.ledger.step, states)
 
@@ -202,20 +202,20 @@ class _Weights:
             tensor.copy_(part.view_as(tensor))
 
     def state(self) -> dict[str, Any]:
-        told = {"layout": self._layout, "run_id": self.ledger.run_id, "step": self.ledger.step}
-        return told | self._saved_as.saved(self._bucket.states()[_NAME])
+        numbers = {"layout": self._layout, "run_id": self.ledger.run_id, "step": self.ledger.step}
+        return numbers | self._saved_as.saved(self._bucket.states()[_NAME])
 
     def checked(self, saved: object) -> tuple[dict[str, Any], SegmentState]:
-        """The contents of a `state`; raises unless it is sound, of these tables and replicas."""
+        """Return the contents of a `state`. Raise unless they match these tables and replicas."""
         layout = checkpoint.Field(self._layout, lambda found: found == self._layout)
         table = {"layout": layout, "run_id": checkpoint.TEXT, "step": checkpoint.integer(0)}
         numbers = checkpoint.checked(_OP, saved, table)
         return numbers, self._saved_as.state(_OP, saved, numbers)
 
-    def restart(self, numbers: Mapping[str, Any], state: SegmentState) -> None:
-        """From the weights as they are, and a checked `state`."""
+    def resume(self, numbers: Mapping[str, Any], state: SegmentState) -> None:
+        """Resume from the current weights and a checked `state`."""
         self.ledger.load({**numbers, "world_size": self._group.size()})
-        self._go_on_from({_NAME: state})
+        self._reset({_NAME: state})
 
     def _flat(self) -> Tensor:
         return torch.cat([tensor.flatten() for tensor in self._tensors])
@@ -226,12 +226,12 @@ def _key(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _require_hook(dmp: DMPCollection) -> None:
-    """Raise unless `dmp.sync()` would call a hook, and has none yet."""
-    if (taken := all_reduce_hook(dmp)) is not None:
-        got = getattr(taken, "__qualname__", type(taken).__name__)
+    """Raise unless `dmp.sync()` calls a hook and has none yet."""
+    if (hook := all_reduce_hook(dmp)) is not None:
+        got = getattr(hook, "__qualname__", type(hook).__name__)
         checks.fail(_OP, "dmp", "one without custom_all_reduce", got)
     if uses_relay(dmp):
-        checks.fail(_OP, "use_sharded_relay", "False: it averages past any hook", True)
+        checks.fail(_OP, "use_sharded_relay", "False, because it bypasses hooks", True)
     for ctx in contexts(dmp):
         if ctx.sharding_strategy.name == "FULLY_SHARDED":
             rule = "DEFAULT or PER_MODULE, because only they call a hook"

@@ -1,4 +1,4 @@
-"""Sharders whose exchanges of embeddings send rows in few bits."""
+"""Sharders whose exchanges of embeddings send quantized rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,38 +23,38 @@ def compressed_sharders(
     fused_params: Mapping[str, Any] | None = None,
     use_index_dedup: bool = False,
 ) -> list[ModuleSharder[Any]]:
-    """Sharders of EmbeddingBagCollection and EmbeddingCollection that send rows compressed.
+    """Create sharders of EmbeddingBagCollection and EmbeddingCollection that compress rows.
 
-    For float32 tables under any plan. Table- and column-wise, rows travel in an all-to-all in a
-    number format, and their gradients back in one. Row-wise, each rank sends its part of each sum,
-    and the receiver adds the parts in rank order in float32; gradients are all-gathered.
-    Table-row-wise, TorchRec sums in float32 within a node, and only the all-to-all between nodes is
-    compressed. Gradients are straight-through. Deterministic. See docs/guide/torchrec.md.
+    For float32 tables with any plan. With table- and column-wise sharding, rows and their gradients
+    are compressed in all-to-alls. With row-wise sharding, each rank sends its part of each sum, the
+    receiver adds the parts in rank order in float32, and gradients are all-gathered. With
+    table-row-wise sharding, TorchRec sums in float32 within a node, and only the all-to-all between
+    nodes is compressed. Gradients are straight-through. Deterministic. See docs/guide/torchrec.md.
 
-    Entries share a scale in groups, as many as the greatest common divisor of the widths of shards,
-    among the tables of a collection that are sharded in the same way.
+    Entries share a scale in groups. The size of a group is the greatest common divisor of the shard
+    widths, over the tables of a collection with the same sharding type.
 
     Args:
-        format: as of `all_to_all_rows`, without a density; the same on every rank. "float32" gives
-            the same bits as TorchRec's sharders, except for the order of sums over more than two
-            ranks.
-        fused_params: as of TorchRec's sharders.
-        use_index_dedup: as of EmbeddingCollectionSharder.
+        format: see `all_to_all_rows`; without a density, and the same on every rank. "float32"
+            gives the same bits as TorchRec's sharders, except for the order of sums over more than
+            two ranks.
+        fused_params: as for TorchRec's sharders.
+        use_index_dedup: as for EmbeddingCollectionSharder.
 
     Returns:
         Two sharders, for TorchRec's planner and `DistributedModelParallel`. With them the planner
-        may choose row-wise sharding also on the CPU.
+        may also choose row-wise sharding on the CPU.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError, TypeError: an argument is out of range.
 
-    Source: the row-wise exchange is this project's own; the others use TorchRec's codecs interface.
+    Source: the row-wise exchange is ours; the others use TorchRec's interface for codecs.
 
     >>> dmp = DistributedModelParallel(model, sharders=compressed_sharders(format="int4"))
     """
     row_format = RowFormat.parse(_OP, format)
     if row_format.density is not None:
-        checks.fail(_OP, "format", "without a density: every entry is sent", row_format)
+        checks.fail(_OP, "format", "without a density (all entries are sent)", row_format)
     params = None if fused_params is None else dict(fused_params)
     codecs = RowCodecs.for_planner(row_format)
     return [BagSharder(params, codecs), RowSharder(params, codecs, use_index_dedup)]

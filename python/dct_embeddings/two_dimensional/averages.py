@@ -1,4 +1,4 @@
-"""Averages over replicas of a table, of the rows that any replica changed since the last sync."""
+"""Averages the rows of a table that any replica changed since the last sync."""
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,10 @@ _Rows = tuple[Tensor, Tensor]  # the result of `TouchedRows.take`
 
 
 class TouchedRows:
-    """Distinct rows since the last `take`. The cost of a step depends on its rows, not the table.
+    """Collects the distinct rows since the last `take`. Its cost depends on the rows of a step.
 
     Args:
-        weight: the table [rows, d]; this object keeps one byte per row.
+        weight: the table [rows, d]. This object keeps one byte per row.
         keep: whether to keep the previous values.
     """
 
@@ -28,7 +28,7 @@ class TouchedRows:
         self._before: list[Tensor] = []
 
     def add(self, rows: Tensor, weight: Tensor) -> None:
-        """Add `rows` [n], and keep the values of new ones. The host waits for their number."""
+        """Add `rows` [n], and keep the values of new rows. The host waits for their number."""
         distinct = rows.unique()
         new = distinct[~self._known[distinct]]
         self._known[new] = True
@@ -37,7 +37,7 @@ class TouchedRows:
             self._before.append(weight[new])
 
     def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows, int32 [n] in no order; their previous values, [n, d] if kept, else [0, d]."""
+        """Return the unordered rows, int32 [n], and their previous values [n, d], or [0, d]."""
         rows = torch.cat([self._known.new_empty(0, dtype=torch.int32), *self._rows])
         before = torch.cat([weight[:0], *self._before])
         self._known[rows] = False
@@ -46,10 +46,10 @@ class TouchedRows:
 
 
 class Average:
-    """The mean of all replicas' rows of a weight [rows, d], uncompressed.
+    """Averages rows of a weight [rows, d] over all replicas, uncompressed.
 
     Attributes:
-        touched: rows that the optimizer of this replica has changed.
+        touched: the rows that the optimizer of this replica has changed.
     """
 
     _keeps_base = False  # whether `touched` keeps the values of the last sync
@@ -59,11 +59,11 @@ class Average:
         self._group = group
 
     def sync(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
-        """Average in place; return the rows that any replica changed.
+        """Average in place. Return the rows that any replica changed.
 
         Args:
-            state: of the optimizer [rows], averaged uncompressed.
-            everything: whether to leave no residual.
+            state: the optimizer's state [rows], which is averaged uncompressed.
+            everything: whether to send everything, so that no residual remains.
         """
         touched = self.touched.take(weight)
         changed = _union(touched[0], self._group)
@@ -78,18 +78,18 @@ class Average:
 
 
 class MeanOfChanges(Average):
-    """The weights of the last sync plus the mean of all changes, with error feedback.
+    """Adds the mean of all changes to the weights of the last sync, with error feedback.
 
-    Unsent changes leave the weights and stay in `residual`. Its rows take part in every sync until
-    one sends everything.
+    Unsent changes are removed from the weights and kept in `residual`. Rows with a residual are
+    part of every sync until one sends everything.
 
     Args:
-        settings: of a bucket, which is made again at each sync because its rows differ. None:
-            changes are rounded to bfloat16 and summed by an all-reduce, without a residual.
+        settings: the settings of the bucket, which is created for each sync because its rows
+            differ. None: changes are rounded to bfloat16 and all-reduced, without a residual.
 
     Attributes:
-        rows: int32 [n], ascending, the same on every replica.
-        residual: [n, d], of this replica. It includes this rank's share of an owner's residual.
+        rows: int32 [n], ascending, the rows with a residual; the same on every replica.
+        residual: [n, d], the residual of this replica, including its share of owners' residuals.
     """
 
     rows: Tensor
@@ -129,13 +129,13 @@ class MeanOfChanges(Average):
 
     def _reset(self, weight: Tensor) -> None:
         """Drop the residual."""
-        # Not views, which would keep all of the memory.
+        # Not views, which would keep the whole storage alive.
         self.rows = torch.empty(0, dtype=torch.int32, device=weight.device)
         self.residual = weight.new_empty(0, weight.shape[1])
-        self._syncs = 0  # since the reset: the seed of the threshold's sample
+        self._syncs = 0  # syncs since the reset, which seed the threshold's sample
 
     def _exchange(self, moved: Tensor, settings: Settings) -> Tensor:
-        """Replace `moved` [numel] by its mean over replicas; return this replica's residual."""
+        """Replace `moved` [numel] by its mean over replicas. Return this replica's residual."""
         plan = plan_bucket(["rows"], [moved.numel()], settings, self._group.size())
         bucket = Bucket(plan, self._group, moved.device, self._syncs, {})
         bucket.reduce(moved)
@@ -147,14 +147,15 @@ class MeanOfChanges(Average):
 
     def _require_intact(self) -> None:
         if self._damaged:
-            got = f"{self._damaged}: go back to a checkpoint"
+            got = f"{self._damaged}: load a checkpoint"
             raise RuntimeError(f"dct::{_OP}: every payload must be intact, got {got}")
 
 
 def _union(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The union of all replicas' `rows`: int32, ascending.
+    """Return the union of all replicas' `rows`: int32, ascending.
 
-    Each replica sends 8 bytes to each other one, then 4 per row of the replica with the most rows.
+    Each replica sends each other replica 8 bytes, then 4 bytes for each row of the replica with the
+    most rows.
     """
     count = torch.tensor([len(rows)], dtype=torch.int64, device=rows.device)
     counts = count.new_empty(group.size(), 1)

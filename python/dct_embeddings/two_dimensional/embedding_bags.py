@@ -1,4 +1,4 @@
-"""Embedding bags whose rows are shared among the ranks of a group, with replicas across groups."""
+"""Embedding bags sharded over the ranks of a group, with replicas across groups."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 from dct_parallel.collectives import all_to_all
-from dct_parallel.groups import refusing
+from dct_parallel.groups import sharing_errors
 from dct_parallel.mesh import require_mesh
 from dct_parallel.rows.all_to_all import RowExchange, whole_rows
 from dct_parallel.rows.transfer import exchange_numbers
@@ -23,54 +23,51 @@ from ..bag_message import by_rank, exchange_bags, require_bags
 from ..distinct import distinct, repeat
 from ..groups import require_same_in_mesh
 from ..loading import CheckedModule
-from .plan import MOST_ROWS, Shard, require_list, require_plan, rows_of
+from .plan import MOST_ROWS, Shard, require_list, require_plan, row_count
 
-DIMENSIONS = ("replicate", "shard")  # of a mesh: across replicas, and inside one
+DIMENSIONS = ("replicate", "shard")  # the mesh dimensions across replicas and inside a replica
 
 _OP = "ShardedEmbeddingBags"
 _Pairs = list[tuple[int, int]]
 
 
 class ShardedEmbeddingBags(CheckedModule):
-    """Embedding tables in shards over a group of ranks, with replicas across groups.
+    """Embedding tables sharded over a group of ranks, with replicas across groups.
 
-    The ranks of a row of the mesh own the tables together, table-wise or row-wise, and exchange
-    pooled embeddings. The rows of the mesh hold replicas, which `ReplicaSync` averages. A mesh of
-    one row is plain model parallelism. Every rank passes the bags of its own samples. Messages:
-    docs/guide/embeddings.md.
+    The ranks of a mesh row own the tables together, table-wise or row-wise, and exchange pooled
+    embeddings. The mesh rows are replicas, which `ReplicaSync` averages. A mesh with one row is
+    plain model parallelism. Every rank passes the bags of its own samples, the same number on each
+    rank. Forward and backward are collective in the sharding group. Gradients are divided by its
+    size, like a mean over its samples. The host waits for counts in forward, so it cannot be
+    captured in a CUDA graph. Shards of a table are summed in row order, so results are
+    deterministic on the CPU. See docs/guide/embeddings.md.
 
-    The shards of a table are summed in row order. Gradients are divided by the size of the sharding
-    group, like a mean over its samples. Forward and backward are collective in the sharding group,
-    with equally many samples on every rank. The host waits in forward, for counts, so it cannot be
-    captured in a CUDA graph. Deterministic on the CPU.
-
-    Keep it outside of DistributedDataParallel, which would average different shards. `state_dict`
-    holds this rank's rows and, as `owned`, [table, first, end] of each shard. Loading different
-    shards, or a state that does not fit, raises an error before anything is loaded. A copy
-    (copy.deepcopy, torch.optim.swa_utils.AveragedModel) shares the groups of the mesh. A pickle
-    (torch.save of the module) holds only their names, and loads on ranks that made the same groups.
+    Do not wrap it in DistributedDataParallel, which would average different shards. `state_dict`
+    contains this rank's rows and, as `owned`, [table, first, end] of each shard. Loading a state
+    that does not match raises an error before anything is loaded. Copies (copy.deepcopy,
+    AveragedModel) share the process groups of the mesh. A pickle of the module loads only on ranks
+    that created the same groups.
 
     Args:
-        tables: every table's weight [rows, d], float32 or float64, one d and dtype for all, on the
-            mesh's kind of device, not mutated. Only rows of this rank's shards are read, so tables
-            may be mapped from files. Replicas start from the rows of the first replica.
-        plan: the shards of every rank of the sharding group, see `plan_shards`; each row of each
-            table once.
-        mesh: DeviceMesh of dimensions ("replicate", "shard"). The timeout of its groups bounds all
-            waits.
-        exchange: of rows, such as `functools.partial(all_to_all_rows, format="int8")`; default
-            uncompressed. It must be the same on every rank, which is not checked.
-        dedup: whether to send each distinct row once, instead of pooled rows.
+        tables: the weight of every table [rows, d], float32 or float64, with the same d and dtype
+            for all, on the mesh's device type; not mutated. Only rows of this rank's shards are
+            read, so tables may be mapped from files. Replicas start from the rows of the first one.
+        plan: the shards of every rank of the sharding group, with each row of each table in one
+            shard; see `plan_shards`.
+        mesh: DeviceMesh with dimensions ("replicate", "shard"). The timeout of its groups bounds
+            all waits.
+        exchange: the exchange of rows, such as `functools.partial(all_to_all_rows, format="int8")`;
+            default: uncompressed. Use the same on every rank, which is not checked.
+        dedup: whether to send each distinct row once instead of pooled rows.
         sparse: whether the gradient of `weight` is sparse, as with nn.EmbeddingBag.
 
     Attributes:
         weight: parameter [local rows, d], this rank's shards in the order of its plan.
-        plan, mesh: as given.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
-        ValueError: ranks of the mesh differ in tables, plan or `dedup`; on all of them.
-        RuntimeError: an argument is out of its range on a different rank, as the text says.
+        ValueError, TypeError: an argument is out of range.
+        ValueError: ranks of the mesh differ in tables, plan or `dedup`. Every rank raises.
+        RuntimeError: an argument is out of range on another rank.
 
     Source: two-dimensional sparse parallelism (arXiv 2508.03854).
     """
@@ -92,7 +89,7 @@ class ShardedEmbeddingBags(CheckedModule):
     ) -> None:
         super().__init__()
         replicas, group = require_mesh(_OP, mesh, DIMENSIONS)
-        with refusing(_OP, group, replicas):
+        with sharing_errors(_OP, group, replicas):
             tables = require_list(_OP, "tables", tables, "tensors")
             _require_tables(tables, mesh)
             rows = [len(table) for table in tables]
@@ -109,29 +106,29 @@ class ShardedEmbeddingBags(CheckedModule):
         parts = [tables[shard.table][shard.first : shard.end] for shard in self._local]
         self.weight = nn.Parameter(torch.cat([part.detach() for part in parts]))
         dist.broadcast(self.weight.detach(), group=replicas, group_src=0)
-        self._number_rows(rows)
+        self._index_rows(rows)
         owned = torch.tensor(self._local, dtype=torch.int64, device="cpu").view(-1, 3)
         self.register_buffer("owned", owned.to(self.weight.device))
 
     def shards(self) -> dict[Shard, Tensor]:
-        """This rank's shards, [rows, d]: views of `weight`, without gradient."""
+        """Return this rank's shards [rows, d], as detached views of `weight`."""
         sizes = [shard.end - shard.first for shard in self._local]
         return dict(zip(self._local, self.weight.detach().split(sizes), strict=True))
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Sums [batch, tables, d] of the rows in this rank's bags, 0 for an empty bag.
+        """Return the sums [batch, tables, d] of the rows in this rank's bags, 0 for empty bags.
 
         Args:
-            ids: int32 or int64 [sum of lengths], rows of the tables, bag after bag: the bags of the
-                first table, sample by sample, then the bags of the next table.
-            lengths: int32 or int64 [tables, batch], the number of ids in each bag. Both tensors
-                have at most 2 ** 31 - 1 elements.
+            ids: int32 or int64 [sum of lengths], rows of the tables: the bags of the first table,
+                sample by sample, then the bags of the next table. At most 2 ** 31 - 1 elements.
+            lengths: int32 or int64 [tables, batch], the number of ids in each bag. At most
+                2 ** 31 - 1 elements.
 
         Raises:
-            ValueError, TypeError: an argument is out of its range on this rank. The other ranks of
-                the group raise as well, and name this rank.
+            ValueError, TypeError: an argument is out of range on this rank. The other ranks of the
+                group also raise an error, which contains this rank.
             ValueError: batch, or whether gradients are enabled, differs between the ranks of the
-                group; on every rank of it.
+                group. All of them raise.
             ValueError: received lengths do not add up to the received ids (without `dedup`).
         """
         try:
@@ -151,22 +148,22 @@ class ShardedEmbeddingBags(CheckedModule):
         return self.mesh.get_group("shard")
 
     def _pooled(self, bag: Tensor, place: Tensor, rows: Tensor, batch: int) -> Tensor:
-        """Owners add up their rows of each bag, and send one row per sample and shard."""
-        bags_of = [len(shards) * batch for shards in self.plan]
-        lengths, wanted, common = by_rank(place * batch + bag % max(batch, 1), rows, bags_of)
+        """Owners sum their rows of each bag, and send one row per sample and shard."""
+        bag_counts = [len(shards) * batch for shards in self.plan]
+        lengths, wanted, common = by_rank(place * batch + bag % max(batch, 1), rows, bag_counts)
         counts = [(len(ids), size) for ids, size in zip(wanted, common, strict=True)]
         arriving = self._exchange_counts(counts, batch)
         local = exchange_bags(_OP, lengths, wanted, common, arriving, self._group)
         local_lengths, local_rows = local
         pooled = _sum_of_bags(self._look_up(local_rows), local_lengths)
         splits = [len(self._local) * batch] * len(arriving)
-        received = self.exchange(pooled, splits, bags_of, group=self._group)
+        received = self.exchange(pooled, splits, bag_counts, group=self._group)
         sums = received.view(self._shards.shape[1], batch, self.weight.shape[1])
         tables = [reduce(torch.add, [sums[place] for place in places]) for places in self._places]
         return torch.stack(tables, dim=1)
 
     def _distinct(self, place: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
-        """Owners send each distinct row of this rank's bags once, and this rank adds them up."""
+        """Owners send each distinct row of this rank's bags once, and this rank sums them."""
         wanted, inverse, per_shard = distinct(rows, place, self._shards.shape[1])
         per_rank = per_shard.split([len(shards) for shards in self.plan])
         splits = torch.stack([counts.sum() for counts in per_rank]).tolist()
@@ -178,16 +175,16 @@ class ShardedEmbeddingBags(CheckedModule):
         return bags.view(*lengths.shape, self.weight.shape[1]).transpose(0, 1)
 
     def _look_up(self, rows: Tensor) -> Tensor:
-        """These rows of `weight`; their gradients, sums over the ranks' samples, become means."""
+        """Look up rows of `weight`. Divide their gradients, which are sums over ranks, by ranks."""
         looked_up = F.embedding(rows, self.weight, sparse=self.sparse)
         if looked_up.requires_grad:
             looked_up.register_hook(lambda grad: grad / len(self.plan))
         return looked_up
 
     def _exchange_counts(self, counts: _Pairs, batch: int, refused: bool = False) -> _Pairs:
-        """Send rank r its number of ids, and the common length of their bags or -1.
+        """Send counts[r] to rank r: its number of ids, and the common length of its bags or -1.
 
-        Returns the pair that each rank sends this one. Every rank raises if one has `refused`.
+        Returns the pairs from all ranks. If a rank has `refused` its input, every rank raises.
         """
         settings = {"batch": batch, "gradients": torch.is_grad_enabled()}
         device, group = self.weight.device, self._group
@@ -195,9 +192,9 @@ class ShardedEmbeddingBags(CheckedModule):
         return [(count, common) for count, common in received]
 
     def _locate(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For each id, its bag, the place of its shard, and its row in the owner's weight (int32).
+        """Return the bag of each id, the place of its shard, and its row in the owner's weight.
 
-        The host waits for the check of ids.
+        The host waits, to check the ids.
         """
         bags = torch.arange(lengths.numel(), dtype=torch.int64, device=ids.device)
         bag = torch.repeat_interleave(bags, lengths.flatten(), output_size=len(ids))
@@ -213,17 +210,17 @@ class ShardedEmbeddingBags(CheckedModule):
         shard = torch.searchsorted(start, row, right=True) - 1
         return bag, place[shard], (row - start[shard] + inside[shard]).int()
 
-    def _number_rows(self, rows: list[int]) -> None:
-        """Register the buffers that find the owner of an id.
+    def _index_rows(self, rows: list[int]) -> None:
+        """Register the buffers that map an id to its owner.
 
-        They number the rows of all tables in one sequence. `_shards` lists each shard's start in
-        it, its place (its index in the plan, rank by rank), and its start in the owner's weight.
-        `_places` lists the places of each table, in row order.
+        The rows of all tables are numbered consecutively. For each shard, `_shards` contains its
+        first row number, its place (its index in the plan, rank by rank), and its first row in the
+        owner's weight. `_places` lists the places of each table in row order.
         """
         self._rows, first = rows, [0, *accumulate(rows)]
-        shards = [shard for of_rank in self.plan for shard in of_rank]
+        shards = [shard for part in self.plan for shard in part]
         starts = [first[shard.table] + shard.first for shard in shards]
-        inside = [rows_of(of_rank[:i]) for of_rank in self.plan for i in range(len(of_rank))]
+        inside = [row_count(part[:i]) for part in self.plan for i in range(len(part))]
         found = sorted(zip(starts, range(len(shards)), inside, strict=True))
         self._places = [[p for _, p, _ in found if shards[p].table == t] for t in range(len(rows))]
         by_row = torch.tensor(found, dtype=torch.int64, device=self.weight.device).t().contiguous()
@@ -242,8 +239,8 @@ class ShardedEmbeddingBags(CheckedModule):
 
 
 def _sum_of_bags(rows: Tensor, lengths: Tensor) -> Tensor:
-    """[bags, d]: the sum of each bag's rows, which lie one after the other."""
-    # Its checks cost a host synchronization, and fail if there are no bags.
+    """Sum the rows of each bag, which are consecutive: [bags, d]."""
+    # `unsafe` skips checks that synchronize with the host, and that fail if there are no bags.
     return torch.segment_reduce(rows, "sum", lengths=lengths.long(), initial=0.0, unsafe=True)
 
 

@@ -1,22 +1,22 @@
-"""Which rank of a sharding group owns which rows of which embedding table."""
+"""Plans, which assign the rows of embedding tables to the ranks of a sharding group."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from dct_kernels import checks
 
-MOST_ROWS = 2**31 - 1  # of all tables, and of a table: ids are sent in 32 bits
+MOST_ROWS = 2**31 - 1  # per table and per rank, because ids are sent in 32 bits
 
 _Item = TypeVar("_Item")
 
 
 class Shard(NamedTuple):
-    """Rows first to end - 1 of a table: all of them (table-wise) or a part (row-wise).
+    """The rows first to end - 1 of a table: all rows (table-wise) or a part (row-wise).
 
     Attributes:
-        table: its index in the list of tables.
-        first: its first row in the table.
-        end: the row after its last.
+        table: the index of the table in the list of tables.
+        first: the first row of the shard.
+        end: the row after the last row of the shard.
     """
 
     table: int
@@ -27,22 +27,22 @@ class Shard(NamedTuple):
 def plan_shards(
     rows: Sequence[int], ranks: int, row_wise: Collection[int] = ()
 ) -> list[list[Shard]]:
-    """A plan: tables in `row_wise` cut evenly over all ranks, the others whole, balanced.
+    """Assign tables to ranks: those in `row_wise` are split evenly, the others stay whole.
 
-    For equal traffic, the numbers of whole tables per rank differ by at most one. The largest table
-    comes first, and each goes to the rank with the fewest rows among those that may take one more.
-    Deterministic; ties go to the lower table and rank. Needs no process group.
+    To balance traffic, the numbers of whole tables per rank differ by at most one. Whole tables are
+    assigned from the largest to the smallest, each to the rank with the fewest rows that may take
+    one more. Deterministic: ties go to the lower table and rank. It needs no process group.
 
     Args:
-        rows: per table, from 1 up.
-        ranks: of one sharding group; every replica uses the same plan.
-        row_wise: tables to cut, each of at least as many rows as ranks.
+        rows: the number of rows of each table, at least 1.
+        ranks: number of ranks in a sharding group. Every replica uses the same plan.
+        row_wise: the tables to split. They must have at least as many rows as there are ranks.
 
     Returns:
-        Per rank its shards, in the order of tables, for `ShardedEmbeddingBags`.
+        The shards of each rank, in the order of tables, for `ShardedEmbeddingBags`.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range, or a rank would own nothing.
+        ValueError, TypeError: an argument is out of range, or a rank would own no rows.
     """
     op = "plan_shards"
     checks.require_int(op, "ranks", ranks, 1, MOST_ROWS)
@@ -62,7 +62,7 @@ def plan_shards(
         cuts = [rows[table] * rank // ranks for rank in range(ranks + 1)]
         for rank, shards in enumerate(plan):
             shards.append(Shard(table, cuts[rank], cuts[rank + 1]))
-    load, tables = [rows_of(shards) for shards in plan], [0] * ranks
+    load, tables = [row_count(shards) for shards in plan], [0] * ranks
     whole = set(range(len(rows))) - set(row_wise)
     fewest, with_one_more = divmod(len(whole), ranks)
     for table in sorted(whole, key=lambda table: (-rows[table], table)):
@@ -74,13 +74,13 @@ def plan_shards(
     return [sorted(shards) for shards in plan]
 
 
-def rows_of(shards: Sequence[Shard]) -> int:
-    """Rows of all these shards."""
+def row_count(shards: Sequence[Shard]) -> int:
+    """The number of rows of these shards."""
     return sum(shard.end - shard.first for shard in shards)
 
 
 def require_list(op: str, arg: str, values: Iterable[_Item], rule: str) -> list[_Item]:
-    """`values` as a list; raise unless they are iterable."""
+    """Return `values` as a list. Raise unless they are iterable."""
     try:
         return list(values)
     except TypeError:
@@ -90,9 +90,9 @@ def require_list(op: str, arg: str, values: Iterable[_Item], rule: str) -> list[
 def require_plan(
     op: str, plan: Sequence[Sequence[Shard]], rows: Sequence[int], ranks: int
 ) -> list[list[Shard]]:
-    """`plan` as lists; raise unless each of `ranks` ranks gets rows, and each row has one owner.
+    """Return `plan` as lists. Raise unless each rank owns rows and each row has one owner.
 
-    A shard may be any three integers.
+    A shard may be any sequence of three integers.
     """
     lists = require_list(op, "plan", plan, "lists of shards, one for each rank")
     checked = [_require_shards(op, f"plan[{r}]", shards, rows) for r, shards in enumerate(lists)]
@@ -102,8 +102,8 @@ def require_plan(
     owned = sorted((shard, rank) for rank, shards in enumerate(checked) for shard in shards)
     for table, count in enumerate(rows):
         covered, owner = 0, ranks
-        of_table = [(shard, rank) for shard, rank in owned if shard.table == table]
-        for shard, rank in [*of_table, (Shard(table, count, count), ranks)]:
+        parts = [(shard, rank) for shard, rank in owned if shard.table == table]
+        for shard, rank in [*parts, (Shard(table, count, count), ranks)]:
             if shard.first != covered:
                 got = f"rows {covered} to {shard.first - 1} on no rank"
                 if shard.first < covered:
@@ -129,7 +129,7 @@ def _require_shards(op: str, arg: str, shards: Sequence[Shard], rows: Sequence[i
         found.append(Shard(table, first, end))
     if not found:
         raise ValueError(f"dct::{op}: {arg} must have at least one shard, got none")
-    if rows_of(found) > MOST_ROWS:
+    if row_count(found) > MOST_ROWS:
         rule = f"at most {MOST_ROWS} rows"
-        raise ValueError(f"dct::{op}: {arg} must have {rule}, got {rows_of(found)}")
+        raise ValueError(f"dct::{op}: {arg} must have {rule}, got {row_count(found)}")
     return found

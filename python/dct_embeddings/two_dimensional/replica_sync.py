@@ -1,4 +1,4 @@
-"""Replicas of embedding tables, averaged every few steps."""
+"""Averages replicas of embedding tables every few steps."""
 
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -9,7 +9,7 @@ from torch import Tensor
 from dct_kernels import checks
 from dct_parallel.exchange.settings import FORMATS, Settings
 from dct_parallel.formats import require_format
-from dct_parallel.groups import refusing
+from dct_parallel.groups import sharing_errors
 
 from ..groups import require_same_in_mesh
 from ..row_wise_adagrad import RowWiseAdagrad
@@ -21,34 +21,34 @@ _averaged: WeakSet[ShardedEmbeddingBags] = WeakSet()  # bags that have a Replica
 
 
 class ReplicaSync:
-    """Averages the tables of all replicas, and their row-wise AdaGrad state, every `every` steps.
+    """Averages the tables of all replicas, and row-wise AdaGrad states, every `every` steps.
 
-    A sync averages the rows that any replica's optimizer changed since the last sync. After it, all
-    replicas are bitwise equal, and compressed changes may be pending. Call `flush()` before
-    evaluation, before a checkpoint, and before you load one into a running job; then there is
-    nothing to save. With one replica a sync changes no bit. Deterministic on the CPU. Formats,
-    bytes and costs: docs/guide/embeddings.md.
+    A sync averages the rows that any replica's optimizer has changed since the last sync. After it,
+    all replicas are bitwise equal, but compressed changes may be pending. Call `flush()` before
+    evaluation, before saving a checkpoint, and before loading one into a running job. Then there is
+    nothing to save. With a single replica a sync changes nothing. Deterministic on the CPU. See
+    docs/guide/embeddings.md.
 
     Args:
-        bags: the bags to average. Make one ReplicaSync for them, before training and after saved
-            states are loaded. A copy of the bags (copy.deepcopy, torch.save,
-            torch.optim.swa_utils.AveragedModel) has none.
-        optimizer: the only one that changes the weight of bags: torch.optim.SGD without momentum
-            and weight decay, RowWiseAdagrad or MomentumScaledRowWiseAdagrad. A hook on its step
-            collects the rows that have a gradient. A copy of the optimizer does not have the hook.
-        every: steps from one sync to the next.
-        density: fraction of the entries of changed rows to send at a sync, the largest, in (0, 1].
-            1: all of them, with a residual. None: all of them, with a residual only in few bits.
-            See `DCTState`.
-        format: "float32": rows as they are. "bfloat16": their changes, rounded. "int8", "int4" or
-            "ternary": changes in few bits. Or the torch dtype.
-        transport: of changes with a density or in few bits, see `DCTState`.
+        bags: the bags to average. Create one ReplicaSync for them, before training and after
+            loading saved states. A copy of the bags (copy.deepcopy, torch.save, AveragedModel) is
+            not averaged.
+        optimizer: the only optimizer of the bags' weight: torch.optim.SGD without momentum and
+            weight decay, RowWiseAdagrad or MomentumScaledRowWiseAdagrad. A step hook collects the
+            rows that have a gradient. A copy of the optimizer does not have the hook.
+        every: number of steps between syncs.
+        density: fraction of the entries of changed rows to send per sync, the largest first, in
+            (0, 1]. 1: all entries, with a residual. None: all entries, with a residual only in
+            quantized formats. See `DCTState`.
+        format: a name or a torch dtype. "float32" sends whole rows; "bfloat16" sends rounded
+            changes; "int8", "int4" and "ternary" send quantized changes.
+        transport: the transport of sparse or quantized changes; see `DCTState`.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
-        ValueError: ranks of the mesh differ in a setting or the kind of optimizer; on all of them.
-        TypeError: from the optimizer's step, if it was given momentum or weight decay later.
-        RuntimeError: an argument is out of its range on a different rank, as the text says.
+        ValueError, TypeError: an argument is out of range.
+        ValueError: ranks of the mesh differ in a setting or the type of optimizer. All raise.
+        TypeError: the optimizer's step found that momentum or weight decay was set later.
+        RuntimeError: an argument is out of range on another rank.
     """
 
     @checks.names_keywords
@@ -63,16 +63,16 @@ class ReplicaSync:
         transport: str | None = None,
     ) -> None:
         checks.require_type(_OP, "bags", bags, ShardedEmbeddingBags, "ShardedEmbeddingBags")
-        with refusing(_OP, *bags.mesh.get_all_groups()):
+        with sharing_errors(_OP, *bags.mesh.get_all_groups()):
             checks.require_int(_OP, "every", every, 1, 2**63 - 1)
             format = require_format(_OP, "format", format, FORMATS)
             settings = Settings.checked(_OP, density, format, transport)
             compresses = density is not None or settings.every_entry
             if compresses:
-                arg = "weight of bags, with a density or in few bits,"
+                arg = "weight of bags, with a density or a quantized format,"
                 checks.require_dtype(_OP, arg, bags.weight.dtype, (torch.float32,))
             _require_optimizer(optimizer, bags.weight)
-            if bags in _averaged:  # the residual of the first would be lost
+            if bags in _averaged:  # the residual of the first one would be lost
                 raise ValueError(f"dct::{_OP}: bags must have one ReplicaSync only, got a second")
         to_compare = {"every": every, "density": density, "format": settings.format}
         to_compare |= {"transport": transport, "optimizer": type(optimizer).__name__}
@@ -88,27 +88,27 @@ class ReplicaSync:
         _averaged.add(bags)
 
     def __reduce__(self) -> NoReturn:
-        """Refuse copies and pickles, which would average the bags of the original."""
+        """Raise, because a copy or a pickle would average the bags of the original."""
         rule = "not be copied or pickled (make a new one for a copy of bags)"
         raise TypeError(f"dct::{_OP}: a ReplicaSync must {rule}, got a copy or a pickle")
 
     def step(self) -> None:
-        """Call it after every step of the optimizer; syncs in every `every`-th call."""
+        """Sync in every `every`-th call. Call it after each step of the optimizer."""
         self._steps += 1
         if self._steps == self._every:
             self.sync()
 
     def sync(self) -> None:
-        """Average now. Every rank of the mesh calls this, after the same step.
+        """Average now. Every rank of the mesh must call this after the same step.
 
         Raises:
-            RuntimeError: a replica is missing, or its payload was damaged, in this call or an
-                earlier one. Load a checkpoint then.
+            RuntimeError: a replica is missing, or a payload was damaged in this or an earlier call.
+                Load a checkpoint.
         """
         self._sync(everything=False)
 
     def flush(self) -> None:
-        """A sync that sends all pending changes uncompressed."""
+        """Sync all pending changes uncompressed."""
         self._sync(everything=True)
 
     @torch.no_grad()
@@ -120,13 +120,13 @@ class ReplicaSync:
             optimizer.averaged(weight, rows)
         self._steps = 0
 
-    # Not at a lookup, because a sync may come between the lookup and the step.
+    # Rows are not collected at a lookup, because a sync may come between the lookup and the step.
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """A pre-hook that collects the rows that a step changes, after the closure if there is one.
+        """A step pre-hook that collects the rows that the step will change.
 
-        Returns new arguments for the step, or None.
+        If there is a closure, returns new arguments with a closure that collects the rows.
         """
         _require_rule(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -144,7 +144,7 @@ class ReplicaSync:
     @torch.no_grad()
     def _collect_rows(self) -> None:
         weight, grad = self._bags.weight, self._bags.weight.grad
-        if grad is not None:  # the indices of a sparse gradient, the nonzero rows of a dense one
+        if grad is not None:  # the indices of a sparse gradient, or the nonzero rows of a dense one
             rows = grad._indices()[0] if grad.is_sparse else grad.any(1).nonzero().squeeze(1)
             self._average.touched.add(rows.int(), weight)
 
@@ -160,7 +160,7 @@ def _require_rule(optimizer: torch.optim.Optimizer) -> None:
         return
     got = checks.shown(optimizer)
     if isinstance(optimizer, torch.optim.SGD):
-        # Both change rows that have no gradient.
+        # Momentum and weight decay also change rows without a gradient.
         found = [(n, g[n]) for g in optimizer.param_groups for n in ("momentum", "weight_decay")]
         if not any(value for _, value in found):
             return

@@ -1,4 +1,4 @@
-"""Gradients of DistributedDataParallel, compressed: a state and a communication hook."""
+"""Compresses the gradients of DistributedDataParallel, with a communication hook and its state."""
 
 from .state import DCTState, dct_hook
 

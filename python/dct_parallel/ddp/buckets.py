@@ -1,4 +1,4 @@
-"""DDP's buckets and their parameters, whose states move with them from bucket to bucket."""
+"""The buckets of a DDP module. When DDP rebuilds them, each parameter's state moves along."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -10,20 +10,22 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..exchange.bucket import Bucket, Complete, SegmentState
-from ..exchange.plan import BucketPlan, plan_bucket
+from ..exchange.plan import BucketPlan, log_plan, plan_bucket
 from ..exchange.settings import Settings
 from .node import NodeBucket, Topology
 from .parameters import to_logical, to_physical
 
 
 class Buckets:
-    """The buckets of one DDP, made when DDP first sends them, and states not in a bucket yet.
+    """The buckets of one DDP module, and the states of parameters that are in no bucket yet.
+
+    A bucket is created when DDP first passes it to the hook.
 
     Args:
         names: {parameter: name} of the parameters that DDP averages.
-        settings: of the user.
-        topology: of the ranks to average over, opened.
-        device: of the gradients.
+        settings: the user's settings.
+        topology: an open topology of the ranks to average over.
+        device: the device of the gradients.
     """
 
     def __init__(
@@ -39,18 +41,19 @@ class Buckets:
         self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
         self._buckets: dict[int, Bucket] = {}
         self._parked: dict[str, SegmentState] = {}
-        # Whether layouts are a saved run's that no step has used yet, or only the one under way.
+        # _loaded: the layouts were loaded and not yet used. _resumes: the current step uses them.
         self._loaded = self._resumes = False
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._resumes, self._loaded = self._loaded, False
 
     def parts(self, index: int, bucket: dist.GradBucket) -> dict[int, list[Parameter]] | None:
-        """{number: its parameters} of the buckets to reduce in place of DDP's; None: that itself.
+        """Return {number: parameters} of the buckets to reduce instead of DDP's bucket, or None.
 
-        In the first step after a load they are those of the saved run, if DDP's holds them whole:
-        until it has seen in which order gradients come, DDP has all parameters in one bucket.
+        The first step after a load uses the buckets of the saved run, if DDP's bucket contains them
+        whole. DDP starts with all parameters in one bucket and rebuilds its buckets in the order in
+        which the gradients arrived.
 
         Raises:
             ValueError: the hook belongs to a different model.
@@ -59,8 +62,9 @@ class Buckets:
         if index in self._layouts and _same(parameters, self._layouts[index][0]):
             return None
         if self._resumes:
-            here = set(parameters)
-            parts = {i: own for i, (own, _) in self._layouts.items() if here.issuperset(own)}
+            members = set(parameters)
+            saved = {i: layout[0] for i, layout in self._layouts.items()}
+            parts = {i: part for i, part in saved.items() if members.issuperset(part)}
             if sum(map(len, parts.values())) == len(parameters):
                 return parts
         plan = self._new_plan(parameters)
@@ -69,15 +73,13 @@ class Buckets:
         return None
 
     def bucket(self, number: int, step: int) -> Bucket:
-        """The bucket of this number, to be sent now; a new one, from its parameters' states, if the
-        layout has changed.
-        """
+        """Return the bucket with this number; create it again if its layout has changed."""
         parameters, plan = self._layouts[number]
         known = self._buckets.get(number)
         if known is not None and known.plan is plan:
             return known
-        # Buckets before this one are unchanged, and may be in use. So this and later ones hold the
-        # same parameters as before, in a different order.
+        # Buckets before this one are unchanged and may be in use. So this bucket and the later ones
+        # together hold the same parameters as before, in a different order.
         for later in [i for i in self._buckets if i >= number]:
             self._parked |= self._buckets.pop(later).states()
         sizes = {self._names[p]: p.numel() for p in parameters}
@@ -85,20 +87,21 @@ class Buckets:
         in_node = self._node.size > 1
         make = partial(NodeBucket, self._node, sizes) if in_node else Bucket
         made = self._buckets[number] = make(plan, self._group, self._device, step, states)
+        log_plan("DCTState", plan, self._device)
         return made
 
     def in_order(self) -> list[Bucket]:
-        """All of them; none before compression starts, and after a load."""
+        """All buckets. The list is empty before compression starts and directly after a load."""
         return [bucket for _, bucket in sorted(self._buckets.items())]
 
     def plans(self) -> list[BucketPlan]:
-        """The plans of all buckets; until they are known, of one that holds all parameters."""
+        """The plans of all buckets. Until DDP's buckets are known, one bucket is assumed."""
         if self._buckets:
             return [bucket.plan for bucket in self.in_order()]
         return [self._plan_of(self._names)]
 
     def states(self) -> dict[str, SegmentState]:
-        """{name: a copy of its parameter's state}, of all parameters."""
+        """{name: a copy of the parameter's state} for all parameters."""
         known = dict(self._parked)
         for bucket in self._buckets.values():
             known |= bucket.states()
@@ -115,21 +118,21 @@ class Buckets:
         return [[self._names[p] for p in parameters] for parameters in layouts]
 
     def load(self, states: dict[str, SegmentState], names: Sequence[Sequence[str]]) -> None:
-        """Start from these, once there are buckets; `names` are of the saved run.
+        """Use these states in the next buckets. `names` are the buckets of the saved run.
 
         Raises:
-            ValueError: `names` has others than this model's, or one twice. Nothing has changed.
+            ValueError: `names` has an unknown parameter or a duplicate. Nothing has changed.
         """
-        every = [name for own in names for name in own]
-        if len(set(every)) < len(every) or set(every) - set(self._names.values()):
+        flat = [name for bucket in names for name in bucket]
+        if len(set(flat)) < len(flat) or set(flat) - set(self._names.values()):
             raise ValueError(
-                "dct::load_state_dict: buckets must be lists of parameters of this model, each of "
-                f"them once, got {', '.join(every)}"
+                "dct::load_state_dict: buckets must be lists of parameters of this model, each at "
+                f"most once, got {', '.join(flat)}"
             )
         self._buckets.clear()
         parameters = {name: parameter for parameter, name in self._names.items()}
-        self._loaded, saved = True, [[parameters[name] for name in own] for own in names]
-        self._layouts = {i: (own, self._plan_of(own)) for i, own in enumerate(saved)}
+        self._loaded, saved = True, [[parameters[name] for name in bucket] for bucket in names]
+        self._layouts = {i: (bucket, self._plan_of(bucket)) for i, bucket in enumerate(saved)}
         self._parked = {
             name: states[name].map(partial(to_physical, parameter=parameter))
             for parameter, name in self._names.items()
@@ -145,7 +148,7 @@ class Buckets:
         return self._plan_of(parameters)
 
     def node_bytes(self) -> int:
-        """Bytes sent per rank inside its node and step."""
+        """Bytes that a rank sends inside its node per step."""
         layouts = [parameters for parameters, _ in self._layouts.values()] or [list(self._names)]
         return sum(
             self._node.wire_bytes(sum(p.numel() for p in parameters), parameters[0].itemsize)
@@ -160,7 +163,8 @@ class Buckets:
             [piece.high - piece.low for piece in pieces],
             self._settings,
             self._group.size(),
-            -(-sum(sizes) // self._node.size),  # the longest part: one transport for the node
+            # The longest part, so that all ranks of a node choose the same transport.
+            -(-sum(sizes) // self._node.size),
         )
 
 
@@ -169,10 +173,10 @@ def reduce_parts(
     reductions: Sequence[tuple[Sequence[Tensor], Callable[[Tensor], Complete | None]]],
     buffer: Tensor,
 ) -> None:
-    """Reduce a buffer, of parameters in this order, in place, part by part.
+    """Reduce `buffer`, which holds the gradients of the parameters `order`, part by part in place.
 
     Args:
-        reductions: (parameters of a part, `Bucket.launch` of their gradients as one flat tensor).
+        reductions: (parameters of a part, `Bucket.launch` for their gradients as one flat tensor).
     """
     pieces = dict(zip(order, buffer.split([p.numel() for p in order]), strict=True))
     for parameters, launch in reductions:

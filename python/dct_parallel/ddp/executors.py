@@ -1,8 +1,8 @@
 """Executors, which run bucket jobs during the backward pass, in the order of submission.
 
-The order keeps ranks together: every rank submits the same jobs in the same order, so it issues the
-same collectives in the same order. Callbacks of futures would not do: gloo runs them on threads of
-its own, in the order of arrival, which differs between ranks, so a collective issued there hangs.
+Every rank submits the same jobs in the same order, so it issues the same collectives in the same
+order. Callbacks of futures do not guarantee that: gloo runs them on its own threads in the order of
+arrival, which differs between ranks, so a collective that a callback issues can hang.
 """
 
 import queue
@@ -19,8 +19,8 @@ from ..exchange.bucket import Complete, Start
 
 _Result = TypeVar("_Result")
 
-EXIT_SECONDS = 5  # to finish; if it takes longer, other ranks are gone
-_Jobs = queue.SimpleQueue[tuple[Start, Any, Future[Any]] | None]  # None: the end
+EXIT_SECONDS = 5  # after which the other ranks are assumed to be gone
+_Jobs = queue.SimpleQueue[tuple[Start, Any, Future[Any]] | None]  # None ends the thread
 
 
 class Executor(ABC):
@@ -28,30 +28,30 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, start: Start, result: _Result) -> Future[_Result]:
-        """A future of `result` once the job is complete, or of the exception that it raises."""
+        """Return a future that holds `result` once the job is complete, or the job's exception."""
 
     def submit_after(self, call: Complete) -> Future[None]:
-        """Call this once all earlier jobs are complete."""
+        """Run `call` after all earlier jobs are complete."""
         self.complete()
         return self.submit(call, None)
 
-    def complete(self) -> None:  # noqa: B027  # by default nothing
-        """Complete the jobs that only their submitter can complete."""
+    def complete(self) -> None:  # noqa: B027  # not abstract
+        """Complete the pending jobs that need the submitting thread. By default there are none."""
 
     @abstractmethod
     def close(self) -> object:
-        """End; no job is submitted after it."""
+        """Stop the executor. No job may be submitted afterwards."""
 
 
 class InlineExecutor(Executor):
-    """The thread of the backward pass: for CPU tensors whose exchange is one collective.
+    """Runs jobs on the thread of the backward pass: for CPU tensors exchanged in one collective.
 
     A job starts when it is submitted, and its message is sent during the backward pass. `complete`
-    completes the jobs, in order. A thread of its own would contend for Python's lock.
+    completes the jobs in order. A separate thread would contend for the GIL.
     """
 
     def __init__(self) -> None:
-        self._under_way: list[tuple[Complete, Any, Future[Any]]] = []
+        self._pending: list[tuple[Complete, Any, Future[Any]]] = []
 
     def submit(self, start: Start, result: _Result) -> Future[_Result]:
         done: Future[_Result] = Future()
@@ -60,39 +60,38 @@ class InlineExecutor(Executor):
         if complete is None:
             done.set_result(result)
         else:
-            self._under_way.append((complete, result, done))
+            self._pending.append((complete, result, done))
         return done
 
     def complete(self) -> None:
-        under_way, self._under_way = self._under_way, []
+        pending, self._pending = self._pending, []
         with below_autograd():
-            for complete, result, done in under_way:
+            for complete, result, done in pending:
                 complete()
                 done.set_result(result)
 
     def close(self) -> None:
-        """Drop the jobs of a backward pass that raised; no other leaves any."""
-        self._under_way = []
+        """Drop pending jobs. Only a backward pass that raised an error leaves any."""
+        self._pending = []
 
 
 class ThreadExecutor(Executor):
-    """One thread, first in first out: for CPU tensors whose exchange is several collectives.
+    """Runs jobs on one thread, in order: for CPU tensors exchanged in several collectives.
 
     Only a thread can start the second collective of a bucket during the backward pass, in the same
-    order on every rank. `close()` ends the thread once its jobs are done; Python's exit calls it at
-    the latest.
+    order on every rank. `close()` ends the thread after its jobs; it also runs at Python's exit.
     """
 
     def __init__(self) -> None:
         self._jobs: _Jobs = queue.SimpleQueue()
-        # A daemon: a rank whose peers are gone must be able to exit from within a collective.
+        # A daemon, so that a rank can exit while a collective waits for peers that are gone.
         thread = threading.Thread(target=_serve, args=(self._jobs,), name="dct", daemon=True)
         thread.start()
         self._end = weakref.finalize(self, _stop, self._jobs, thread)  # also at exit
 
     def submit(self, start: Start, result: _Result) -> Future[_Result]:
         done: Future[_Result] = Future()
-        # DDP reads the future in C++, which knows an exception for one only from a callback.
+        # DDP reads the future in C++, which recognizes an exception only if a callback raised it.
         value = done.then(Future.value)
         self._jobs.put((start, result, done))
         return value
@@ -102,9 +101,9 @@ class ThreadExecutor(Executor):
 
 
 class StreamExecutor(Executor):
-    """A CUDA stream, to which the submitting thread queues jobs.
+    """Runs jobs on a CUDA stream, to which the submitting thread queues them.
 
-    Waiting for the future of a job makes the current stream wait for this one.
+    Waiting for a job's future makes the current stream wait for that stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -120,11 +119,11 @@ class StreamExecutor(Executor):
         return done
 
     def close(self) -> None:
-        """Do nothing: the stream is torch's."""
+        """Do nothing, because torch manages the stream."""
 
 
 def executor_for(device: torch.device, sends_once: bool) -> Executor:
-    """The executor for tensors on this device. `sends_once`: whether a job is one collective."""
+    """Return an executor for this device. `sends_once`: whether a job is one collective."""
     if device.type == "cuda":
         return StreamExecutor(device)
     return InlineExecutor() if sends_once else ThreadExecutor()
@@ -132,8 +131,9 @@ def executor_for(device: torch.device, sends_once: bool) -> Executor:
 
 def _stop(jobs: _Jobs, thread: threading.Thread) -> None:
     jobs.put(None)
-    # Python kills daemons as it exits, and the process aborts if one is in C++ just then, handing
-    # its last future to DDP. The thread itself may collect the executor: it cannot wait for itself.
+    # Python kills daemon threads at exit. The process would abort if this thread was then setting
+    # its last future, in C++. The garbage collector may also run this function on the thread, which
+    # cannot join itself.
     if thread is not threading.current_thread():
         thread.join(EXIT_SECONDS)
 
@@ -142,7 +142,7 @@ def _serve(jobs: _Jobs) -> None:
     with torch.no_grad(), below_autograd():
         while (item := jobs.get()) is not None:
             _run(*item)
-            del item  # an idle thread must not keep the last job's tensors, nor its executor, alive
+            del item  # an idle thread must not keep the last job's tensors or its executor alive
 
 
 def _run(start: Start, result: Any, done: Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The ranks that a state averages over: all, or those of its node and its peers on other nodes."""
+"""The process groups that a state averages over: one group, or the two dimensions of a mesh."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,13 +20,13 @@ _ALIGNMENT = 8  # elements: 16 bytes or more of every dtype
 
 
 class Node:
-    """Cuts buckets into as many equal parts as the node has ranks; each rank exchanges its own.
+    """Splits each bucket into equal parts, one for each rank of the node, which exchanges it.
 
-    A part is a range of whole 16 bytes, so the last ones may be short or empty. In a node of one
-    rank the part is the bucket itself, and nothing is sent.
+    A part is a multiple of 16 bytes, so the last parts may be short or empty. In a node of one rank
+    the part is the bucket itself, and nothing is sent.
 
     Args:
-        group: the ranks of this rank's node; None: no other.
+        group: the ranks of this rank's node; None if this rank is the only one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -35,15 +35,15 @@ class Node:
         self.rank, self.size = 0 if group is None else group.rank(), len(self.ranks)
 
     def slices(self, sizes: Sequence[int]) -> list[Slice]:
-        """This rank's part of a bucket, as slices of parameters of these sizes."""
+        """This rank's part of a bucket, as slices of the parameters with these sizes."""
         length = self._length(sum(sizes))
         return list(slices(sizes, self.rank * length, (self.rank + 1) * length))
 
     def sum_part(self, buffer: Tensor) -> Tensor:
-        """The sum over the node's ranks of this rank's part of `buffer` [numel], in its dtype.
+        """Sum this rank's part of `buffer` [numel] over the node's ranks, in its dtype.
 
-        Returns a new tensor of the length of a full part, 0 past the bucket's end; in a node of one
-        rank `buffer` itself.
+        Returns a new tensor with the length of a full part, padded with zeros. In a node of one
+        rank it returns `buffer` itself.
         """
         if self.group is None or self.size == 1:
             return buffer
@@ -55,14 +55,14 @@ class Node:
         return part
 
     def mean_part(self, buffer: Tensor) -> Tensor:
-        """The same of the mean; `buffer` is overwritten.
+        """Like `sum_part`, for the mean. Overwrites `buffer`.
 
-        Divided before it is summed, as DDP does: half as likely to overflow.
+        It divides before it sums, as DDP does, which halves the chance of overflow.
         """
         return self.sum_part(buffer if self.size == 1 else buffer.div_(self.size))
 
     def gather(self, part: Tensor, buffer: Tensor) -> None:
-        """Write every rank's part, of the length that `sum_part` gave it, into `buffer` [numel]."""
+        """Gather every rank's `part`, as `sum_part` returned it, into `buffer` [numel]."""
         if self.group is None or self.size == 1:
             return
         padded = part.new_empty(self.size, part.numel())
@@ -71,18 +71,18 @@ class Node:
         buffer.copy_(padded.view(-1)[: buffer.numel()])
 
     def wire_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes sent per rank and step inside the node for a bucket of `numel` elements."""
+        """Bytes that a rank sends inside its node per step for a bucket of `numel` elements."""
         part = self._length(numel) * itemsize
-        return all_reduce_bytes(self.size * part, self.size)  # in two halves
+        return all_reduce_bytes(self.size * part, self.size)  # as a reduce-scatter and a gather
 
     def sentence(self, nbytes: int) -> str:
-        """The line after a plan's table: whose part it is of, and the bytes inside the node."""
+        """The sentences after a plan's table: this rank's part, and the bytes inside the node."""
         if self.size == 1:
             return ""
         return (
-            f"\nAll of this is between nodes, of part {self.rank} of {self.size} of every bucket. "
-            f"Inside the node\nthis rank sends {nbytes:,} bytes, in a reduce-scatter and an "
-            "all-gather."
+            f"\nThis is the traffic between nodes of part {self.rank} of {self.size} of every "
+            f"bucket.\nInside the node this rank sends {nbytes:,} bytes, in a reduce-scatter and "
+            "an all-gather."
         )
 
     def _length(self, numel: int) -> int:
@@ -91,16 +91,16 @@ class Node:
 
 
 class NodeBucket(Bucket):
-    """A bucket that is summed and gathered whole inside the node, and exchanged in parts.
+    """A bucket that is summed and gathered inside the node; each rank exchanges one part of it.
 
-    The node's residual is the sum of its ranks' states. Each rank keeps its own part; residuals in
-    a state for other ranks' parts go to these ranks once, before the first gradient.
+    The node's residual is the sum of its ranks' states. Each rank keeps its part. If a state also
+    has residuals for other ranks' parts, those ranks receive them once, before the first gradient.
 
     Args:
-        node: this rank's.
+        node: this rank's node.
         sizes: {name: numel} of the bucket's parameters, in its order.
-        plan: of this rank's part.
-        group, device, step, states: as for `Bucket`, states of whole parameters.
+        plan: the plan of this rank's part.
+        group, device, step, states: as for `Bucket`; the states cover whole parameters.
     """
 
     def __init__(
@@ -115,32 +115,33 @@ class NodeBucket(Bucket):
     ) -> None:
         self._node, self._sizes, names = node, sizes, list(sizes)
         self._pieces = {names[piece.index]: piece for piece in node.slices(list(sizes.values()))}
-        own = {name: self._cut(name, states[name]) for name in self._pieces if name in states}
-        super().__init__(plan, group, device, step, own)
-        self._others: Tensor | None = torch.cat([self._of_others(name, states) for name in names])
+        part = {name: self._cut(name, states[name]) for name in self._pieces if name in states}
+        super().__init__(plan, group, device, step, part)
+        pending = [self._pending_for_others(name, states) for name in names]
+        self._pending: Tensor | None = torch.cat(pending)
 
     def launch(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
     ) -> None:
-        """See `reduce`, which is complete on return: the node gathers its parts."""
+        """Call `reduce`, which is complete on return because the node gathers its parts."""
         self.reduce(buffer, scale, inv_scale)
 
     def reduce(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
     ) -> None:
-        """Replace this rank's gradients in `buffer` by their mean over all nodes' ranks."""
+        """Replace this rank's gradients in `buffer` by their mean over all ranks of all nodes."""
         self.begin()
         numel = self.plan.numel
-        if self._others is not None:
-            owed = self._node.sum_part(self._others.to(buffer.device))
-            self.codec.residual += owed[:numel]
-            self._others = None
+        if self._pending is not None:
+            received = self._node.sum_part(self._pending.to(buffer.device))
+            self.codec.residual += received[:numel]
+            self._pending = None
         part = self._node.mean_part(buffer)
         super().reduce(part[:numel], scale, inv_scale)
         self._node.gather(part, buffer)
 
     def states(self) -> dict[str, SegmentState]:
-        """{name: copies, as long as the parameter}, 0 outside of this rank's part."""
+        """{name: a copy of the state, as long as the parameter, 0 outside this rank's part}."""
 
         def placed(name: str, part: Tensor) -> Tensor:
             piece = self._pieces[name]
@@ -151,39 +152,39 @@ class NodeBucket(Bucket):
         return {name: state.map(partial(placed, name)) for name, state in super().states().items()}
 
     def _cut(self, name: str, state: SegmentState) -> SegmentState:
-        """The slice of a state in this rank's part."""
+        """The slice of a state that is in this rank's part."""
         piece = self._pieces[name]
         return state.map(lambda whole: whole[piece.low : piece.high])
 
-    def _of_others(self, name: str, states: dict[str, SegmentState]) -> Tensor:
+    def _pending_for_others(self, name: str, states: dict[str, SegmentState]) -> Tensor:
         """The residuals of a state for other ranks' parts, as shares of the mean over nodes."""
         if name not in states:
             return torch.zeros(self._sizes[name], dtype=torch.float32, device="cpu")
-        owed = states[name].share(self.plan.ranks).clone()
+        pending = states[name].share(self.plan.ranks).clone()
         if name in self._pieces:
             piece = self._pieces[name]
-            owed[piece.low : piece.high] = 0
-        return owed
+            pending[piece.low : piece.high] = 0
+        return pending
 
 
 _CPU = torch.device("cpu")
 
 
 class Topology:
-    """The groups of a state: of a mesh, or of one dimension.
+    """The process groups of a state, from a mesh or from one group.
 
     Args:
-        op: for errors.
+        op: the name for error messages.
         group: the ranks to average over.
-        mesh: of these ranks, dimensions ("node", "local"); None: every rank is a node of its own.
-        device: of the gradients.
+        mesh: these ranks in dimensions ("node", "local"); None: every rank is its own node.
+        device: the device of the gradients.
 
     Attributes:
-        everyone: the group of all ranks.
-        layout: of a mesh, in words: the ranks of each node.
-        node: this rank's; known once opened, like `between` and `close`.
-        between: the group that exchanges payloads: ranks of equal number in their nodes.
-        close: a function that destroys the groups that `open` made, as the end of this object does.
+        all_ranks: the group to average over.
+        layout: the ranks of each node as text, or "none" without a mesh.
+        node: this rank's node. Set by `open`, as are `between` and `close`.
+        between: the group that exchanges payloads: the ranks with the same local rank.
+        close: destroys the groups that `open` made. Garbage collection does the same.
     """
 
     def __init__(
@@ -193,44 +194,47 @@ class Topology:
         mesh: DeviceMesh | None,
         device: torch.device,
     ) -> None:
-        self.everyone = groups.require_group(op, group, "process_group")
-        self._given: tuple[dist.ProcessGroup, ...] = (self.everyone,)
+        self.all_ranks = groups.require_group(op, group, "process_group")
+        self._given: tuple[dist.ProcessGroup, ...] = (self.all_ranks,)
         self.layout = "none"
         if mesh is not None:
             self._given = require_mesh(op, mesh, NODES)
             self.layout = str(mesh.mesh.tolist())
-            ranks, own = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(self.everyone)
-            if sorted(ranks) != sorted(own):
-                raise ValueError(f"dct::{op}: mesh must have the ranks of ddp, {own}, got {ranks}")
+            ranks = mesh.mesh.flatten().tolist()
+            expected = dist.get_process_group_ranks(self.all_ranks)
+            if sorted(ranks) != sorted(expected):
+                raise ValueError(
+                    f"dct::{op}: mesh must have the ranks of ddp, {expected}, got {ranks}"
+                )
             if mesh.device_type != device.type:
                 raise ValueError(
                     f"dct::{op}: mesh must be on {device.type} like ddp, got {mesh.device_type}"
                 )
-        # On the CPU a separate one, because collectives of the executor's thread must not
+        # The CPU needs separate groups, because collectives of the executor's thread must not
         # interleave with those of the main thread. On CUDA one thread issues all, in order.
-        self._owns = device.type == "cpu"
+        self._separate = device.type == "cpu"
 
     def open(self, name: str) -> None:
-        """Make the groups that are used; all ranks do, once they agree.
+        """Create the groups for the exchange. A collective call, after the ranks agree.
 
         Args:
-            name: for these groups, the same on all ranks and never used before.
+            name: a new name for these groups, the same on all ranks.
         """
         made: tuple[dist.ProcessGroup, ...] = ()
-        if self._owns:
-            # A mesh has torch's default timeout, unless its maker set a different one.
-            given = (self.everyone, *self._given)
+        if self._separate:
+            # The groups of a mesh have torch's default timeout unless the user set another one.
+            given = (self.all_ranks, *self._given)
             timeout = min(groups.timeout_of(group, _CPU) for group in given)
             self._given = made = tuple(
                 groups.separate_group(group, f"{name}/{index}", timeout)
                 for index, group in enumerate(self._given)
             )
-        self.close = groups.ending(self, *made)
+        self.close = groups.destroyer(self, *made)
         self.between, *inside = self._given
         self.node = Node(*inside)
 
     def reduce_densely(self, buffer: Tensor) -> None:
-        """Replace `buffer` by its mean over all ranks, sent to other nodes in bfloat16."""
+        """Replace `buffer` by its mean over all ranks. Between nodes it is sent in bfloat16."""
         part = self.node.mean_part(buffer)
         with span("dct::exchange_dense"):
             part.copy_(dense_mean(part, torch.bfloat16, self.between))

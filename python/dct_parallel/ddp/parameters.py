@@ -1,8 +1,7 @@
-"""The parameters that a DDP averages, and the order of their elements.
+"""The parameters that DDP averages, and the order of their elements.
 
-DDP's buckets hold dense parameters in the order of their memory, which differs from the order of
-their indices for, say, channels_last. Residuals have the order of the bucket; checkpoints have the
-order of the indices.
+DDP's buckets hold dense parameters in memory order, which differs from index order for formats such
+as channels_last. Residuals use the order of the bucket; checkpoints use index order.
 """
 
 import torch
@@ -17,14 +16,14 @@ from ..exchange.plan import unwrapped
 
 
 def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
-    """{parameter: name} of the parameters that DDP averages, named as in the unwrapped model.
+    """Return {parameter: name} of the parameters that DDP averages, named as in the inner module.
 
     Raises:
-        TypeError, ValueError: not a DDP, or a parameter that cannot be compressed, by name.
+        TypeError, ValueError: `ddp` is not a DDP module, or a parameter cannot be compressed.
     """
     if not isinstance(ddp, DistributedDataParallel):
         rule = "a DistributedDataParallel"
-        if hasattr(ddp, "reshard"):  # an FSDPModule, which takes a second to import
+        if hasattr(ddp, "reshard"):  # an FSDPModule; importing that class takes a second
             rule += " (for a model that fully_shard was applied to, use dct_fully_shard_hook)"
         elif isinstance(ddp, nn.Module):
             rule += " (wrap the module in one first)"
@@ -34,7 +33,7 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
             "dct::DCTState: gradients of ddp must be dense (build embeddings with sparse=False), "
             "got sparse ones"
         )
-    reduced = reduced_parameters(ddp)  # names do not tell: DDP may ignore one name of a tied weight
+    reduced = reduced_parameters(ddp)  # not by name: DDP may ignore one name of a tied weight
     named = ddp.module.named_parameters()
     names = {parameter: unwrapped(name) for name, parameter in named if parameter in reduced}
     for parameter, name in names.items():
@@ -46,12 +45,12 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
 
 
 def device_of(names: dict[Parameter, str]) -> torch.device:
-    """The device of the parameters; DDP has at least one."""
+    """The device of the parameters. A DDP module has at least one."""
     return next(iter(names)).device
 
 
 def to_logical(flat: Tensor, parameter: Tensor) -> Tensor:
-    """`flat` [numel], as a bucket has it, in the order of the parameter's indices."""
+    """Reorder `flat` [numel] from the order in a bucket to the order of the parameter's indices."""
     if not _differs(parameter):
         return flat
     return flat.as_strided(parameter.shape, parameter.stride()).flatten()
@@ -67,7 +66,7 @@ def to_physical(flat: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _differs(parameter: Tensor) -> bool:
-    """Whether DDP keeps the elements in a different order than that of the indices."""
+    """Whether DDP stores the elements in a different order than that of the indices."""
     if parameter.is_contiguous():
         return False
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()

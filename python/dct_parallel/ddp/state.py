@@ -1,10 +1,10 @@
-"""DCT for torch's DistributedDataParallel: a state and a communication hook.
+"""A DDP communication hook that compresses gradients, and its state.
 
     state = DCTState(ddp, density=0.005)
     ddp.register_comm_hook(state, dct_hook)
 
-In a step every bucket is packed, exchanged and unpacked during the backward pass, in the same order
-on every rank. The host reads the results of a step (damage, overflow) at the end of the next one.
+Every bucket is packed, exchanged and unpacked during the backward pass, in the same order on every
+rank. The host reads the results of a step (damage, overflow) at the end of the next step.
 """
 
 import warnings
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# DDP's constructor imports it. Its functions' defaults hold the default group, if there is one by
-# then, until Python ends, and a thread of gloo that still finishes its work aborts the process.
+# Imported here because DDP's constructor would import it later. If a default group exists by then,
+# default arguments keep that group alive until Python exits, and a gloo thread may then abort.
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.amp import GradScaler
@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_kernels import checks
 
 from .._torch import NO_PASS, at_end_of_backward, backward_pass, comm_hooks, current_node
-from ..compressor import warn_of_eager
+from ..compressor import warn_if_eager
 from ..exchange.bucket import Complete, Start, parameter_stats, run_now
 from ..exchange.checkpoint import Flat, Run
 from ..exchange.first_step import FirstStep
@@ -37,7 +37,7 @@ from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import Optimizers, loss_scale_of
 from ..exchange.plan import describe, keeps_owners, plan_table
 from ..exchange.settings import Settings
-from ..groups import refusing
+from ..groups import sharing_errors
 from .buckets import Buckets, reduce_parts
 from .executors import Executor, executor_for
 from .node import Topology
@@ -45,47 +45,43 @@ from .parameters import device_of, named_parameters
 
 
 class DCTState:
-    """The state of `dct_hook`: residuals, thresholds and where to send payloads.
+    """The state of `dct_hook`: settings, residuals and process groups.
 
-    Dynamic Communication Thresholding, data-parallel side (arXiv 2010.08899), or every entry in few
-    bits. Construct it on every rank, register it once, and keep `state_dict()` in the checkpoint of
-    every rank: residuals differ between ranks. The mean is deterministic, and bitwise the same on
-    every rank. Memory: 4 bytes per parameter, and each bucket's payload once per rank. What happens
-    in a step, what may fail, and limits: docs/guide/ddp.md.
+    Construct it on every rank and register it once. Residuals differ between ranks, so save
+    `state_dict()` on every rank. The mean is deterministic and bitwise the same on every rank.
+    Memory: 4 bytes per parameter, and every rank's payload of each bucket. See docs/guide/ddp.md.
+    Source: Dynamic Communication Thresholding, data-parallel (arXiv 2010.08899).
 
     Args:
-        ddp: the model the hook is registered with; dense gradients, on one CPU or CUDA device.
-            None if it is not made yet: `bind` it before the first step.
-        density: fraction of each bucket's entries sent per step, in (0, 1]; default 0.005, and 1 in
-            few bits. 1 % is 0.01.
-        format: of what is sent, a name or a torch dtype. "bfloat16" (the default) or "float32": the
-            largest entries, or at density 1 all of them, whole. "int8", "int4" or "ternary": every
-            entry in few bits.
-        transport: how payloads reach the other ranks, "all_gather" or "reduce_scatter"; None: by
-            the number of ranks and the format (docs/guide/choosing.md).
-        process_group: ranks to average over, this one among them; default those of `ddp`.
-        mesh: the ranks of `ddp` as a DeviceMesh of dimensions ("node", "local"): dense inside a
+        ddp: the DDP module, with dense gradients on one CPU or CUDA device. If it does not exist
+            yet, pass None and call `bind` before the first step.
+        density: fraction of the entries of each bucket sent per step, in (0, 1]; default 0.005, or
+            1 with quantized formats. 1 % is 0.01.
+        format: a name or a torch dtype. "bfloat16" (default) and "float32" send the largest
+            entries, or all of them at density 1. "int8", "int4" and "ternary" send all entries.
+        transport: "all_gather" or "reduce_scatter"; None chooses by the number of ranks and the
+            format (docs/guide/choosing.md).
+        process_group: the ranks to average over, including this one; default: those of `ddp`.
+        mesh: the ranks of `ddp` as a DeviceMesh with dimensions ("node", "local"): dense inside a
             node, compressed between nodes. See `node_mesh` and docs/guide/cluster.md.
-        grad_scaler: the GradScaler that scales the loss, or None. If it skips a step, the entries
-            that were sent return to the residual.
-        optimizer: the optimizer of these parameters, or a list of several; needed with an enabled
-            `grad_scaler`, to see which steps it skips.
-        start_step: steps before compression; they average in bfloat16.
-        policy: "fresh": the threshold is sampled in every step; or "fixed", the paper's way: in
-            every `refresh_every`-th, and after a load; see `Compressor`.
-        refresh_every: steps between samples of the threshold, with policy "fixed".
+        grad_scaler: the GradScaler of the loss, or None. If it skips a step, the entries that were
+            sent return to the residual.
+        optimizer: the optimizer of these parameters, or a list of optimizers. Required with an
+            enabled `grad_scaler`, to detect which steps it skips.
+        start_step: number of dense steps, averaged in bfloat16, before compression starts.
+        policy: "fresh" samples the threshold in every step; "fixed" in every `refresh_every`-th
+            step and after a load, as the paper does. See `Compressor`.
+        refresh_every: steps between samples of the threshold with policy "fixed".
 
     Attributes:
-        step: steps taken.
-        node_group: the group inside a node of a mesh, for one who counts bytes; or None.
-        copied: whether this is a copy (deepcopy and pickle of the DDP reach this state), which has
-            the settings only and cannot be used.
+        step: number of steps taken.
+        node_group: the intra-node process group when a mesh is used, else None.
+        copied: whether this is a copy by deepcopy or pickle, which has only the settings.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range, a parameter cannot be compressed, or
-            ranks differ; the text names it.
-        RuntimeError: a different rank raised, as the text says, or did not construct its state
-            within the group's timeout.
+        ValueError, TypeError: an argument is out of range, a parameter cannot be compressed, or
+            ranks differ.
+        RuntimeError: another rank raised an error, or did not construct its state in time.
     """
 
     copied = False  # by deepcopy or pickle
@@ -108,7 +104,7 @@ class DCTState:
     ) -> None:
         op = "DCTState"
         self._process_group, self._mesh = process_group, mesh
-        with refusing(op, self._group_with(ddp)):
+        with sharing_errors(op, self._group_with(ddp)):
             self.settings = Settings.checked(op, density, format, transport, policy, refresh_every)
             if mesh is not None and process_group is not None:
                 raise ValueError(
@@ -119,29 +115,29 @@ class DCTState:
         self.start_step = start_step
         self._in_step = False  # from the first bucket of a backward pass to its end
         self._next_index = 0
-        self._pass = NO_PASS  # the backward pass whose end is awaited
+        self._pass = NO_PASS  # the backward pass for whose end a callback is queued
 
-        # Once bound to a DDP:
+        # Set by `bind`:
         self._names: dict[Parameter, str] = {}
         self._topology: Topology
         self._ledger: StepLedger
         self.node_group: dist.ProcessGroup | None = None
         self._buckets: Buckets
         self._executor: Executor | None = None
-        self._warned = False  # that no hook is registered
+        self._warned = False  # whether `_warn_if_unused` has warned
         if ddp is not None:
             self.bind(ddp)
 
     def bind(self, ddp: DistributedDataParallel) -> None:
-        """Attach a state that was made without its DDP; on every rank, like the constructor.
+        """Attach a state that was constructed without a DDP module. Call it on every rank.
 
         Raises:
-            ValueError: the state is bound already; or as the constructor.
+            ValueError: the state is already bound. It also raises the errors of the constructor.
         """
         if self.copied:
             self._require_usable("bind")
         group = self._group_with(ddp)
-        with refusing("DCTState", group):
+        with sharing_errors("DCTState", group):
             names = named_parameters(ddp)
             if self._names:
                 raise ValueError("dct::DCTState: state must be bound to one DDP only, got a second")
@@ -149,10 +145,10 @@ class DCTState:
             if self._loss_scale is not None:
                 self._loss_scale.watch(names)
             topology = Topology("DCTState", group, self._mesh, device)
-        warn_of_eager(device.type)
+        warn_if_eager(device.type)
         self._ledger = StepLedger(
             "DCTState",
-            topology.everyone,
+            topology.all_ranks,
             device,
             self.settings,
             {"model": describe(names), "mesh": topology.layout},
@@ -170,21 +166,21 @@ class DCTState:
         self._hooks = comm_hooks(ddp)
 
     def _group_with(self, ddp: DistributedDataParallel | None) -> dist.ProcessGroup | None:
-        """The ranks to average over; None if they are not known without a DDP."""
-        of_ddp = getattr(ddp, "process_group", None)
-        return of_ddp if self._process_group is None else self._process_group
+        """The ranks to average over, or None as long as there is no DDP module."""
+        default = getattr(ddp, "process_group", None)
+        return default if self._process_group is None else self._process_group
 
     @property
     def step(self) -> int:
         return self._ledger.step if self._names else 0
 
     def close(self) -> None:
-        """Wait for the last step, and end the thread, if any, and the process groups of this state.
+        """Wait for the last step, then stop the thread and destroy this state's process groups.
 
-        It takes no further step; `stats` and the like still answer. Idempotent.
+        The hook raises afterwards, but methods such as `stats` still work. Idempotent.
 
         Raises:
-            RuntimeError: a payload was damaged. The state is closed all the same.
+            RuntimeError: a payload was damaged. The state is closed nevertheless.
         """
         if self._executor is not None:
             self._executor.close()
@@ -195,13 +191,13 @@ class DCTState:
             self._finish_last_step("close")
 
     def plan(self) -> str:
-        """The bytes and the capacity of each bucket in a compressed step, as a table.
+        """Return a table of the bytes and the capacity of each bucket in a compressed step.
 
-        DDP's buckets are not known until compression has started: one is assumed, and the last line
-        says so. From then on bytes are exact, as in `stats()`.
+        DDP's buckets are unknown until compression has started. Until then the table assumes a
+        single bucket, as its last line states. Afterwards the bytes are exact.
 
         Raises:
-            ValueError: the state is not bound to a DDP yet.
+            ValueError: the state is not bound yet.
             RuntimeError: this rank received a damaged payload.
         """
         self._require_usable("plan")
@@ -210,37 +206,40 @@ class DCTState:
         table = plan_table(plans, device)
         table += self._topology.node.sentence(self._buckets.node_bytes())
         if not self._buckets.in_order():
-            table += "\nOne bucket is assumed: DDP's are known from the first compressed step on."
+            table += "\nOne bucket is assumed: DDP's are known after the first compressed step."
         return table
 
     def stats(self) -> dict[str, float | int | None]:
-        """Means of the last 100 steps, and the bytes of a step. Waits for the last step.
+        """Return means over the last 100 steps, and the bytes per step. Waits for the last step.
 
-        - `step`: steps taken.
-        - `density`: entries that this rank sent over those that were compressed; None before any.
-        - `overflow`: fraction of payloads, of all ranks, with less room than entries that passed;
-          None before any.
-        - `wire_bytes`: bytes sent per rank and compressed step, with a mesh those to other nodes.
-          Messages have a fixed size, so this is the same in every step and on ranks of equal part.
-          None before any.
+        All values except `step` are None before the first compressed step.
+
+        - `step`: number of steps taken.
+        - `density`: fraction of the entries that this rank sent.
+        - `overflow`: fraction of all ranks' payloads that could not hold all entries above the
+          threshold.
+        - `wire_bytes`: bytes sent per rank and compressed step, with a mesh only to other nodes.
+          Payloads have a fixed size, so every step sends the same number of bytes.
 
         Raises:
-            ValueError: the state is not bound to a DDP yet.
+            ValueError: the state is not bound yet.
             RuntimeError: a payload was damaged.
         """
         self._finish_last_step("stats")
         return self._ledger.stats(self._buckets.plans())
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
-        """{parameter: figures of the last step on this rank}, for any logger. Waits for the device.
+        """Return {parameter: figures of the last step on this rank}. Waits for the device.
 
-        `density`: values sent that are not 0, over elements; `threshold`: of the payload that its
-        first element belongs to; `residual_norm`: Euclidean norm of its residual, in unscaled
-        units. Empty before compression starts, and after a load until the next step. Allocates a
+        - `density`: fraction of the elements that were sent with a non-zero value.
+        - `threshold`: the threshold of the payload that holds the first element.
+        - `residual_norm`: the Euclidean norm of the residual, in units of the unscaled gradient.
+
+        Empty before compression starts, and after a load until the next step. It allocates one
         bucket in float32.
 
         Raises:
-            ValueError: the state is not bound to a DDP yet.
+            ValueError: the state is not bound yet.
             RuntimeError: a payload was damaged.
         """
         self._finish_last_step("parameter_stats")
@@ -249,23 +248,24 @@ class DCTState:
     def take_back(self) -> None:
         """Return the entries of the last step to the residuals, for a step that you do not apply.
 
-        Otherwise they would be lost: gradients of the step, and of many steps before it.
-        Call it on every rank, after the backward pass and before the next one; it waits for all:
+        Without this call, gradients of that step and of earlier steps are lost. Call it on every
+        rank between the backward pass and the next one. It waits for all ranks:
 
             norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-            if not norm.isfinite():  # on all ranks, as their gradients are the same
+            if not norm.isfinite():  # on all ranks, because their gradients are the same
                 state.take_back()
                 optimizer.zero_grad()
                 continue
 
-        Exact for finite gradients (owners' residuals with "reduce_scatter": to float32 rounding).
-        NaN and Inf are dropped, in few bits with the 64 gradients that share a scale; with a mesh,
-        so is the rest of that entry of the node's mean. If several backward passes were exchanged,
-        as DDP adds them up, all of them are taken back. Called again, or after a GradScaler skipped
-        the step, it does nothing. If an exchange failed, it does not wait for other ranks.
+        Exact for finite gradients, except that owners' residuals ("reduce_scatter") are rounded to
+        float32. NaN and Inf are dropped. In quantized formats, the other gradients of their group
+        of 64 are also dropped, and with a mesh the rest of that entry of the node's mean. If
+        several backward passes were exchanged, as DDP adds them up, it takes back all of them. It
+        does nothing in a second call, or after a GradScaler skipped the step. If an exchange
+        failed, it does not wait for other ranks.
 
         Raises:
-            ValueError: the state is not bound to a DDP yet, or ranks have taken different steps.
+            ValueError: the state is not bound yet, or ranks have taken different steps.
             RuntimeError: a payload was damaged, or a rank did not call this within the group's
                 timeout. Nothing was taken back.
         """
@@ -275,17 +275,16 @@ class DCTState:
         self._ledger.take_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals by parameter name, and the step. Copies, on the CPU.
+        """Return this rank's residuals by parameter name, and the step, as copies on the CPU.
 
-        Call it between steps: after the optimizer's step (and the scaler's update), before the next
-        backward pass. For `torch.save`, one file per rank. torch.distributed.checkpoint takes the
-        state itself, {"dct": state} (deeper in a dict, only this method's result), and calls this
-        on loading as well, for the shapes: all parameters are in it from the start.
+        Call it between steps: after the optimizer's step and the scaler's update, before the next
+        backward pass. Use `torch.save` with one file per rank. torch.distributed.checkpoint takes
+        the state itself as {"dct": state}, or this method's result if it is nested deeper.
 
         Raises:
-            ValueError: the state is not bound to a DDP yet.
-            RuntimeError: a payload was damaged. Or an exchange failed, as if a rank is gone: call
-                `take_back` first, because what was sent in it is in no weights.
+            ValueError: the state is not bound yet.
+            RuntimeError: a payload was damaged. Or an exchange failed: call `take_back` first,
+                because its entries are in no weights.
         """
         self._require_usable("state_dict")
         self._ledger.require_exchanged("state_dict")
@@ -298,44 +297,44 @@ class DCTState:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict`, each rank from its own, or all from one of `merge_states`.
+        """Resume from this rank's `state_dict`, or from the result of `merge_states` on all ranks.
 
-        Every rank loads before any of them takes a step. The next step compares run and step, and
-        waits for late ranks, up to the group's timeout. A refused dict changes nothing.
+        Every rank must load before any rank takes a step. The next step compares run and step, and
+        waits for late ranks up to the group's timeout. If this raises, the state is unchanged.
 
         Raises:
-            ValueError: made with a different version, density, number of ranks or mesh, by a
-                different rank, or for a different model; something in it is missing, of a wrong
-                type or shape or not finite; or this state is not bound to a DDP yet.
-            TypeError: not a state dict.
-            RuntimeError: this state received a damaged payload: load into a new one.
+            ValueError: the dict has a different version, density, number of ranks, mesh, rank or
+                model; or a value is missing, not finite, or has a wrong type or shape; or this
+                state is not bound yet.
+            TypeError: `state` is not a state dict.
+            RuntimeError: this state received a damaged payload. Load into a new state.
         """
         self._require_usable("load_state_dict")
         entry, states = self._run().find(state)
-        self._buckets.load(states, entry["buckets"])  # before what cannot fail
+        self._buckets.load(states, entry["buckets"])  # first, because it may raise
         self._ledger.load(entry)
         self._in_step = False
 
     def _run(self) -> Run:
-        """This rank, for checkpoints."""
+        """This run, as checkpoints describe it."""
         same = {
             "density": self.settings.density,
-            "world_size": self._topology.everyone.size(),
+            "world_size": self._topology.all_ranks.size(),
             "local_size": self._topology.node.size,
         }
         sizes = {name: Flat(parameter.numel()) for parameter, name in self._names.items()}
         return Run("rank", self._ledger.rank, self.settings.format, same, sizes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings, because DDP, process groups and threads cannot be copied."""
-        own = {"settings": self.settings, "start_step": self.start_step, "node_group": None}
-        return {**own, "copied": True, "_names": {}, "_executor": None}
+        """Copy only the settings, because process groups and threads cannot be copied."""
+        kept = {"settings": self.settings, "start_step": self.start_step, "node_group": None}
+        return {**kept, "copied": True, "_names": {}, "_executor": None}
 
     def _require_usable(self, op: str) -> None:
         if self.copied:
             raise ValueError(
-                f"dct::{op}: state must be one made by DCTState(ddp), got a copy, which has the "
-                "settings only: make a new one"
+                f"dct::{op}: state must be made by DCTState(ddp), got a copy, which has only the "
+                "settings: make a new one"
             )
         if not self._names:
             raise ValueError(
@@ -352,10 +351,10 @@ class DCTState:
         if self._executor is None:
             self._require_usable("dct_hook")
             raise ValueError("dct::dct_hook: state must be open, got a closed one")
-        # Detached: with create_graph=True DDP's buffer has a graph, and is written here.
+        # Detached, because with create_graph=True DDP's buffer has a graph, and it is overwritten.
         index, buffer = bucket.index(), bucket.buffer().detach()
         increment_version(buffer)
-        # DDP's buckets are in order within a backward pass.
+        # DDP passes its buckets in order, so a lower index belongs to a new backward pass.
         if not self._in_step or index < self._next_index:
             self._begin_step()
         self._next_index = index + 1
@@ -375,11 +374,11 @@ class DCTState:
         self._in_step, self._pass = True, NO_PASS
 
     def _await_end(self, bucket: dist.GradBucket) -> None:
-        """Call `_end_pass` at the end of the backward pass that this bucket is of."""
+        """Call `_end_pass` at the end of the backward pass that this bucket belongs to."""
         if current_node() is None and self._executor is not None:
-            self._executor.complete()  # DDP waits for this bucket before anything else is called
+            self._executor.complete()  # DDP waits for this bucket next
         backward = backward_pass()
-        if backward == NO_PASS:  # for a rank that has joined, DDP calls the hook for each bucket
+        if backward == NO_PASS:  # DDP.join calls the hook outside of a backward pass
             if bucket.is_last():
                 self._end_pass(nested=False)
         elif backward != self._pass:
@@ -389,12 +388,12 @@ class DCTState:
     def _end_pass(self, nested: bool) -> None:
         if self._executor is not None:
             self._executor.complete()
-        if self._in_step and not nested:  # in a pass with others nested in it this is called twice
+        if self._in_step and not nested:  # called twice if passes are nested
             self._in_step = False
             self._ledger.end()
 
     def _launch(self, number: int) -> Callable[[Tensor], Complete | None]:
-        """Starts to reduce the gradients of a bucket in this step, as one flat tensor."""
+        """Return a function that starts to reduce the flat gradients of a bucket in this step."""
         if self._ledger.packed < 0:
             return self._topology.reduce_densely
         self._ledger.sent[number] = bucket = self._buckets.bucket(number, self._ledger.packed)
@@ -407,7 +406,7 @@ class DCTState:
         self._ledger.finish()
 
     def _warn_if_unused(self) -> None:
-        # A copied DDP has copies of states, whose hooks are not called.
+        # A copied DDP module has copies of states, whose hooks are not called.
         registered = any(s is self or not isinstance(s, DCTState) for _, s in self._hooks)
         if self._warned or registered:
             return
@@ -421,25 +420,24 @@ class DCTState:
 
 
 def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """DDP communication hook: the mean of the gradients over the ranks, compressed.
+    """Average a bucket of gradients over all ranks with compression: a DDP communication hook.
 
-    Register with `ddp.register_comm_hook(state, dct_hook)`. Mutates the bucket, which becomes the
-    mean, bitwise the same on every rank, and the state: entries below the threshold stay in its
-    residual. Deterministic. With torch.compile, DDP's Python reducer is not supported.
+    Register it with `ddp.register_comm_hook(state, dct_hook)`. It overwrites the bucket with the
+    mean, which is deterministic and bitwise the same on every rank. Entries that are not sent stay
+    in the state's residual. With torch.compile, DDP's Python reducer is not supported.
 
     Args:
-        state: of the DDP that it is registered with, open.
-        bucket: DDP's, of float32, bfloat16 or float16 gradients.
+        state: the open DCTState of this DDP module.
+        bucket: a bucket of float32, bfloat16 or float16 gradients, from DDP.
 
     Returns:
         A future of the bucket's buffer, in its dtype.
 
     Raises:
-        TypeError: `state` is not a DCTState, or `bucket` not a GradBucket.
-        ValueError: `state` is closed, not bound or of a different model.
-        RuntimeError: this rank received a damaged payload, in the step before or earlier. The
-            weights took that step without it, or its damaged blocks: load a checkpoint into a new
-            state.
+        TypeError: `state` is not a DCTState, or `bucket` is not a GradBucket.
+        ValueError: `state` is closed, not bound, or belongs to a different model.
+        RuntimeError: this rank received a damaged payload in an earlier step. That payload, or its
+            damaged blocks, are missing in the weights: load a checkpoint into a new state.
     """
     if not isinstance(state, DCTState):
         raise TypeError(

@@ -1,7 +1,7 @@
-"""The mean of compressed tensors over ranks.
+"""Averages compressed tensors over ranks.
 
-settings makes codecs, plan computes sizes and bytes, transport and reduce_scatter exchange
-payloads, and bucket combines them for one flat tensor. ledger is the cycle of a step, with results
+settings creates codecs, plan computes sizes and bytes, transport and reduce_scatter exchange
+payloads, and bucket combines them for one flat tensor. ledger begins and ends steps, with results
 and loss_scale. checkpoint saves, checks and merges states. all_reduce is for loops without a hook.
 """
 

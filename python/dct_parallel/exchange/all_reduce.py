@@ -1,4 +1,4 @@
-"""An all-reduce of one tensor in few bits, for training loops without a hook."""
+"""A quantized all-reduce of one tensor, for training loops without a hook."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,31 +22,31 @@ _OP = "all_reduce_compressed"
 
 
 class CompressedWork:
-    """An all-reduce under way, as torch's Work: call `wait`."""
+    """The handle of a pending all-reduce, like torch's Work. Call `wait`."""
 
     def __init__(
         self, bucket: Bucket, tensor: Tensor, residual: Tensor | None, scale: Tensor | None
     ) -> None:
         self._bucket, self._scale = bucket, scale
-        self._flat, self._keeps = tensor.view(-1), residual is not None
+        self._flat, self._has_residual = tensor.view(-1), residual is not None
         if residual is not None:
             bucket.codec.residual = residual.view(-1)
-        self._under_way, self._error = True, ""
-        with self._returning():
+        self._pending, self._error = True, ""
+        with self._restoring_residual():
             bucket.start(self._flat)
 
     @torch.no_grad()
     def wait(self) -> bool:
-        """Write the result into the tensor. Waits for the device. True, as torch's.
+        """Write the result into the tensor, and wait for the device. Returns True, like torch.
 
         Raises:
             RuntimeError: see `all_reduce_compressed`.
         """
-        if self._under_way:
-            self._under_way = False
-            with self._returning():
+        if self._pending:
+            self._pending = False
+            with self._restoring_residual():
                 self._bucket.finish(self._flat, self._scale)
-            if self._keeps:
+            if self._has_residual:
                 self._bucket.merge_owned()
             damaged = StepResults({0: self._bucket}, run_now).read()[0].damaged
             if damaged:
@@ -57,13 +57,13 @@ class CompressedWork:
         return True
 
     @contextlib.contextmanager
-    def _returning(self) -> Iterator[None]:
-        """What was sent returns to the residual where an exchange fails."""
+    def _restoring_residual(self) -> Iterator[None]:
+        """If the exchange raises, return the sent entries to the residual."""
         try:
             yield
         except BaseException as error:
             self._error = f"dct::{_OP}: the exchange must succeed, got {error!r}"
-            if self._keeps:
+            if self._has_residual:
                 self._bucket.take_back()
             raise
 
@@ -79,45 +79,43 @@ def all_reduce_compressed(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> CompressedWork | None:
-    """`torch.distributed.all_reduce` with every entry in few bits. In place.
+    """Reduce a tensor in place like `torch.distributed.all_reduce`, in a quantized format.
 
         residual = torch.zeros_like(tensor, dtype=torch.float32)  # kept from step to step
         all_reduce_compressed(tensor, residual, format="int4", op=dist.ReduceOp.AVG)
 
-    What rounding leaves of tensor + residual is the next residual, and is sent with the next tensor
-    (error feedback; ours, after DCT's hook). The result is summed in rank order in float32: the
-    same bits on every rank, and deterministic. One all-gather, or from three ranks on, where that
-    sends fewer bytes, an all-to-all and an all-gather: what the second rounding leaves is added to
-    the residual of the rank that rounds. Allocates the messages, and 4 bytes per entry: the hooks
-    of this package keep these from step to step, and overlap backward.
+    The rounding error of tensor + residual becomes the next residual (error feedback, as in DCT's
+    hook). The result is deterministic and bitwise the same on every rank, because ranks sum in
+    float32 in rank order. It uses one all-gather, or an all-to-all and an all-gather from three
+    ranks on if that sends fewer bytes. The error of that second rounding is added to the residual
+    of the rank that rounds. Each call allocates the messages and 4 bytes per entry.
 
     Args:
-        tensor: float32, bfloat16 or float16, contiguous, of any shape, on the CPU or CUDA; the same
-            number of entries and dtype on every rank. Holds the result afterwards.
-        residual: float32, of the tensor's shape and device, contiguous; zeros at first, one for
-            each tensor that is reduced again and again. Mutated. None: no error feedback.
-        format: of what is sent, the same on every rank: "int8", "int4" or "ternary", or
-            "bfloat16" or "float32" (of which nothing is left).
-        op: ReduceOp.SUM, which is AVG times the number of ranks and rounded as such, or
-            ReduceOp.AVG; the same on every rank.
-        group: ranks to reduce over, this one among them; default all.
-        async_op: return at once; the tensor holds the result after `wait`. Before that neither it
-            nor the residual may be touched. Every rank waits for all, in the same order: the second
-            collective begins in `wait`, and tensors of one size in another order are not noticed.
+        tensor: float32, bfloat16 or float16, contiguous, any shape, on the CPU or CUDA. All ranks
+            have the same dtype and number of entries. Overwritten with the result.
+        residual: float32, contiguous, with the tensor's shape and device. Pass zeros at first, and
+            keep one for each tensor. Mutated. None: no error feedback.
+        format: "int8", "int4", "ternary", "bfloat16" or "float32" (which leaves no error); the same
+            on every rank.
+        op: ReduceOp.AVG, or ReduceOp.SUM, which is computed as AVG times the number of ranks.
+        group: the ranks to reduce over, including this one; default: all.
+        async_op: return immediately. Do not touch `tensor` and `residual` before `wait` returns.
+            Every rank calls `wait` for all tensors in the same order. A different order of
+            equal-sized tensors is not detected.
 
     Returns:
         None, or with `async_op` an object with `wait()`.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range on this rank; nothing has changed.
-            The other ranks wait until the group's timeout, as in torch's own.
-        ValueError: ranks differ in size, dtype, format or op; nothing has changed. They compare a
-            combination the first time that they have it, through the group's store.
-        RuntimeError: only some ranks have a combination for the first time; at the group's timeout.
-        RuntimeError: from the collective, if a rank is gone: the residual has back what was sent,
-            and holds tensor + residual. Or this rank received a damaged message: then the tensor is
-            not the sum, and what was sent is in no residual. NaN and Inf raise nothing: in few bits
-            the 64 entries around them are NaN on every rank; this rank's residual is kept there.
+        ValueError, TypeError: an argument is out of range on this rank. Nothing has changed. The
+            other ranks wait until the group's timeout, as in torch.
+        ValueError: ranks differ in size, dtype, format or op. Nothing has changed. Ranks compare
+            each new combination through the group's store.
+        RuntimeError: the combination is new on some ranks only (at the group's timeout).
+        RuntimeError: the collective failed, and the residual is tensor + residual. Or this rank
+            received a damaged message: the tensor is wrong, and the sent entries are lost. NaN and
+            Inf raise no error: in quantized formats their group of 64 entries becomes NaN on every
+            rank, and this rank's residual is unchanged there.
     """
     settings = Settings.checked(_OP, 1.0, require_format(_OP, "format", format, FORMATS))
     _require(tensor, residual)
@@ -141,12 +139,12 @@ def all_reduce_compressed(
     return None
 
 
-# {group: what its ranks have compared}
+# {group: the combinations that its ranks have compared}
 _compared: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 def _compare(values: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise on every rank if `values` differ; compared the first time that this rank has them."""
+    """Raise on every rank if `values` differ. Values that this rank has compared are skipped."""
     known = _compared.setdefault(group, set())
     if tuple(values.values()) not in known:
         require_same(_OP, exchange(_OP, values, group, timeout_of(group, device)))
@@ -158,7 +156,7 @@ def _require(tensor: Tensor, residual: Tensor | None) -> None:
     for name, given in {"tensor": tensor, "residual": residual}.items():
         if type(given) not in (Tensor, nn.Parameter, type(None)) and isinstance(given, Tensor):
             raise TypeError(
-                f"dct::{_OP}: {name} must be a plain tensor (of a DTensor, its to_local()), got "
+                f"dct::{_OP}: {name} must be a plain tensor (for a DTensor, pass to_local()), got "
                 f"{type(given).__name__}"
             )
     if tensor.device.type not in ("cpu", "cuda"):
@@ -170,8 +168,7 @@ def _require(tensor: Tensor, residual: Tensor | None) -> None:
     checks.require_type(_OP, "residual", residual, Tensor, "a tensor or None")
     if residual.shape != tensor.shape:
         raise ValueError(
-            f"dct::{_OP}: residual must have shape {shape}, as the tensor, got "
-            f"{list(residual.shape)}"
+            f"dct::{_OP}: residual must have shape {shape}, like tensor, got {list(residual.shape)}"
         )
     checks.require_tensor(_OP, "residual", residual, (torch.float32,), (len(shape),), like)
     checks.memory(_OP, {"tensor": tensor, "residual": residual}, {})

@@ -1,4 +1,4 @@
-"""One bucket: a flat tensor packed, exchanged and unpacked in place."""
+"""Buckets: each packs, exchanges and unpacks one flat tensor in place."""
 
 import dataclasses
 from bisect import bisect_right
@@ -19,13 +19,13 @@ from .transport import AllGather, Transport
 
 @dataclasses.dataclass(frozen=True)
 class SegmentState:
-    """The state of a segment of a flat tensor, which is a parameter or a part of one.
+    """The state of a segment of a flat tensor: a parameter or a part of one.
 
     Attributes:
         residual: float32 [numel], entries that this rank has not sent yet.
-        owner: entries that this rank has not sent as the owner of a range of the bucket, in units
-            of the mean: as long as the segment, 0 outside of the range. None: it owns nothing here.
-        base: the weights after the last averaging, of a DCTAverager; else None.
+        owner: float32 [numel], the residual of this rank as the owner of a range of the bucket, in
+            units of the mean, and 0 outside that range. None if the transport has no owners.
+        base: the weights after the last averaging of a DCTAverager, else None.
     """
 
     residual: Tensor
@@ -33,24 +33,24 @@ class SegmentState:
     base: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "SegmentState":
-        """A state with `change` applied to each tensor."""
+        """Return a state with `change` applied to each tensor."""
         found = {key: value for key, value in vars(self).items() if value is not None}
         return SegmentState(**{key: change(value) for key, value in found.items()})
 
     def share(self, ranks: int) -> Tensor:
-        """One rank's contribution, among `ranks`, to the sum of gradients that sends all of it."""
+        """The pending entries as one rank's contribution to the sum over `ranks` ranks."""
         return self.residual if self.owner is None else self.residual + ranks * self.owner
 
 
 def parameter_stats(buckets: Iterable["Bucket"]) -> dict[str, dict[str, float]]:
-    """{parameter: figures of the last step on this rank}: see `DCTState.parameter_stats`."""
+    """Return {parameter: figures of the last step}; see `DCTState.parameter_stats`."""
     return {
         name: figures for bucket in buckets for name, figures in bucket.parameter_stats().items()
     }
 
 
 Complete = Callable[[], None]  # completes an exchange that was launched
-# Does an exchange, or launches it and returns a function that completes it.
+# Performs an exchange, or launches it and returns a function that completes it.
 Start = Callable[[], Complete | None]
 Submit = Callable[[Callable[[], None]], Future[None] | None]
 
@@ -61,14 +61,14 @@ class Bucket:
     Args:
         plan: names and sizes, in the bucket's order.
         group: the ranks to average over.
-        device: of the gradients.
-        step: compressed steps taken so far.
-        states: {name: from `states`} to start from; missing names start from zero.
+        device: the device of the gradients.
+        step: number of compressed steps so far.
+        states: {name: state} to start from. Missing names start from zero.
 
     Attributes:
-        transports: by name. A simulation has others.
-        words: of the last exchange, on the device, for `transport.result`; the next `start`
-            overwrites them. Empty while it is under way, and if it failed.
+        transports: {name: class}. A simulation overrides it.
+        words: the words of the last exchange on the device, for `transport.result`. The next
+            `start` overwrites them. Empty during an exchange and after a failed one.
     """
 
     transports: Mapping[str, type[Transport]] = {
@@ -91,7 +91,7 @@ class Bucket:
             if name in states:
                 self._load(index, states[name])
         self.words: Sequence[Tensor] = ()
-        self._packed = False  # in this step
+        self._packed = False  # whether this step's entries were packed
         self._first_step = step
 
     def launch(
@@ -104,8 +104,8 @@ class Bucket:
             scale, inv_scale: a GradScaler's scale and its inverse, or None.
 
         Returns:
-            A function that completes it. Other buckets may be launched before it is called. None if
-            it is complete already.
+            A function that completes the exchange, or None if it is already complete. Other buckets
+            may be launched before the function is called.
         """
         self.start(buffer, inv_scale)
         if self.transport.sends_once:
@@ -116,14 +116,14 @@ class Bucket:
     def reduce(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
     ) -> None:
-        """Replace this rank's gradients in `buffer` by their mean; arguments as of `launch`."""
+        """Replace this rank's gradients in `buffer` by their mean. Arguments as for `launch`."""
         self.start(buffer, inv_scale)
         self.finish(buffer, scale)
 
     def start(self, buffer: Tensor, inv_scale: Tensor | None = None) -> None:
-        """Pack `buffer`, which may then be overwritten, and start to send the payload.
+        """Pack `buffer` and start to send the payload. `buffer` may be overwritten afterwards.
 
-        Call `finish` before the next `start`, because the payload is sent from its own memory.
+        Call `finish` before the next `start`, because both use the same memory for the payload.
         """
         self.begin()
         with span("dct::pack"):
@@ -132,46 +132,46 @@ class Bucket:
         self.transport.start()
 
     def begin(self) -> None:
-        """An exchange begins; if it fails before `start` has packed, there is nothing to return."""
+        """Begin an exchange. If it fails before `start` packs, `take_back` does nothing."""
         self.words, self._packed = (), False
 
     def finish(self, out: Tensor, scale: Tensor | None = None) -> None:
-        """Write the mean over the group of all ranks' payloads into `out`."""
+        """Write the mean of all ranks' payloads into `out`."""
         self.words = self.transport.finish(out, scale)
 
     def take_back(self) -> None:
-        """Return the entries of the last `reduce` to the residual, for a step not applied."""
+        """Return the entries of the last exchange to the residual, for a step not applied."""
         if self._packed:
             self.transport.take_back()
 
     def residuals(self) -> list[Tensor]:
-        """This rank's residual and, if it owns a range, its residual as the owner."""
+        """This rank's residual and, if it owns a range, the owner's residual."""
         owned = self.transport.owned
         return [self.codec.residual] if owned is None else [self.codec.residual, owned[1]]
 
     def add_pending(self, total: Tensor) -> None:
-        """Add the entries that this rank has not sent to `total` [numel], in units of the sum."""
+        """Add this rank's pending entries to `total` [numel], in units of the sum."""
         total += self.codec.residual
         if self.transport.owned is not None:
             low, residual = self.transport.owned
             total[low : low + len(residual)] += self.plan.ranks * residual
 
     def merge_owned(self) -> None:
-        """Move the residual as an owner to this rank's own residual."""
+        """Move the owner's residual into this rank's residual."""
         if self.transport.owned is not None:
             low, residual = self.transport.owned
             self.codec.residual[low : low + len(residual)] += self.plan.ranks * residual
             residual.zero_()
 
     def drop(self, where: Tensor) -> None:
-        """Set the residuals of these entries to 0; a bool [numel]."""
+        """Set the residuals to 0 where `where`, bool [numel], is true."""
         self.codec.residual.masked_fill_(where, 0)
         if self.transport.owned is not None:
             low, residual = self.transport.owned
             residual.masked_fill_(where[low : low + len(residual)], 0)
 
     def states(self) -> dict[str, SegmentState]:
-        """{name: a copy, on the CPU, of the parameter's state}."""
+        """{name: a copy of the parameter's state on the CPU}."""
         residuals = self.codec.residual.split(self.plan.sizes)
         return {
             name: SegmentState(residual.to("cpu", copy=True), self.transport.owner_state(index))
@@ -182,11 +182,11 @@ class Bucket:
         residual = self.codec.residual.split(self.plan.sizes)[index]
         residual.copy_(state.residual)
         if state.owner is not None:
-            others = self.transport.load_owner(index, state.owner)
-            residual += (self.plan.ranks * others).to(residual.device)  # each rank counts 1 / P
+            rest = self.transport.load_owner(index, state.owner)
+            residual += (self.plan.ranks * rest).to(residual.device)  # each rank contributes 1 / P
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
-        """{name: see `DCTState.parameter_stats`}, of the last `reduce`. Waits for the device."""
+        """{name: figures of the last `reduce`}; see `DCTState.parameter_stats`."""
         if self.codec.step == self._first_step or not self.plan.names:
             return {}
         sizes, ends = self.plan.sizes, self.plan.range_bounds[1:-1]
@@ -213,14 +213,14 @@ def run_now(call: Callable[[], None]) -> None:
 
 
 class StepResults:
-    """The results of the exchanges of one step, copied to the host in one message.
+    """The results of the exchanges of one step, copied to the host together.
 
-    On CUDA this queues a kernel, which joins the words of all buckets, and one copy to pinned
+    On CUDA this queues a kernel that concatenates the words of all buckets, and one copy to pinned
     memory. `read` blocks until the copy is done.
 
     Args:
         buckets: {number: bucket}.
-        submit: runs a function after the exchanges, maybe later.
+        submit: runs a function after the exchanges, possibly later.
     """
 
     def __init__(self, buckets: Mapping[int, Bucket], submit: Submit) -> None:
@@ -232,8 +232,8 @@ class StepResults:
     def _post(self) -> None:
         words: list[Tensor] = []
         for number, bucket in self._buckets:
-            if bucket.words:  # or else its exchange failed, and raised
-                # A status [n] as [n, 2], as long as the words of a header.
+            if bucket.words:  # empty if the exchange raised an error
+                # Expand a status [n] to [n, 2], the width of the words of a header.
                 words += [w if w.dim() == 2 else w.unsqueeze(1).expand(-1, 2) for w in bucket.words]
                 rows = sum(map(len, bucket.words))
                 self._exchanged.append((number, bucket.transport, rows))
@@ -242,15 +242,15 @@ class StepResults:
                 self._words = HostCopy(torch.cat(words))
 
     def wait_posted(self) -> None:
-        """Wait until the words are read from payloads. On CUDA the current stream waits."""
+        """Wait until the words are copied from the payloads. On CUDA the current stream waits."""
         if self._posted is not None:
             self._posted.wait()
 
     def read(self) -> dict[int, ExchangeResult]:
-        """{number: the result of its exchange}. Waits for the exchanges."""
+        """Return {number: the result of the exchange}. Waits for the exchanges."""
         self.wait_posted()
-        rows, results, at = self._words.tolist() if self._words else [], {}, 0
+        rows, results, start = self._words.tolist() if self._words else [], {}, 0
         for number, transport, length in self._exchanged:
-            results[number] = transport.result(rows[at : at + length])
-            at += length
+            results[number] = transport.result(rows[start : start + length])
+            start += length
         return results

@@ -1,10 +1,10 @@
-"""Saved states: what they contain, whether one fits this run, and the mean of several.
+"""Saves, checks and merges the states of all entry points.
 
     {"version": 6, "ranks": {"0": {"run_id": ..., "step": ..., "parameters": {name: {...}}}}}
 
-Every rank saves an entry of its own, because residuals differ between ranks. With FSDP2 the ranks
-of a replica share an entry, under "replicas" and the replica's number. Its tensors are DTensors,
-sharded like their parameters, so torch.distributed.checkpoint can reshard them.
+Every rank saves its own entry, because residuals differ between ranks. With FSDP2 the ranks of a
+replica share one entry, under "replicas" and the replica's number. Its tensors are DTensors that
+are sharded like their parameters, so torch.distributed.checkpoint can reshard them.
 """
 
 import os
@@ -23,45 +23,47 @@ from torch.nn.functional import pad
 
 from dct_kernels import checks
 
-from ..groups import agreeing, named, require_same
+from ..groups import named, raising_together, require_same
 from .bucket import SegmentState
 from .settings import TRANSPORTS
 
-VERSION = 6  # of every saved state of this package; versions 1 to 5 were never released
-WHOLE = "whole"  # the shard of a rank that holds whole parameters
-_MEAN = "mean"  # in place of a rank's number: merge_states made this entry, for every rank
+VERSION = 6  # the version of all saved states; versions 1 to 5 were never released
+WHOLE = "whole"  # the "shard" of a rank that holds whole parameters
+_MEAN = "mean"  # instead of a rank's number: an entry of merge_states, for every rank
 _RESIDUAL, _OWNER, _BASE = "residual", "owner_residual", "base"  # keys of a parameter
 
-Entry = dict[str, Any]  # one rank's, or one replica's, part of a saved state
+Entry = dict[str, Any]  # the part of a saved state that belongs to one rank or replica
 States = dict[str, SegmentState]  # by parameter name
 _Folder = str | os.PathLike[str]
 
 
 class Field(NamedTuple):
-    """What a value of a dict must be, in words for errors, and whether it is."""
+    """The rule for a value of a dict, as text for error messages and as a predicate."""
 
     rule: str
-    holds: Callable[[Any], bool]
+    is_valid: Callable[[Any], bool]
 
 
-def checked(op: str, values: object, table: Mapping[str, Field], of: str = "") -> dict[str, Any]:
-    """The values that the table has a rule for; raises if one is missing, or breaks its rule.
+def checked(
+    op: str, values: object, table: Mapping[str, Field], suffix: str = ""
+) -> dict[str, Any]:
+    """Return the values that the table has rules for. Raise if one is missing or invalid.
 
-    In errors `op` is what was called, and `of` follows the name of a value.
+    In error messages `op` is the name of the call, and `suffix` follows the name of a value.
     """
     if not isinstance(values, dict):
-        checks.fail(op, f"state{of}", "a dict", checks.shown(values), TypeError)
-    for key, (rule, holds) in table.items():
-        if key not in values or not holds(values[key]):
-            got = _described(values[key]) if key in values else "nothing"
-            checks.fail(op, f"{key}{of}", rule, got)
+        checks.fail(op, f"state{suffix}", "a dict", checks.shown(values), TypeError)
+    for key, (rule, is_valid) in table.items():
+        if key not in values or not is_valid(values[key]):
+            got = _describe(values[key]) if key in values else "nothing"
+            checks.fail(op, f"{key}{suffix}", rule, got)
     return {key: v.detach() if isinstance(v := values[key], Tensor) else v for key in table}
 
 
-def _described(value: Any) -> str:
-    """A value that breaks its rule, for errors."""
+def _describe(value: Any) -> str:
+    """Describe an invalid value for an error message."""
     if isinstance(value, tuple):
-        return f"({', '.join(map(_described, value))})"
+        return f"({', '.join(map(_describe, value))})"
     if not isinstance(value, Tensor):
         return reprlib.repr(value)
     shape = "nested" if value.is_nested else list(value.shape)
@@ -76,20 +78,20 @@ def _described(value: Any) -> str:
 
 
 def _tensor(shape: Sequence[int], local: Sequence[int] | None = None) -> Field:
-    """A tensor; with `local` a DTensor, of which this rank holds a part of that shape."""
-    own = torch.Size(shape if local is None else local)
-    rule = f"a float32 {list(own)} tensor of finite numbers"
+    """The rule for a tensor, or for a DTensor whose local part has the shape `local`."""
+    expected = torch.Size(shape if local is None else local)
+    rule = f"a float32 {list(expected)} tensor of finite numbers"
     if local is not None:
         reshards = "(torch.distributed.checkpoint reshards)"
         rule = f"a DTensor of {list(shape)}, its local part {rule} {reshards}"
 
-    def holds(v: Any) -> bool:
+    def is_valid(v: Any) -> bool:
         if local is not None:
             v = v.to_local() if hasattr(v, "to_local") and v.shape == torch.Size(shape) else None
-        like = checks.is_plain(v) and v.dtype == torch.float32 and v.shape == own
-        return like and bool(v.isfinite().all())
+        matches = checks.is_plain(v) and v.dtype == torch.float32 and v.shape == expected
+        return matches and bool(v.isfinite().all())
 
-    return Field(rule, holds)
+    return Field(rule, is_valid)
 
 
 def integer(low: int, high: int = 2**31 - 1) -> Field:  # compressors count steps in int32
@@ -105,15 +107,15 @@ BY_NAME = Field("a dict with strings as keys", lambda v: isinstance(v, dict) and
 _FRACTION = Field("a number in (0, 1]", lambda v: type(v) in (int, float) and 0 < v <= 1)
 _LISTS = Field(
     "lists of strings",
-    lambda v: type(v) is list and all(type(own) is list and own and _are_names(own) for own in v),
+    lambda v: type(v) is list and all(type(x) is list and x and _are_names(x) for x in v),
 )
 _FLAG = Field("a bool", lambda v: isinstance(v, bool))
 _RULE = f"{VERSION}, as dct_kernels 0.3 saves it (earlier states are not read)"
 VERSION_FIELD = Field(_RULE, lambda v: type(v) is int and v == VERSION)
 
-# The rules for an entry, by the class that saved it. "local_size" is the number of ranks in each
-# node of a mesh, else 1; "buckets" are the names of each one's parameters; "unaveraged" counts the
-# steps that only this rank's weights have; "reduction" is that of a gradient over the shards.
+# The rules for an entry, by the class that saved it. "local_size" is the number of ranks per node
+# of a mesh, else 1. "buckets" lists the parameter names of each bucket. "unaveraged" counts local
+# steps since the last averaging. "reduction" is how gradients are reduced over the shards.
 _ENTRY: dict[str, Field] = {"run_id": TEXT, "world_size": integer(1), "step": integer(0)}
 _ENTRY |= {"density": _FRACTION, "parameters": BY_NAME}
 _RANK = {**_ENTRY, "local_size": integer(1)}
@@ -136,49 +138,49 @@ def _class_of(entry: Any) -> str:
 
 
 class Flat(NamedTuple):
-    """A parameter, or any flat tensor, whose state a rank saves by itself."""
+    """A parameter, or any flat tensor, whose whole state this rank saves."""
 
     numel: int
 
     def saved(self, state: SegmentState) -> dict[str, Any]:
-        # A tuple is one value for torch.distributed.checkpoint, whether it is empty or not. So a
-        # state of one transport loads into the other.
+        # torch.distributed.checkpoint treats a tuple as one value, even an empty tuple. So a state
+        # of one transport can be loaded with the other.
         owner = () if state.owner is None else (state.owner,)
         base = {} if state.base is None else {_BASE: state.base}
         return {_RESIDUAL: state.residual, _OWNER: owner, **base}
 
-    def state(self, op: str, saved: object, entry: Entry, of: str = "") -> SegmentState:
-        """The state from what an entry has saved, checked; errors end with `of`."""
+    def state(self, op: str, saved: object, entry: Entry, suffix: str = "") -> SegmentState:
+        """Check a saved parameter and return its state. `suffix` is as for `checked`."""
         whole = _tensor([self.numel])
         owner = Field(
             f"a tuple, empty or with {whole.rule}",
-            lambda v: isinstance(v, tuple) and len(v) < 2 and all(map(whole.holds, v)),
+            lambda v: isinstance(v, tuple) and len(v) < 2 and all(map(whole.is_valid, v)),
         )
         base = {_BASE: whole} if "period" in entry else {}
-        found = checked(op, saved, {_RESIDUAL: whole, _OWNER: owner, **base}, of)
+        found = checked(op, saved, {_RESIDUAL: whole, _OWNER: owner, **base}, suffix)
         owned = found[_OWNER][0].detach() if found[_OWNER] else None
         return SegmentState(found[_RESIDUAL], owned, found.get(_BASE))
 
 
 class Sharded(NamedTuple):
-    """A parameter of which every rank of a replica saves its shard.
+    """A parameter of which each rank of a replica saves its shard.
 
     Attributes:
-        piece: the shard of this rank, an `fsdp2.units.Piece`.
-        packed: how many times its bucket was packed, the same on all shards.
+        piece: this rank's shard, an `fsdp2.units.Piece`.
+        packed: how many times its bucket was packed, the same for all shards.
     """
 
     piece: Any
     packed: int = 0
 
     def saved(self, state: SegmentState) -> dict[str, Any]:
-        """DTensors like the parameter, and "shard", this shard's number for each of its rows."""
-        from torch.distributed.tensor import Shard, zeros  # late: it takes a second to import
+        """DTensors like the parameter, and "shard", which holds the shard's number for each row."""
+        from torch.distributed.tensor import Shard, zeros  # slow to import
 
         parameter, mesh = self.piece.parameter, self.piece.parameter.device_mesh
         rows = parameter.shape[self.piece.dim]
         shard = zeros(rows, dtype=torch.float32, device_mesh=mesh, placements=[Shard(0)])
-        shard.to_local().fill_(mesh.get_coordinate()[0])  # needs no process group
+        shard.to_local().fill_(mesh.get_coordinate()[0])  # works without a process group
         saved: dict[str, Any] = {"packed": self.packed, "shard": shard}
         for key, value in ((_RESIDUAL, state.residual), (_OWNER, state.owner)):
             if value is not None:
@@ -187,19 +189,19 @@ class Sharded(NamedTuple):
                 local.copy_(value[: local.numel()].view(local.shape))
         return saved
 
-    def state(self, op: str, saved: object, entry: Entry, of: str = "") -> SegmentState:
-        """The state of this rank's shard, checked; errors end with `of`."""
+    def state(self, op: str, saved: object, entry: Entry, suffix: str = "") -> SegmentState:
+        """Check the saved shard of this rank and return its state. `suffix` as for `checked`."""
         shape, local, dim = self.piece.parameter.shape, self.piece.local, self.piece.dim
-        own, rows = _tensor(shape, local), _tensor([shape[dim]], [local[dim]])
-        table = {"packed": integer(0), "shard": rows, _RESIDUAL: own}
+        part, rows = _tensor(shape, local), _tensor([shape[dim]], [local[dim]])
+        table = {"packed": integer(0), "shard": rows, _RESIDUAL: part}
         if entry["transport"] == "reduce_scatter":
-            # torch.distributed.checkpoint skips what this run's own state does not contain.
+            # torch.distributed.checkpoint does not load keys that this run's state lacks.
             hint = "as reduce_scatter saves it (load_merged reads a folder of either transport)"
-            table[_OWNER] = own._replace(rule=f"{own.rule}, {hint}")
-        found, mesh = checked(op, saved, table, of), self.piece.parameter.device_mesh
-        here, there = mesh.get_local_rank(), found["shard"].to_local()
-        if entry["shards"] == mesh.size() and (there != here).any():
-            checks.fail(op, "state", f"that of shard {here}", f"that of shard {there[0]:g}")
+            table[_OWNER] = part._replace(rule=f"{part.rule}, {hint}")
+        found, mesh = checked(op, saved, table, suffix), self.piece.parameter.device_mesh
+        rank, shards = mesh.get_local_rank(), found["shard"].to_local()
+        if entry["shards"] == mesh.size() and (shards != rank).any():
+            checks.fail(op, "state", f"that of shard {rank}", f"that of shard {shards[0]:g}")
         parts = [found[k].to_local().cpu().flatten() for k in (_RESIDUAL, _OWNER) if k in found]
         return SegmentState(*(pad(part, (0, self.piece.padded - len(part))) for part in parts))
 
@@ -210,14 +212,14 @@ _SIZES = {"world_size": _ANY, "local_size": _ANY, "replicas": " (load_merged tak
 
 
 class Run(NamedTuple):
-    """The run that saves a state, or loads one that must fit it.
+    """The run that saves a state, or that a loaded state must match.
 
     Attributes:
-        holder: what has an entry of its own, a "rank" or "replica".
-        number: of this rank or replica.
-        format: in which it sends, for errors; states of different formats fit.
-        same: {key: value} of an entry, which must be the same in an entry that is loaded.
-        parameters: {name: how it is saved} of this model.
+        holder: whether a "rank" or a "replica" has an entry.
+        number: the number of this rank or replica.
+        format: the format that the run sends, for error messages. Formats need not match.
+        same: the {key: value} pairs that a loaded entry must match.
+        parameters: {name: how it is saved} for this model.
     """
 
     holder: str
@@ -227,16 +229,15 @@ class Run(NamedTuple):
     parameters: _Parameters
 
     def save(self, states: States, **others: object) -> dict[str, Any]:
-        """A state dict of the states of parameters, and of the values that `same` lacks."""
+        """Return a state dict with these states of the parameters and other values."""
         saved = {name: self.parameters[name].saved(state) for name, state in states.items()}
         return _made(self.holder, self.number, {**self.same, **others, "parameters": saved})
 
     def find(self, state: object) -> tuple[Entry, States]:
-        """This rank's or replica's entry, and the states of its parameters, checked as a whole.
+        """Return this rank's or replica's entry and the states of its parameters, checked.
 
-        It raises if the state is damaged, or was made by a different rank or replica, with
-        different settings, or for a different model. The residuals of a merged state are divided
-        among the ranks of a node.
+        It raises an error if the state is damaged, or if the rank or replica, the settings or the
+        model differ. The residuals of a merged state are divided among the ranks of a node.
         """
         op, holder, number = "load_state_dict", self.holder, str(self.number)
         found = _entries(op, state, holder)
@@ -245,29 +246,29 @@ class Run(NamedTuple):
             rule = f"{holder} {number}'s own" + ", or one from merge_states" * (holder == "rank")
             checks.fail(op, "state", rule, f"that of {holder} {', '.join(found) or 'none'}")
         if merged and self.same.get("step_ahead"):
-            rule = f"rank {number}'s own with step_ahead (or flush, and start anew)"
+            rule = f"rank {number}'s own with step_ahead (or flush, and start a new averager)"
             checks.fail(op, "state", rule, "one from merge_states")
-        entry, states = self._fitting(op, found[_MEAN if merged else number], any_size=merged)
+        entry, states = self._checked(op, found[_MEAN if merged else number], any_size=merged)
         if merged and (local := self.same["local_size"]) > 1:
-            states = {name: SegmentState(own.residual / local) for name, own in states.items()}
+            states = {name: SegmentState(s.residual / local) for name, s in states.items()}
         return entry, states
 
     def find_mean(
         self, folder: _Folder, key: str, group: dist.ProcessGroup, timeout: timedelta
     ) -> tuple[Entry, States]:
-        """Like `find`, of the mean of all replicas in a folder. Collective over `group`.
+        """Like `find`, for the mean of all replicas in a folder. Collective over `group`.
 
-        An error on one rank, whose part of a replica is damaged, is raised on every rank.
+        If one rank's part of a replica is damaged, every rank raises the error.
         """
         op = "load_merged"
-        with agreeing(op, group, timeout):
+        with raising_together(op, group, timeout):
             loads = _loads(op, folder, key, self.holder, self.parameters)
 
         def read() -> Iterator[tuple[Entry, States]]:
             for load in loads:
-                with agreeing(op, group, timeout):
-                    (own,) = _entries(op, load(), self.holder).values()
-                    found = self._fitting(op, own, any_size=True)
+                with raising_together(op, group, timeout):
+                    (entry,) = _entries(op, load(), self.holder).values()
+                    found = self._checked(op, entry, any_size=True)
                 yield found
 
         count, entry, mean = _mean(read())
@@ -275,11 +276,11 @@ class Run(NamedTuple):
             checks.fail(op, "folder", f"all {entry['replicas']} replicas", count, verb="hold")
         return entry, mean
 
-    def _fitting(self, op: str, saved: object, any_size: bool) -> tuple[Entry, States]:
-        here, there = _class_of(self.same), _class_of(saved)
-        if here != there and isinstance(saved, dict):
-            checks.fail(op, "state", f"a {here}'s", f"a {there}'s")
-        entry = checked(op, saved, _TABLES[here])
+    def _checked(self, op: str, saved: object, any_size: bool) -> tuple[Entry, States]:
+        expected, found = _class_of(self.same), _class_of(saved)
+        if expected != found and isinstance(saved, dict):
+            checks.fail(op, "state", f"a {expected}'s", f"a {found}'s")
+        entry = checked(op, saved, _TABLES[expected])
         for key, value in self.same.items():
             if key == "density" and (entry[key] == 1) != (value == 1):
                 rule = f"{_sent(value)}, as in this run ({self.format!r})"
@@ -293,7 +294,7 @@ class Run(NamedTuple):
 
 
 def _sent(density: float) -> str:
-    return "every entry" if density == 1 else f"the largest entries (density {density})"
+    return "all entries" if density == 1 else f"the largest entries (density {density})"
 
 
 def _made(holder: str, number: object, entry: Entry, version: object = VERSION) -> dict[str, Any]:
@@ -301,18 +302,18 @@ def _made(holder: str, number: object, entry: Entry, version: object = VERSION) 
 
 
 def _entries(op: str, state: object, holder: str) -> dict[str, Any]:
-    """{rank or replica: its entry, unchecked} of a state dict."""
+    """Return {rank or replica: its unchecked entry} for a state dict."""
     key = f"{holder}s"
     return dict(checked(op, state, {"version": VERSION_FIELD, key: BY_NAME})[key])
 
 
-def _states(op: str, entry: Entry, parts: _Parameters, of: str = "") -> States:
+def _states(op: str, entry: Entry, parts: _Parameters, suffix: str = "") -> States:
     saved = entry["parameters"].items()
-    return {name: parts[name].state(op, own, entry, f" of {name}{of}") for name, own in saved}
+    return {name: parts[name].state(op, s, entry, f" of {name}{suffix}") for name, s in saved}
 
 
 def _mean(found: Iterable[tuple[Entry, States]]) -> tuple[int, Entry, States]:
-    """The number of entries, the last one, and the mean of all states, summed in float64."""
+    """Return the number of entries, the last entry, and the mean of all states (in float64)."""
     totals: dict[str, dict[str, Any]] = {}
     count, last = 0, Entry()
     for entry, states in found:
@@ -322,7 +323,7 @@ def _mean(found: Iterable[tuple[Entry, States]]) -> tuple[int, Entry, States]:
             for part, value in vars(state).items():
                 if value is not None:
                     total[part] = total.get(part, 0) + value.to("cpu", torch.float64)
-    mean = {}  # over nodes, whose ranks hold a part each; owners' residuals are in its units
+    mean = {}  # over the nodes of a mesh, like the residuals of owners
     for name, total in totals.items():
         residual = total["residual"] / count * last.get("local_size", 1) + total.get("owner", 0)
         base = (total["base"] / count).float() if "base" in total else None
@@ -331,19 +332,19 @@ def _mean(found: Iterable[tuple[Entry, States]]) -> tuple[int, Entry, States]:
 
 
 def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -> dict[str, Any]:
-    """One state dict from those of all ranks of a run, for every rank of a run of different size.
+    """Merge the state dicts of all ranks of a run into one that loads at any world size.
 
-    It loads at any world size, in any mesh or in none. Its residuals are the mean over ranks, or
+    The result also loads with any mesh or without one. Its residuals are the mean over ranks, or
     over the nodes of a mesh. A step applies the mean of all messages, so the pending updates of the
-    model stay the same, to float32 rounding. No process group is needed. Our reconstruction: the
+    model are unchanged, except for float32 rounding. No process group is needed. Source: ours; the
     paper does not change the number of ranks.
 
     Args:
-        states: every rank's `DCTState.state_dict()` in any order, for example from
+        states: the `DCTState.state_dict()` of every rank in any order, for example from
             `torch.load(path, weights_only=True)`, or a folder that `torch.distributed.checkpoint`
-            wrote. A generator or a folder is read rank by rank, with two ranks' states in memory.
-            torch.distributed.checkpoint unpickles a folder: only read one that you trust.
-        key: in a folder, the name the state was saved under, {"dct": state}; dots go deeper.
+            wrote. A generator or a folder is read rank by rank, with two states in memory.
+            torch.distributed.checkpoint unpickles files, so read only folders that you trust.
+        key: the name of the state in a folder, as in {"dct": state}; dots separate nested keys.
 
     Raises:
         ValueError: the state of a rank is missing, duplicated or damaged, or ranks differ in run,
@@ -364,23 +365,22 @@ def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -
 
 
 def _ranks(op: str, states: Iterable[object]) -> Iterator[tuple[Entry, States]]:
-    """Every rank's entry and states, checked; raises unless these are all ranks of one run."""
+    """Yield the checked entry and states of each rank. Raise unless they are all ranks of a run."""
     seen: dict[str, Entry] = {}
     sizes: dict[str, Flat] = {}
-    for state in states:
-        for rank, saved in _entries(op, state, "rank").items():
+    for state_dict in states:
+        for rank, saved in _entries(op, state_dict, "rank").items():
             if rank in seen or rank == _MEAN:
                 got = "a merged one" if rank == _MEAN else f"a second of rank {rank}"
                 checks.fail(op, "states", "one state per rank", got, verb="hold")
-            of = f" of rank {rank}"
-            entry = checked(op, saved, _TABLES[_class_of(saved)], of)
-            for name, own in entry["parameters"].items():
-                residual = own.get(_RESIDUAL) if isinstance(own, dict) else None
-                sizes.setdefault(
-                    name, Flat(residual.numel() if isinstance(residual, Tensor) else 0)
-                )
+            suffix = f" of rank {rank}"
+            entry = checked(op, saved, _TABLES[_class_of(saved)], suffix)
+            for name, state in entry["parameters"].items():
+                residual = state.get(_RESIDUAL) if isinstance(state, dict) else None
+                numel = residual.numel() if isinstance(residual, Tensor) else 0
+                sizes.setdefault(name, Flat(numel))
             seen[rank] = {**entry, "parameters": ", ".join(entry["parameters"])}
-            yield entry, _states(op, entry, sizes, of)
+            yield entry, _states(op, entry, sizes, suffix)
     if not seen:
         checks.fail(op, "states", "those of all ranks", "none")
     require_same(op, seen)
@@ -391,11 +391,11 @@ def _ranks(op: str, states: Iterable[object]) -> Iterator[tuple[Entry, States]]:
 def _loads(
     op: str, folder: _Folder, key: str, holder: str, parameters: _Parameters
 ) -> list[Callable[[], dict[str, Any]]]:
-    """Functions that read one saved state each, of a rank or replica, in a folder of DCP.
+    """Return one function per rank or replica in a DCP folder, which reads its saved state.
 
-    They read the parameters that are `Sharded` as they are sharded here, which is collective.
+    The functions reshard the parameters that are `Sharded`, which is collective.
     """
-    import torch.distributed.checkpoint as dcp  # late: it takes a second to import
+    import torch.distributed.checkpoint as dcp  # slow to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     checks.require_type(op, "key", key, str, "a string")
@@ -419,14 +419,14 @@ def _loads(
             stored = metadata.state_dict_metadata[flat]
             part = parameters.get(path[1]) if path[0] == "parameters" and path[1:] else None
             dtype = stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
-            # DCP would convert any dtype to that of the tensor that it reads into.
+            # DCP converts any stored dtype to the dtype of the tensor that it reads into.
             if isinstance(part, Sharded) and dtype in (None, torch.float32):
                 zeros = torch.zeros(part.piece.padded, dtype=torch.float32, device="cpu")
                 values[flat] = part.saved(SegmentState(zeros, zeros)).get(path[-1])
             elif isinstance(stored, TensorStorageMetadata):
                 values[flat] = torch.empty(stored.size, dtype=dtype, device="cpu")
         try:
-            # DCP computes offsets of shards on the default device.
+            # DCP computes shard offsets on the default device.
             with warnings.catch_warnings(), torch.device("cpu"):
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 dcp.load(values, checkpoint_id=folder, no_dist=not parameters)

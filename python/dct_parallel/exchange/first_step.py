@@ -1,4 +1,4 @@
-"""Warnings at the first optimizer step, about what would lose gradients or quality in silence."""
+"""Warnings at the first optimizer step about settings that silently lose gradients or quality."""
 
 import weakref
 from collections.abc import Iterable
@@ -14,9 +14,10 @@ from ..user_warnings import warn_user
 from .loss_scale import LossScale
 from .settings import Settings
 
-# Entries of optimizer states that are running means of squared gradients: of Adam, AdamW, NAdam,
-# RAdam, LAMB; Adamax; RMSprop and Adadelta; Adafactor, of torch and of transformers; bitsandbytes.
-# Not AdaGrad's "sum": with it on the tables of a DLRM the sparse hook lost 0.001.
+# Keys of optimizer states that are running means of squared gradients, in this order: Adam, AdamW,
+# NAdam, RAdam and LAMB; Adamax; RMSprop and Adadelta; Adafactor of torch and of transformers;
+# bitsandbytes. AdaGrad's "sum" is not one: with AdaGrad on the embedding tables of a DLRM, the
+# sparse hook increased the loss by 0.001.
 _SECOND_MOMENTS = {"exp_avg_sq", "exp_inf", "square_avg", "variance", "row_var", "exp_avg_sq_row"}
 _SECOND_MOMENTS |= {"state2"}
 
@@ -27,20 +28,20 @@ _CALLS = {
 
 
 class FirstStep:
-    """Checks every optimizer of the averaged parameters as it takes its first step.
+    """Checks each optimizer of the averaged parameters at its first step.
 
-    The hook that watches optimizers stays until `close`. It does not keep this object alive.
+    It registers an optimizer hook, which `close` removes. The hook does not keep this object alive.
 
     Args:
         op: the entry point, for warnings.
-        parameters: that are averaged.
-        settings: of the user.
-        loss_scale: of the user's GradScaler; None without one.
+        parameters: the averaged parameters.
+        settings: the user's settings.
+        loss_scale: the scale of the user's GradScaler, or None.
 
     Attributes:
         seen: whether an optimizer has stepped.
-        close: removes the hook. Not to be called from a hook of an optimizer: torch iterates over
-            hooks.
+        close: removes the hook. Do not call it from an optimizer hook, because torch iterates over
+            the hooks.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""The cycle of a step, written once: it begins, buckets are reduced, the host reads the results.
+"""The cycle of a step for all entry points: begin, reduce the buckets, read the results.
 
-The host reads the results of a step at the end of the next backward pass, or when the user asks. A
-rank that received a damaged payload raises then, and in every later call. Other ranks are not
-notified: they fail when this rank exits, or when the process group times out.
+The host reads the results of a step at the end of the next backward pass, or when the user calls
+for them. If this rank received a damaged payload, that call and every later one raise an error.
+Other ranks are not notified: they fail when this rank exits, or when the process group times out.
 """
 
 import uuid
@@ -17,7 +17,8 @@ from torch import Tensor
 from dct_kernels import __version__
 
 from .._torch import span
-from ..groups import exchange, refusing, require_same, timeout_of
+from ..groups import exchange, require_same, sharing_errors, timeout_of
+from ..user_warnings import logger
 from .bucket import Bucket, Complete, Start, StepResults, Submit, run_now
 from .first_step import FirstStep
 from .loss_scale import LossScale
@@ -27,37 +28,37 @@ from .settings import Settings
 
 
 class StepLedger:
-    """The state between the steps of one run: its id, step, damage, statistics and loss scale.
+    """The state of a run between its steps: id, step, damage, statistics and loss scale.
 
-    Ranks compare their settings when it is made, and their step and checkpoint before the first
-    step after that and after every load.
+    Ranks compare their settings in the constructor. They compare their step and checkpoint before
+    the first step, and again after every load.
 
     Args:
-        op: for errors.
-        group: the ranks; all of them make one.
-        device: the timeout of its backend bounds the wait for other ranks.
-        settings: of the codecs.
-        to_compare: {name: value that JSON can hold}; like `settings` the same on every rank.
-        loss_scale: of the gradients, if they are scaled.
-        start_step: steps before compression.
-        step_name: the unit of `step`, for errors.
+        op: the entry point, for error messages.
+        group: the ranks, all of which construct a ledger.
+        device: selects the backend of `group` whose timeout bounds the wait for other ranks.
+        settings: the settings of the codecs.
+        to_compare: {name: JSON value}; like `settings` the same on every rank.
+        loss_scale: the scale of the gradients, or None.
+        start_step: number of steps before compression.
+        step_name: the unit of `step`, for error messages.
         shards: if `group` reduces one of several shards, the ranks that hold the other shards. They
-            compare everything but to_compare["shard"] with this rank.
+            compare everything except to_compare["shard"] with this rank.
 
     Attributes:
-        rank: of this process; known after its process groups are destroyed.
-        run_id: made by the first rank when training starts, and kept in checkpoints.
-        step: steps begun.
-        packed: compressed steps before the one that was begun last; negative while steps are dense.
-        sent: {number: bucket} of the step, in which its buckets are entered as they are sent.
-        scales: of the gradients of the step, and its inverse; None if there is none.
-        first_step: checks the first steps of optimizers; None once it has.
-        submit: runs a function after the exchanges of the step so far, if they run elsewhere.
-        non_finite: whether a gradient of the step that was read last was not finite.
+        rank: the rank of this process; valid after process groups are destroyed.
+        run_id: created by the first rank when training starts, and kept in checkpoints.
+        step: number of steps begun.
+        packed: number of compressed steps before the current one; negative while steps are dense.
+        sent: {number: bucket} for the buckets sent in this step.
+        scales: the scale of the step's gradients and its inverse, or None and None.
+        first_step: checks the first step of each optimizer; None afterwards.
+        submit: runs a function after the exchanges of the step so far.
+        non_finite: whether the step that was read last had a non-finite gradient.
 
     Raises:
-        ValueError: settings differ; the text names the ranks and their values.
-        RuntimeError: a rank refuses, or does not compare within the group's timeout.
+        ValueError: settings differ between ranks.
+        RuntimeError: a rank raised an error, or did not take part within the group's timeout.
     """
 
     def __init__(
@@ -84,19 +85,19 @@ class StepLedger:
         values |= {"start_step": start_step, "grad_scaler": "given" if loss_scale else "none"}
         self.rank = dist.get_rank()
         self.run_id = uuid.uuid4().hex
-        with refusing(op, shards):
+        with sharing_errors(op, shards):
             self._join(values, group)
-        if shards is not None:  # its first rank has the id of its group by now
+        if shards is not None:  # by now the first rank of `shards` has the id of its group
             self._join({name: values[name] for name in values if name != "shard"}, shards)
-        self._checkpoint, self._start = "none", 0  # what this rank resumes from
+        self._checkpoint, self._start = "none", 0  # the checkpoint and step of the last load
         self._damage: str | None = None  # the error that every later call raises
         self._resume_at(0)
 
     def _join(self, values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-        """Compare settings with the ranks of a group, and take the first one's run id."""
-        everyone = self._exchange(self._op, {**values, "run_id": self.run_id}, group)
-        ids = [values.pop("run_id") for values in everyone.values()]
-        require_same(self._op, everyone)
+        """Compare settings with the ranks of a group, and use the run id of its first rank."""
+        gathered = self._exchange(self._op, {**values, "run_id": self.run_id}, group)
+        ids = [values.pop("run_id") for values in gathered.values()]
+        require_same(self._op, gathered)
         self.run_id = ids[0]
 
     def _exchange(
@@ -109,23 +110,25 @@ class StepLedger:
         self.packed = step - self._start_step - 1
         self.sent: dict[int, Bucket] = {}
         self.scales: tuple[Tensor | None, Tensor | None] = None, None
-        self._open: set[object] = set()  # exchanges of the step that have not succeeded
-        self._failed = False  # whether one failed before `compare_step`, as if a rank was gone
-        self._posted = 0  # buckets of the step whose results are posted, or read
-        self._results: tuple[int, StepResults] | None = None  # posted, of the step of this number
-        self._compared = False  # whether ranks resume from the same step
+        self._open: set[object] = set()  # exchanges of the step that are pending or have failed
+        self._failed = False  # whether one had failed when `compare_step` was called
+        self._posted = 0  # number of buckets of the step whose results were posted
+        self._results: tuple[int, StepResults] | None = None  # (step, results) posted but not read
+        self._compared = False  # whether the ranks have compared the step that they resume from
+        if step < (start := self._start_step):
+            logger.info("%s: steps %d to %d are dense (bfloat16)", self._op, step, start - 1)
 
     def begin(self, op: str, number: int | None = None) -> None:
-        """Begin a step, on every rank. Does not wait for the exchanges of the last one.
+        """Begin a step on every rank, without waiting for the exchanges of the last step.
 
         Args:
-            op: the call that begins it, for errors.
-            number: as errors call it; by default steps are counted from 0.
+            op: the call that begins the step, for error messages.
+            number: the number of the step in error messages; by default `step`.
 
         Raises:
             ValueError: ranks do not resume from the same step of the same run.
-            RuntimeError: this rank received a damaged payload in a step that was read, or it is not
-                known whether the last step was skipped.
+            RuntimeError: this rank received a damaged payload in an earlier step, or it cannot
+                determine whether the last step was skipped.
         """
         self.compare(op)
         self._post()
@@ -135,7 +138,7 @@ class StepLedger:
             self.end_first_step()
         self._number = self.step if number is None else number
         self.scales = self._loss_scale.begin() if self._loss_scale else (None, None)
-        self.sent, self._posted = {}, 0  # those of the last step were applied, or taken back
+        self.sent, self._posted = {}, 0  # the last step was applied or taken back
         self._failed = self.non_finite = False
         self._open = set()
         self.packed = self.step - self._start_step
@@ -144,17 +147,17 @@ class StepLedger:
     def compare(self, op: str, note: Callable[[], int] = int) -> list[int]:
         """Raise on every rank if they do not resume from the same step of the same run.
 
-        Only the first time, and after `load` or `resume_at`: then it waits for all ranks, up to the
-        group's timeout, and returns the result of `note` on every rank of the group; otherwise [].
-        Errors call it `op`, which every rank must have called.
+        The first call, and the first after `load` or `resume_at`, wait for all ranks up to the
+        group's timeout and return the result of `note` on each rank. Other calls do nothing and
+        return []. `op` is the call that every rank made, for error messages.
         """
         notes: list[int] = []
         if not self._compared:
             values = {"checkpoint": self._checkpoint, "run_id": self.run_id, "step": self._start}
-            with refusing(op, self._shards):
-                everyone = self._exchange(op, {**values, "note": note()}, self._group)
-                notes = [values.pop("note") for values in everyone.values()]
-                require_same(op, everyone)
+            with sharing_errors(op, self._shards):
+                gathered = self._exchange(op, {**values, "note": note()}, self._group)
+                notes = [values.pop("note") for values in gathered.values()]
+                require_same(op, gathered)
             if self._shards is not None:
                 require_same(op, self._exchange(op, values, self._shards))
             self._compared = True
@@ -163,8 +166,8 @@ class StepLedger:
     def compare_step(self, op: str) -> bool:
         """Raise on every rank if they call `op` after different steps. Waits for all ranks.
 
-        Returns False, without a comparison, if an exchange that was watched failed on this rank,
-        as others may be gone.
+        If an exchange failed on this rank, other ranks may be gone. Then it returns False without a
+        comparison.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -177,7 +180,7 @@ class StepLedger:
         return not self._failed
 
     def watch(self, start: Start) -> Start:
-        """`start`, which has failed unless it and the function that it returns complete."""
+        """Wrap `start`, so that its exchange counts as failed until it completes."""
         started, is_open = object(), self._open
         is_open.add(started)
 
@@ -195,41 +198,41 @@ class StepLedger:
         return watched
 
     def require_exchanged(self, op: str) -> None:
-        """Raise if an exchange of the step failed, because its entries are in no weights."""
+        """Raise if an exchange of the step failed: its entries are in no weights."""
         if self._open:
             rule = "every exchange of the last step must succeed (call take_back first)"
             raise RuntimeError(f"dct::{op}: {rule}, got a failed one")
 
     def end(self) -> None:
-        """The backward pass has ended: read the results of the step before, and post this one's.
+        """End the backward pass: read the results of the previous step, and post this step's.
 
-        Waits for the exchanges of the step before.
+        Waits for the exchanges of the previous step.
 
         Raises:
-            RuntimeError: this rank received a damaged payload in the step before, or earlier.
+            RuntimeError: this rank received a damaged payload in an earlier step.
         """
         self.read()
         self.require_intact()
         self._post()
 
     def look(self) -> None:
-        """Read the results of all steps. Waits for their exchanges; does not raise."""
+        """Read the results of all steps, without raising. Waits for their exchanges."""
         self.read()
         self._post()
         self.read()
 
     def _post(self) -> None:
-        """Copy the results of the last step to the host, unless that was done.
+        """Start to copy the results of the last step to the host, unless that was done.
 
-        Twice if a call read them between two of its buckets.
+        Results are posted twice if a call reads them between two buckets of the step.
         """
         if len(self.sent) > self._posted:
-            self.read()  # of the step before, if its end was not seen
+            self.read()  # the previous step, if `end` was not called
             self._posted = len(self.sent)
             self._results = self._number, StepResults(self.sent, self.submit)
 
     def read(self) -> None:
-        """Read the results that were posted, if there are any; waits for their exchanges."""
+        """Read the results that were posted, if any. Waits for their exchanges."""
         if self._results is None:
             return
         (number, posted), self._results = self._results, None
@@ -247,16 +250,16 @@ class StepLedger:
             )
 
     def require_intact(self) -> None:
-        """Raise if a payload was damaged, in any step that was read."""
+        """Raise if a payload was damaged in a step that was read."""
         if self._damage is not None:
             raise RuntimeError(self._damage)
 
     def finish(self) -> None:
-        """Finish the last step: read its results, and take back the entries of a skipped one.
+        """Finish the last step: read its results, and take back its entries if it was skipped.
 
         Raises:
-            RuntimeError: a payload was damaged, now or before; or it is not known whether the step
-                was skipped.
+            RuntimeError: a payload was damaged, or the ledger cannot determine whether the step was
+                skipped.
         """
         self.look()
         self.require_intact()
@@ -264,24 +267,25 @@ class StepLedger:
 
     def _settle(self) -> None:
         if self._loss_scale is not None and self._loss_scale.skipped():
+            logger.info("%s: step %d was skipped by the GradScaler", self._op, self._number)
             self.take_back()
 
     def take_back(self) -> None:
         """Return the entries of the last step to the residuals. Idempotent."""
         self._open.clear()
         if self._results is not None:
-            self._results[1].wait_posted()  # taking back overwrites headers
+            self._results[1].wait_posted()  # because taking back overwrites headers
         while self.sent:
             self.sent.popitem()[1].take_back()
 
     def end_first_step(self) -> None:
-        """Watch optimizers no longer."""
+        """Stop watching optimizers."""
         if self.first_step is not None:
             self.first_step.close()
             self.first_step = None
 
     def stats(self, plans: Sequence[BucketPlan]) -> dict[str, float | int | None]:
-        """Means of the last 100 steps, and the bytes of a step: see `DCTState.stats`."""
+        """Means over the last 100 steps, and the bytes per step; see `DCTState.stats`."""
         compressed = self.packed >= 0 and self.step > self._start
         return {
             "step": self.step,
@@ -293,15 +297,15 @@ class StepLedger:
     def resume_at(self, step: int, start: int) -> None:
         """Continue this run at `step`, which the caller counts as `start`, without a checkpoint.
 
-        All ranks call it, each at its own time.
+        All ranks must call it. It does not communicate.
         """
         self._start = start
         self._resume_at(step)
 
     def load(self, entry: Mapping[str, Any], step: int | None = None) -> None:
-        """Resume from a checkpoint's entry; at `step`, if the entry counts something else.
+        """Resume from a checkpoint's entry, at `step` if the entry does not count these steps.
 
-        All ranks call it, each at its own time.
+        All ranks must call it. It does not communicate.
         """
         self.run_id = entry["run_id"]
         self._checkpoint = f"one of {entry['world_size']} ranks"

@@ -21,10 +21,9 @@ Optimizers = Optimizer | Sequence[Optimizer]
 def loss_scale_of(
     op: str, scaler: GradScaler | None, optimizer: Optimizers | None
 ) -> "LossScale | None":
-    """Check these arguments of an entry point, which errors call `op`.
+    """Check these arguments of the entry point `op` and return a LossScale.
 
-    Returns:
-        None without a scaler, or with a disabled one.
+    Returns None if there is no scaler, or if it is disabled.
     """
     if scaler is not None and not isinstance(scaler, GradScaler):
         got = checks.shown(scaler)
@@ -43,52 +42,49 @@ def loss_scale_of(
     if wrong or not optimizers:
         got = checks.shown(wrong[0]) if wrong else "an empty list"
         raise TypeError(
-            f"dct::{op}: optimizer must be a torch.optim.Optimizer, or a list of them (of a "
-            f"wrapper, the optimizer inside), got {got}"
+            f"dct::{op}: optimizer must be a torch.optim.Optimizer, or a list of them (for a "
+            f"wrapper, pass the inner optimizer), got {got}"
         )
     return LossScale(op, scaler, optimizers)
 
 
 class LossScale:
-    """The scale of each step, on the device.
+    """The scale of each step, on the device, and whether the scaler skipped a step.
 
-    A scaler skips an optimizer if any of its gradients overflowed, also gradients of other modules.
-    So gradients alone cannot show whether a step was skipped. The scaler's notes show whether an
-    optimizer was to step, and a hook of the optimizer shows whether it did.
+    A scaler skips an optimizer if any of its gradients overflowed, including gradients of other
+    modules. So the averaged gradients cannot show whether a step was skipped. The scaler's records
+    show whether `scaler.step` was called, and an optimizer hook shows whether the optimizer ran.
 
     Args:
-        op: for errors.
-        scaler: enabled.
-        optimizers: of the parameters.
-
-    Attributes:
-        scaler: as given.
+        op: the entry point, for error messages.
+        scaler: an enabled GradScaler.
+        optimizers: the optimizers of the averaged parameters.
     """
 
     def __init__(self, op: str, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
         self._op, self.scaler, self._optimizers = op, scaler, optimizers
-        self._notes: dict[int, dict[str, Any]] | None = None  # the scaler's, of the last pass
-        self._before: dict[int, object] = {}  # its stages, as the pass began
-        # {id of an optimizer that stepped: whether a fused one was to skip, as the device knows}
+        self._notes: dict[int, dict[str, Any]] | None = None  # the scaler's records of this pass
+        self._before: dict[int, object] = {}  # their stages when the pass began
+        # {id of an optimizer that ran: whether a fused one skipped its step on the device}
         self._stepped: dict[int, HostCopy] = {}
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Follow the steps of the optimizers from now on.
+        """Register a hook that records the steps of the optimizers.
 
         Raises:
             ValueError: an optimizer has none of these parameters.
         """
-        ours, alive = set(parameters), weakref.ref(self)
+        averaged, alive = set(parameters), weakref.ref(self)
 
         def hook(optimizer: Optimizer, *_: object) -> None:
             if (scale := alive()) is not None:
-                scale._note_step(optimizer)
+                scale._record_step(optimizer)
 
         for optimizer in self._optimizers:
             groups = optimizer.param_groups
-            if not any(p in ours for group in groups for p in group["params"]):
+            if not any(p in averaged for group in groups for p in group["params"]):
                 raise ValueError(
-                    f"dct::{self._op}: optimizer must be of the parameters that are averaged, got "
+                    f"dct::{self._op}: optimizer must have parameters that are averaged, got "
                     f"{type(optimizer).__name__} of others"
                 )
             weakref.finalize(self, optimizer.register_step_post_hook(hook).remove)
@@ -99,7 +95,7 @@ class LossScale:
         return {p for group in groups for p in group["params"]}.issuperset(parameters)
 
     def begin(self) -> tuple[Tensor | None, Tensor | None]:
-        """A backward pass starts to exchange its gradients: the scale, and its inverse."""
+        """Begin a backward pass. Returns the scale of its gradients and the inverse, or None."""
         self._notes = optimizer_notes(self.scaler)
         self._before = {key: note["stage"] for key, note in self._notes.items()}
         self._stepped = {}
@@ -107,23 +103,23 @@ class LossScale:
         return scale, None if scale is None else scale.reciprocal()
 
     def skipped(self) -> bool:
-        """Whether the scaler skipped the step that this pass was the last of; true once.
+        """Whether the scaler skipped the step after this pass. Returns True once per skipped step.
 
-        False before the scaler's `step`, and if it was not to step: gradients accumulate. Waits
-        for the device if an optimizer is fused.
+        Returns False before `scaler.step`, and if the gradients of this pass accumulate. Waits for
+        the device if an optimizer is fused.
 
         Raises:
-            RuntimeError: some optimizers stepped and others did not; once.
+            RuntimeError: some optimizers stepped and others did not. Raised once.
         """
         notes = self._notes
         if notes is None:
             return False
-        ours = {id(optimizer) for optimizer in self._optimizers}
-        stages = {key: note["stage"] for key, note in notes.items() if key in ours}
+        watched = {id(optimizer) for optimizer in self._optimizers}
+        stages = {key: note["stage"] for key, note in notes.items() if key in watched}
         changed = {k for k, stage in stages.items() if stage is not self._before.get(k, _READY)}
         handled = changed | self._stepped.keys()
         updated = notes is not optimizer_notes(self.scaler)
-        if not updated and (handled != ours or {*stages.values()} != {OptState.STEPPED}):
+        if not updated and (handled != watched or {*stages.values()} != {OptState.STEPPED}):
             return False
         self._notes = None
         skipped = [self._stepped.get(key, _SKIPPED).tolist()[0] for key in handled]
@@ -131,15 +127,15 @@ class LossScale:
             raise RuntimeError(
                 f"dct::{self._op}: parameters must have one optimizer, or optimizers that the "
                 f"GradScaler skips together, got {len(skipped)}, of which it skipped "
-                f"{skipped.count(True)}: call take_back() if no gradient of the last step was "
-                "applied, or load a checkpoint; nothing was taken back"
+                f"{skipped.count(True)}; nothing was taken back: call take_back() if no gradient "
+                "of the last step was applied, otherwise load a checkpoint"
             )
         return any(skipped)
 
-    def _note_step(self, optimizer: Optimizer) -> None:
-        """`optimizer` has stepped. A fused one may have skipped it, which only the device knows."""
+    def _record_step(self, optimizer: Optimizer) -> None:
+        """Record that `optimizer` ran. A fused one decides on the device whether to skip."""
         if self._notes is not optimizer_notes(self.scaler):
-            return  # the step of a later pass, of another state
+            return  # this step belongs to a later pass of a different state
         found_inf = getattr(optimizer, "found_inf", None)
         self._stepped[id(optimizer)] = _APPLIED
         if isinstance(found_inf, Tensor):

@@ -1,4 +1,4 @@
-"""Sizes of buckets, payloads and messages: arithmetic on parameter sizes, no tensors."""
+"""Computes the sizes of buckets, payloads and messages from parameter sizes, without tensors."""
 
 import dataclasses
 import hashlib
@@ -16,19 +16,20 @@ from dct_kernels.layout import BLOCK, range_bounds
 from ..collectives import all_gather_bytes, all_reduce_bytes
 from ..compressor import HEADROOM
 from ..formats import DTYPES
+from ..user_warnings import logger
 from .settings import TRANSPORTS, Settings
 
 
 class Slice(NamedTuple):
-    """The part of a parameter that lies in a range; offsets are in the parameter."""
+    """The part of a parameter that lies in a range. Offsets are relative to the parameter."""
 
-    index: int  # type: ignore[assignment]  # in place of tuple.index
+    index: int  # type: ignore[assignment]  # overrides tuple.index
     low: int
     high: int
 
 
 def slices(sizes: Sequence[int], start: int, end: int) -> Iterator[Slice]:
-    """The range [start, end) of a bucket, as slices of parameters of these sizes, in order."""
+    """Yield the range [start, end) of a bucket as slices of the parameters with these sizes."""
     for index, (low, high) in enumerate(pairwise([0, *accumulate(sizes)])):
         if max(low, start) < min(high, end):
             yield Slice(index, max(low, start) - low, min(high, end) - low)
@@ -36,11 +37,12 @@ def slices(sizes: Sequence[int], start: int, end: int) -> Iterator[Slice]:
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
-    """The messages of one bucket per step, by its parameters' names and sizes in order.
+    """The messages of one bucket per step.
 
     Attributes:
-        transport: "all_gather" or "reduce_scatter", which sends payloads to the other ranks.
-        ranks: their number.
+        names, sizes: the names and sizes of its parameters, in order.
+        transport: "all_gather" or "reduce_scatter".
+        ranks: the number of ranks.
     """
 
     names: tuple[str, ...]
@@ -49,9 +51,14 @@ class BucketPlan:
     transport: str
     ranks: int
 
+    @property
+    def label(self) -> str:
+        """The names of the first and the last parameter."""
+        return " ... ".join(dict.fromkeys([*self.names[:1], *self.names[-1:]]))
+
     @cached_property
     def bounds(self) -> list[int]:
-        """Offsets of the parameters in the bucket: one more than there are parameters."""
+        """The offsets of the parameters in the bucket, and its end."""
         return [0, *accumulate(self.sizes)]
 
     @cached_property
@@ -60,60 +67,59 @@ class BucketPlan:
 
     @cached_property
     def ranges(self) -> int:
-        """Payloads per rank, each of an equal range of whole blocks."""
+        """The number of payloads per rank, each for an equal range of whole blocks."""
         return self.ranks if self.transport == "reduce_scatter" else 1
 
     @cached_property
     def range_bounds(self) -> list[int]:
-        """Offsets of the ranges in the bucket: one more than there are ranges."""
+        """The offsets of the ranges in the bucket, and its end."""
         return [0, *(range_bounds(self.numel, self.ranges, r)[1] for r in range(self.ranges))]
 
     @cached_property
     def owners(self) -> int:
-        """Ranges that are not empty: the first ones. A bucket of few blocks has no more of them."""
+        """The number of ranges that are not empty. A small bucket has fewer blocks than ranks."""
         return sum(low < high for low, high in pairwise(self.range_bounds))
 
     @cached_property
     def capacity(self) -> int:
-        """Entries of room in the payload of each range, by the longest one, which is the first."""
+        """The capacity of each range's payload. The first range is the longest."""
         return self.settings.capacity(self.range_bounds[1])
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Bytes of the payload of one range."""
+        """The size of one range's payload."""
         return self.settings.payload_bytes(self.numel, self.ranges, self.range_bounds[1])
 
     @cached_property
     def wire_bytes(self) -> int:
-        """Bytes per step for this bucket, of the rank that sends most."""
-        everybody = all_gather_bytes(self.payload_bytes, self.ranks)
+        """Bytes per step for this bucket, sent by the rank that sends the most."""
+        gathered = all_gather_bytes(self.payload_bytes, self.ranks)
         if self.transport == "all_gather":
-            return everybody
-        # And before that to all other owners; a rank that owns nothing sends to all of them.
-        return min(self.owners, self.ranks - 1) * self.payload_bytes + everybody
+            return gathered
+        # Before the gather, a rank sends to all other owners. A rank that owns nothing sends most.
+        return min(self.owners, self.ranks - 1) * self.payload_bytes + gathered
 
     def slices(self, index: int) -> Iterator[Slice]:
-        """Range `index` as slices of parameters, in the bucket's order."""
+        """Yield range `index` as slices of parameters, in the bucket's order."""
         yield from slices(self.sizes, *self.range_bounds[index : index + 2])
 
 
 def step_bytes(plans: Sequence[BucketPlan]) -> int:
-    """Bytes per compressed step, of the rank that sends most."""
+    """Bytes per compressed step, sent by the rank that sends the most."""
     return sum(plan.wire_bytes for plan in plans)
 
 
 def plan_table(plans: Sequence[BucketPlan], device: torch.device, each: str = "step") -> str:
-    """The plan as text, one line per bucket; bytes are sent per rank and step, or `each`."""
+    """The plan as text, one line per bucket. Bytes are per rank and step, or per `each`."""
     settings, ranks = plans[0].settings, plans[0].ranks
     transports = ", ".join(dict.fromkeys(plan.transport for plan in plans))
     total, numel = step_bytes(plans), sum(plan.numel for plan in plans)
     dense = all_reduce_bytes(4 * numel, ranks)
     rows = [["bucket", "parameters", "numel", "capacity", f"bytes/{each}"]]
     for index, plan in enumerate(plans):
-        ends = " ... ".join(dict.fromkeys([*plan.names[:1], *plan.names[-1:]]))
         by = f", {plan.transport}" if "," in transports else ""
         numbers = len(plan.names), plan.numel, plan.owners * plan.capacity, plan.wire_bytes
-        rows.append([f"{index}: {ends}{by}", *(f"{number:,}" for number in numbers)])
+        rows.append([f"{index}: {plan.label}{by}", *(f"{number:,}" for number in numbers)])
     parameters = sum(len(plan.names) for plan in plans)
     rows.append(["total", f"{parameters:,}", f"{numel:,}", "", f"{total:,}"])
     rows.append(["float32 ring all-reduce", "", "", "", f"{dense:,}"])
@@ -126,20 +132,18 @@ def plan_table(plans: Sequence[BucketPlan], device: torch.device, each: str = "s
     if total:
         lines.append(f"That is {dense / total:.1f}x fewer bytes than the all-reduce.")
     if settings.density < 1:
-        lines.append(
-            f"Capacity is {HEADROOM} x density x numel. It sets the bytes, whatever passes."
-        )
+        lines.append(f"Capacity is {HEADROOM} x density x numel. It fixes the bytes of every step.")
     elif settings.format in DTYPES:
         lines.append(
-            f"Density is a fraction: 1 sends every entry in {settings.format}, as many bytes as a "
+            f"Density is a fraction: 1 sends all entries in {settings.format}, as many bytes as a "
             f"plain all-reduce in {settings.format}. 1 % is 0.01."
         )
     return "\n".join(lines)
 
 
-# By default the largest entries are gathered by up to GATHER_RANKS ranks. Above that, buckets of
-# at least LEAST_BLOCKS blocks per rank are reduce-scattered; the ranges of smaller ones are too
-# short to repay a second collective. If every entry is sent, the bytes decide.
+# Defaults for sparse payloads: up to GATHER_RANKS ranks use all-gather. More ranks reduce-scatter
+# buckets with at least LEAST_BLOCKS blocks per rank, because a second collective does not pay off
+# for smaller ones. For dense payloads the transport that sends fewer bytes is used.
 GATHER_RANKS, LEAST_BLOCKS = 8, 4
 
 
@@ -150,18 +154,18 @@ def plan_bucket(
     ranks: int,
     numel: int | None = None,
 ) -> BucketPlan:
-    """The plan of a bucket between `ranks` ranks.
+    """Plan a bucket that `ranks` ranks exchange.
 
     Args:
-        numel: the elements by which to choose the transport, if ranks have buckets of different
-            sizes; default the sum of sizes.
+        numel: the number of elements that determines the transport, if ranks have buckets of
+            different sizes; default: the sum of sizes.
     """
     transport = transport_for(settings, sum(sizes) if numel is None else numel, ranks)
     return BucketPlan(tuple(names), tuple(sizes), settings, transport, ranks)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows of a table as lines: names on the left, and right-aligned cells."""
+    """Format the rows of a table as lines, with names on the left and right-aligned cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
@@ -170,23 +174,23 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def transport_for(settings: Settings, numel: int, ranks: int) -> str:
-    """The transport of a bucket of `numel` elements between `ranks` ranks."""
+    """Choose the transport of a bucket of `numel` elements that `ranks` ranks exchange."""
     if settings.transport is not None:
         return settings.transport
     if settings.every_entry:
         plans = [BucketPlan(("",), (numel,), settings, name, ranks) for name in TRANSPORTS]
-        return min(plans, key=lambda plan: plan.wire_bytes).transport  # the first of equal ones
+        return min(plans, key=lambda plan: plan.wire_bytes).transport  # the first one if equal
     gathers = ranks <= GATHER_RANKS or numel < _least_numel(ranks)
     return "all_gather" if gathers else "reduce_scatter"
 
 
 def keeps_owners(settings: Settings, ranks: int) -> bool:
-    """Whether buckets may have owners, whose residuals are then part of a state."""
+    """Whether buckets may have owners, so that a state contains owners' residuals."""
     return transport_for(settings, _least_numel(ranks), ranks) == "reduce_scatter"
 
 
 def transport_reason(plans: Sequence[BucketPlan]) -> str:
-    """Why these plans have their transports."""
+    """The reason for the transports of these plans."""
     settings, ranks = plans[0].settings, plans[0].ranks
     if settings.transport is not None:
         return "as asked"
@@ -196,28 +200,35 @@ def transport_reason(plans: Sequence[BucketPlan]) -> str:
         return f"up to {GATHER_RANKS} ranks"
     why = f"more than {GATHER_RANKS} ranks"
     if any(plan.transport == "all_gather" for plan in plans):
-        why += f"; all_gather below {_least_numel(ranks):,} elements, {LEAST_BLOCKS} blocks a rank"
+        least = f"{_least_numel(ranks):,} elements, {LEAST_BLOCKS} blocks per rank"
+        why += f"; all_gather below {least}"
     return why
 
 
+def log_plan(op: str, plan: BucketPlan, device: torch.device) -> None:
+    """Log the transport and the backend of a new bucket."""
+    how = f"{plan.transport} ({transport_reason([plan])}), backend {backend_of(device)}"
+    logger.info("%s: bucket %s of %s elements: %s", op, plan.label, f"{plan.numel:,}", how)
+
+
 def _least_numel(ranks: int) -> int:
-    """Elements of the smallest bucket for a reduce-scatter."""
+    """The number of elements of the smallest bucket that uses a reduce-scatter by default."""
     return LEAST_BLOCKS * ranks * BLOCK
 
 
 _AnyTensor = TypeVar("_AnyTensor", bound=Tensor)
 
-# Parts of a name that come and go with a wrapper: of torch.compile, and of checkpoint_wrapper.
+# Parts of parameter names that torch.compile and checkpoint_wrapper insert.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def unwrapped(name: str) -> str:
-    """The name of a parameter in the unwrapped model."""
+    """The name of a parameter in the model without wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def describe(names: Mapping[_AnyTensor, str]) -> str:
-    """One line that must be the same on every rank, of names, sizes and dtypes, in order."""
+    """Summarize names, shapes and dtypes in one line, which must be the same on every rank."""
     lines = [f"{name} {p.dtype} {tuple(p.shape)}\n" for p, name in names.items()]
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
     numel = sum(parameter.numel() for parameter in names)

@@ -1,4 +1,4 @@
-"""Every entry, in few bits or whole: what rounding leaves stays in the residual."""
+"""A codec that sends all entries, and keeps the rounding error as residual."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from torch import Tensor
 from dct_kernels import quantized_payload_bytes
 from dct_kernels.layout import HEADER_BYTES, QUANTIZED_CODES, UNSCALED, range_bounds
 
-from ..compressor import warn_of_eager
+from ..compressor import warn_if_eager
 
 FORMATS = tuple(QUANTIZED_CODES)
-FEW_BITS = tuple(format for format in FORMATS if format not in UNSCALED)
+QUANTIZED_FORMATS = tuple(format for format in FORMATS if format not in UNSCALED)
 
 _quantize_pack = torch.ops.dct.quantize_pack.default
 _dequantize_sum = torch.ops.dct.dequantize_sum.default
@@ -17,29 +17,29 @@ _dequantize_sum_pack = torch.ops.dct.dequantize_sum_pack.default
 
 
 class Quantized:
-    """Packs all of a flat tensor, and keeps what rounding leaves as residual: a `Codec`.
+    """Packs all entries of a flat tensor, and keeps the rounding error as residual: a `Codec`.
 
-    Value + new residual is the accumulated value, exactly, but in "ternary" to one rounding of the
-    residual. `dct_kernels.quantize_pack` says what becomes of entries that are not finite.
+    Sent value + new residual is exactly the accumulated value; "ternary" rounds the residual once.
+    See `dct_kernels.quantize_pack` for non-finite entries.
 
     Args:
-        numel: elements of the flat tensor.
-        format: one of FORMATS; nothing is left of "float32".
-        ranges: how many payloads there are, each of an equal range of whole blocks.
-        row_of: if this tensor is one range of several, the elements of the longest one.
-        device: of all tensors.
+        numel: number of elements of the flat tensor.
+        format: one of FORMATS. The residual of "float32" is 0.
+        ranges: number of payloads, each for an equal range of whole blocks.
+        row_of: if this tensor is one of several ranges, the number of elements of the longest one.
+        device: the device of all tensors.
 
     Attributes:
-        residual: float32 [numel], not sent yet, in units of the unscaled gradient.
-        threshold: float32 [ranges], zeros: everything is sent.
-        payload: uint8 [nbytes], or [ranges, nbytes] with several ranges, the last one packed.
-        step: how many times something was packed.
+        residual: float32 [numel], the rounding errors, in units of the unscaled gradient.
+        threshold: float32 [ranges], always 0, because all entries are sent.
+        payload: uint8 [nbytes], or [ranges, nbytes] with several ranges; the last one packed.
+        step: number of times that entries were packed.
     """
 
     def __init__(
         self, numel: int, format: str, ranges: int, row_of: int | None, device: torch.device
     ) -> None:
-        warn_of_eager(device.type)
+        warn_if_eager(device.type)
         longest = range_bounds(numel, ranges, 0)[1] if row_of is None else row_of
         self._format = format
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
@@ -71,7 +71,7 @@ class Quantized:
         """See `Compressor.take_back`."""
         sent = torch.empty_like(self.residual)
         self.unpack(self.payload.unsqueeze(0), sent)
-        finite = sent.isfinite()  # elsewhere the residual was left as it had been
+        finite = sent.isfinite()  # packing left the residual of non-finite entries unchanged
         self.residual += torch.where(finite, sent, 0.0)
         if mean is not None:
             self.residual -= torch.where(finite, mean, 0.0)

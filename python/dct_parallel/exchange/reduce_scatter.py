@@ -1,4 +1,4 @@
-"""Payloads to owners, sums to everybody: an all-to-all, then an all-gather."""
+"""Reduces payloads with an all-to-all to the owners of ranges and an all-gather of the results."""
 
 from collections.abc import Sequence
 
@@ -15,31 +15,31 @@ from .transport import Transport
 
 
 class ReduceScatter(Transport):
-    """Every rank owns a range of the bucket, and compresses its mean once more.
+    """Every rank owns a range of the bucket, and compresses the mean of that range again.
 
-    The payload has a range for each rank, and goes there. An owner sums its range in rank order,
-    adds its own residual, which is in units of the mean, and packs entries above its own threshold;
-    all ranks gather that. So each rank sends two payloads of 1 / P of the bucket P - 1 times: bytes
-    do not grow with P. Our reconstruction: the paper's parameter server compresses one way.
+    Each rank sends one payload to each owner. An owner averages the payloads in rank order, adds
+    its residual, which is in units of the mean, and packs the entries above its own threshold. All
+    ranks gather the results. So each rank sends two payloads for 1 / P of the bucket P - 1 times,
+    and bytes do not grow with P. This is ours: the paper's parameter server compresses one way.
 
-    Ranges are whole blocks: a bucket of fewer than P leaves some ranks without one. Nothing is sent
-    to these; in the all-gather they send an empty payload.
+    Ranges are whole blocks. If a bucket has fewer than P blocks, some ranks own no range. They
+    receive no payloads, and send an empty payload in the all-gather.
     """
 
     def __init__(self, plan: BucketPlan, codec: Codec, group: dist.ProcessGroup) -> None:
         super().__init__(plan, codec, group)
         rank, ranks = group.rank(), group.size()
-        self._owned: dict[int, tuple[int, Slice]] = {}  # where each parameter begins in the range
-        at = 0
+        self._owned: dict[int, tuple[int, Slice]] = {}  # {parameter: (offset in the range, slice)}
+        offset = 0
         for piece in plan.slices(rank):
-            self._owned[piece.index] = at, piece
-            at += piece.high - piece.low
+            self._owned[piece.index] = offset, piece
+            offset += piece.high - piece.low
         low, high = plan.range_bounds[rank : rank + 2]
         device = codec.residual.device
         self._owner = self._codec_of(rank, codec.step)
         self.owned = low, self._owner.residual
-        self._packed = False  # the mean of the arrived payloads, by the owner
-        self._overwritten = False  # whether a new exchange may have overwritten them
+        self._packed = False  # whether the owner has packed the mean of the received payloads
+        self._overwritten = False  # whether a new exchange may have overwritten the results
         self._splits = [int(index < plan.owners) for index in range(ranks)]
         rows = codec.payload.view(ranks, -1)
         self._sent = rows[: plan.owners]
@@ -72,14 +72,14 @@ class ReduceScatter(Transport):
         ranks, owners = len(self._ranks), sum(self._splits)
         damaged = self._damaged([row[0] for row in words[:ranks]])
         code, headers = words[ranks][0], words[ranks + 1 :]
-        sent, results = headers[:ranks], headers[ranks:]  # to owners, and by owners
+        sent, results = headers[:ranks], headers[ranks:]  # sent to owners, and sent by owners
         if code:
             damaged += self._damaged_results(code)
             results = []  # headers of damaged payloads are ignored
         payloads = [*sent[:owners], *results[:owners]]
         return ExchangeResult(
             damaged=damaged,
-            # If an owner received or dropped a NaN or Inf, there is one in its sum.
+            # If an owner received a NaN or Inf, its mean has one as well.
             non_finite=non_finite(results),
             counts=counts(sent),
             numel=self._plan.numel,
@@ -88,9 +88,9 @@ class ReduceScatter(Transport):
         )
 
     def _damaged_results(self, code: int) -> list[str]:
-        """The owners whose payloads cannot be read, by the status of all of them together.
+        """Describe the owners' damaged payloads, given the status of all of them together.
 
-        If the payloads are still there, they are unpacked one by one.
+        Unless the payloads were overwritten, they are unpacked one by one to find the owners.
         """
         if self._overwritten:
             ranks = ", ".join(map(str, self._ranks))
@@ -102,15 +102,15 @@ class ReduceScatter(Transport):
         return self._damaged(codes, ", of the mean")
 
     def _codec_of(self, owner: int, step: int) -> Codec:
-        """A codec of this owner's range alone, with payloads as long as the longest range's."""
+        """Create a codec for the range of `owner`, with the payload size of the longest range."""
         low, high = self._plan.range_bounds[owner : owner + 2]
         device, longest = self._codec.residual.device, self._plan.range_bounds[1]
         return self._plan.settings.codec(high - low, 1, device, step, row_of=longest)
 
     def take_back(self) -> None:
-        """Exact for the ranks' own residuals, to float32 rounding for the owner's."""
+        """Exact for the senders' residuals, and up to float32 rounding for the owner's."""
         super().take_back()
-        if self._packed and len(self._arrived):  # not if the first exchange failed
+        if self._packed and len(self._arrived):  # false if the first exchange failed
             mean = torch.empty_like(self._owner.residual)
             self._owner.unpack(self._arrived, mean)
             self._owner.take_back(mean)
@@ -118,29 +118,29 @@ class ReduceScatter(Transport):
     def owner_state(self, index: int) -> Tensor:
         residual = torch.zeros(self._plan.sizes[index], dtype=torch.float32, device="cpu")
         if index in self._owned:
-            at, piece = self._owned[index]
-            own = self._owner.residual[at:][: piece.high - piece.low]
-            residual[piece.low : piece.high] = own.cpu()
+            offset, piece = self._owned[index]
+            owned = self._owner.residual[offset:][: piece.high - piece.low]
+            residual[piece.low : piece.high] = owned.cpu()
         return residual
 
     def load_owner(self, index: int, owner: Tensor) -> Tensor:
         if index not in self._owned:
             return owner
-        at, piece = self._owned[index]
-        own = owner[piece.low : piece.high]
-        self._owner.residual[at:][: piece.high - piece.low].copy_(own)
-        others = owner.clone()
-        others[piece.low : piece.high] = 0
-        return others
+        offset, piece = self._owned[index]
+        owned = owner[piece.low : piece.high]
+        self._owner.residual[offset:][: piece.high - piece.low].copy_(owned)
+        rest = owner.clone()
+        rest[piece.low : piece.high] = 0
+        return rest
 
     def _wait(self) -> None:
-        """Wait for the payloads of the range that this rank owns. On CUDA the stream waits."""
+        """Wait for the payloads of this rank's range. On CUDA the current stream waits."""
         if self._started is not None:
             self._started.wait()
             self._started = None
 
     def _compress_mean(self) -> tuple[Tensor, Tensor]:
-        """(the senders' status, the payload) of the mean of this rank's own range."""
+        """Pack the mean of this rank's range. Returns the status of each sender and the payload."""
         if len(self._arrived):
             status, packed = self._owner.pack_mean(self._arrived)
         else:  # an empty range
@@ -149,5 +149,5 @@ class ReduceScatter(Transport):
         return status, packed
 
     def _gather_results(self, packed: Tensor) -> None:
-        """Send this owner's payload to all ranks, and receive theirs."""
+        """Gather the payloads of all owners."""
         all_gather(self._results, packed, self._group)

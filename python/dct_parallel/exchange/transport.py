@@ -17,14 +17,14 @@ class Transport(ABC):
     """Turns one bucket's payloads into their mean.
 
     Args:
-        plan: of the bucket.
+        plan: the plan of the bucket.
         codec: packs the payload and unpacks the mean.
         group: the ranks to average over.
 
     Attributes:
         sends_once: whether `finish` starts no collective, so that other buckets may be packed and
             sent between `start` and `finish`.
-        owned: where the range starts that this rank owns, and its residual as the owner; or None.
+        owned: the start of the range that this rank owns and the owner's residual, or None.
     """
 
     sends_once = False
@@ -42,39 +42,39 @@ class Transport(ABC):
 
     @abstractmethod
     def finish(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
-        """Write the mean of the payloads of all ranks into `out`.
+        """Write the mean of all ranks' payloads into `out`.
 
         Returns:
-            int32 words on the device, for `result`: status [n], and headers [n, 2]. The next
-            `start` overwrites them.
+            int32 words on the device for `result`: status [n] and headers [n, 2]. The next `start`
+            overwrites them.
         """
 
     @abstractmethod
     def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
-        """The result of an exchange, from the words of `finish`, as rows on the host."""
+        """Return the result of an exchange from the words of `finish`, as rows on the host."""
 
     def take_back(self) -> None:
         """Return the entries of the last exchange to residuals, for a step that was not applied."""
         self._codec.take_back()
 
     def owner_state(self, index: int) -> Tensor | None:
-        """A copy, on the CPU, of this rank's residual as an owner, for one parameter."""
+        """A copy of the owner's residual for one parameter, on the CPU, or None."""
         return None
 
     def load_owner(self, index: int, owner: Tensor) -> Tensor:
-        """Resume from an `owner_state` of any transport.
+        """Resume from the `owner_state` of any transport.
 
         Returns:
-            The part of it that this rank cannot keep, in units of the mean.
+            The part that this rank does not own, in units of the mean.
         """
         return owner
 
     def _global_ranks(self) -> list[int]:
-        """The group's ranks, for errors that may be raised after the group was destroyed."""
+        """The group's ranks, for error messages after the group was destroyed."""
         return dist.get_process_group_ranks(self._group)
 
     def _damaged(self, codes: Sequence[int], what: str = "") -> list[str]:
-        """The payloads that could not be read, by every rank's status; `what` ends each text."""
+        """Describe the damaged payloads, given each rank's status. `what` ends each text."""
         return [
             f"status {code} from rank {rank}{what}"
             for rank, code in zip(self._ranks, codes, strict=True)
@@ -83,10 +83,10 @@ class Transport(ABC):
 
 
 class AllGather(Transport):
-    """One all-gather of the payload. Every rank sums all payloads, in rank order.
+    """One all-gather of the payloads. Every rank sums all payloads in rank order.
 
-    Each rank sends its payload P - 1 times, so bytes grow with P. It pays if the density is well
-    below 1 / P.
+    Each rank sends its payload P - 1 times, so bytes grow with P. It is efficient if the density is
+    well below 1 / P.
     """
 
     sends_once = True
@@ -123,7 +123,7 @@ class AllGather(Transport):
         )
 
     def _wait(self) -> None:
-        """Wait until all ranks' payloads are in `self._payloads`. On CUDA the stream waits."""
+        """Wait for the payloads of all ranks. On CUDA the current stream waits."""
         if self._started is not None:
             self._started.wait()
             self._started = None

@@ -1,4 +1,4 @@
-"""Gradients and weights of fully_shard (FSDP2): between shards, and between replicas of shards."""
+"""Compression for fully_shard (FSDP2): between the shards of a model, and between replicas."""
 
 from .compress import compress_fully_shard
 from .hook import dct_fully_shard_hook

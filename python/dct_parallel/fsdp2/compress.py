@@ -1,4 +1,4 @@
-"""The function that users call to compress FSDP2 between shards; FSDP2 is imported only then."""
+"""The entry point `compress_fully_shard`. It imports FSDP2 only when it is called."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ from torch import nn
 from dct_kernels import checks
 
 from ..formats import require_format
-from ..groups import refusing, require_group
+from ..groups import require_group, sharing_errors
 
 if TYPE_CHECKING:
     from .compressed import CompressedShards
@@ -24,47 +24,44 @@ def compress_fully_shard(
     weights: str | torch.dtype | None = "int8",
     gradients: str | torch.dtype | None = "int8",
 ) -> "CompressedShards":
-    """Send the weights and gradients of FSDP2 in few bits between the ranks that hold the shards.
+    """Quantize the weights and gradients that FSDP2 sends between the shards of a model.
 
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
         state = compress_fully_shard(model, weights="int8", gradients="int8")
 
-    Call it on every rank, once all modules are wrapped. It replaces the all-gather and the
+    Call it on every rank after wrapping all modules. It replaces the all-gather and the
     reduce-scatter of every module. All ranks compute with the same rounded weights, bit for bit, in
-    all forward and backward passes between two steps of the optimizer. The sharded parameters and
-    the optimizer are not rounded. Gradients are summed in rank order in float32, without error
-    feedback. Parameters of fewer than two dimensions are not rounded. torch's collectives remain
-    where messages would not be smaller, where the weights of a module have several dtypes, and
-    where some of its parameters have no gradient. Deterministic. Bytes, losses and limits:
-    docs/guide/fsdp2.md.
+    all passes between two optimizer steps. The sharded parameters and the optimizer are not
+    rounded, nor are parameters with fewer than two dimensions. Gradients are summed in float32 in
+    rank order, without error feedback. torch's collectives remain in use for a module if messages
+    would not be smaller, if its weights have several dtypes, or if some of its parameters have no
+    gradient. Deterministic. See docs/guide/fsdp2.md.
 
     Args:
-        model: modules that `fully_shard` was applied to, on a mesh of one dimension, or of two
-            (HSDP; the mean over replicas remains torch's, or that of `dct_fully_shard_hook`).
-        weights: format of the all-gathers, "int8", "int4", "bfloat16" or "float32", or the torch
-            dtype; None: torch's all-gather. With "int4", messages contain the changes of weights,
-            and every rank keeps the whole model once more, in the dtype of the all-gather.
-        gradients: format of the reduce-scatters, likewise; None: torch's reduce-scatter.
+        model: modules that `fully_shard` was applied to, on a mesh of one or two dimensions. With
+            two (HSDP), torch or `dct_fully_shard_hook` averages over replicas.
+        weights: format of the all-gathers: "int8", "int4", "bfloat16", "float32" or a torch dtype;
+            None: torch's all-gather. With "int4", messages contain changes of weights, and every
+            rank keeps a copy of the whole model in the dtype of the all-gather.
+        gradients: format of the reduce-scatters, as for `weights`; None: torch's reduce-scatter.
 
     Returns:
         The state: `plan`, `stats`, `state_dict`, `load_state_dict`, `close`.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range, a module has several parameter
-            groups, a parameter that defines its own all-gather, or a custom collective already, or
-            ranks differ; the text names it.
-        RuntimeError: a different rank raised, as the text says, or did not call this within the
-            timeout of all ranks.
+        ValueError, TypeError: an argument is out of range, ranks differ, or a module has several
+            parameter groups, a custom collective, or a parameter with its own all-gather.
+        RuntimeError: another rank raised an error, or did not call this in time.
 
     Source: ours; ZeRO++ (arXiv 2306.10209) quantizes the collectives of sharded training.
     """
-    from .compressed import CompressedShards  # late: FSDP2 takes a second to import
+    from .compressed import CompressedShards  # FSDP2 takes a second to import
     from .compressed_units import units_of
 
     formats = {"weights": weights, "gradients": gradients}
-    with refusing(OP, require_group(OP, None)):
+    with sharing_errors(OP, require_group(OP, None)):
         names = {
             arg: None if given is None else require_format(OP, arg, given, FORMATS)
             for arg, given in formats.items()

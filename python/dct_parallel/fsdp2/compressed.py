@@ -1,4 +1,4 @@
-"""The state of `compress_fully_shard`: the collectives of all modules, their bytes and damage."""
+"""The state of `compress_fully_shard`: counts bytes, and reports damaged messages."""
 
 import uuid
 from typing import Any
@@ -29,10 +29,10 @@ _STATE = {
 
 
 class CompressedShards:
-    """The state of `compress_fully_shard`, whose documentation it shares.
+    """The state that `compress_fully_shard` returns. See there.
 
     Attributes:
-        step: backward passes that reduced gradients.
+        step: number of backward passes that reduced gradients.
     """
 
     def __init__(
@@ -40,25 +40,24 @@ class CompressedShards:
     ) -> None:
         self._weights, self._gradients, self._units = weights, gradients, units
         self.step = 0
-        self._bytes = 0  # since the last step ended
-        self._step_bytes: int | None = None  # in the last step
+        self._bytes = 0  # sent since the last step ended
+        self._step_bytes: int | None = None  # sent in the last step
         self._pass, self._reduced, self._open = NO_PASS, False, True
-        # Senders and modules, and the status of all their messages when the last step ended.
+        # (sender, description) of all messages, and their status when the last step ended.
         self._posted: tuple[list[tuple[int, str]], HostCopy] | None = None
         self._damage: str | None = None  # the error that every later call raises
         formats = {"weights": weights, "gradients": gradients}
-        everyone = self._exchange(OP, {**formats, "run_id": uuid.uuid4().hex})
-        self._run_id = next(iter(everyone.values()))["run_id"]
-        groups.require_same(
-            OP, {rank: {n: own[n] for n in formats} for rank, own in everyone.items()}
-        )
+        gathered = self._exchange(OP, {**formats, "run_id": uuid.uuid4().hex})
+        ids = [values.pop("run_id") for values in gathered.values()]
+        groups.require_same(OP, gathered)
+        self._run_id = ids[0]
         for group in dict.fromkeys(unit.group for unit in units):
-            own = [unit for unit in units if unit.group is group]
-            parameters = {p: n for unit in own for n, p in unit.parameters().items()}
+            members = [unit for unit in units if unit.group is group]
+            parameters = {p: n for unit in members for n, p in unit.parameters().items()}
             trained = {p: n for p, n in parameters.items() if p.requires_grad}
             values = {
                 "model": describe(parameters),
-                "modules": ", ".join(unit.name for unit in own),
+                "modules": ", ".join(unit.name for unit in members),
                 "trained": describe(trained),
             }
             groups.require_same(OP, self._exchange(OP, values, group))
@@ -66,10 +65,10 @@ class CompressedShards:
             unit.set(weights, gradients, self._count, self._count_reduced)
 
     def close(self) -> None:
-        """Restore torch's collectives, and forget the weights that were kept. Idempotent.
+        """Restore torch's collectives and discard the kept weights. Idempotent.
 
         Raises:
-            RuntimeError: this rank received a damaged message. The state is closed all the same.
+            RuntimeError: this rank received a damaged message. The state is closed nevertheless.
         """
         if self._open:
             self._open = False
@@ -78,7 +77,7 @@ class CompressedShards:
         self._look()
 
     def plan(self) -> str:
-        """The bytes that this rank sends for each module, per gather and per reduce-scatter."""
+        """Return a table of the bytes that this rank sends per module and collective."""
         rows = [["module", "parameters", "numel", "bytes/gather", "bytes/reduce-scatter"]]
         plans = [(unit, unit.plan()) for unit in self._units]
         totals = UnitPlan(*map(sum, zip(*(plan for _, plan in plans), strict=True)))
@@ -92,16 +91,18 @@ class CompressedShards:
         lines += aligned(rows)
         for unit in self._units:
             if self._weights is not None and unit.gathered_dtype is None:
-                lines.append(f"{unit.name}: weights of several dtypes, which torch gathers.")
+                lines.append(f"{unit.name}: torch gathers its weights (several dtypes).")
         if any(unit.keeps_weights for unit in self._units):
             kept = sum(plan.kept_bytes for _, plan in plans)
             lines.append(f"Every rank keeps the weights of the last gather: {kept:,} bytes.")
         return "\n".join(lines)
 
     def stats(self) -> dict[str, int | None]:
-        """`step`: backward passes that reduced gradients; `wire_bytes`: bytes that this rank sent
-        for the shards in the last one, and in all passes since the one before; None before the
-        first.
+        """Return the number of steps and the bytes of the last step.
+
+        - `step`: number of backward passes that reduced gradients.
+        - `wire_bytes`: bytes that this rank sent for the shards in the last step, including all
+          passes since the previous step; None before the first step.
 
         Raises:
             RuntimeError: this rank received a damaged message.
@@ -110,10 +111,10 @@ class CompressedShards:
         return {"step": self.step, "wire_bytes": self._step_bytes}
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and, with "int4" weights, the weights that ranks keep. Copies.
+        """Return the step and, with "int4" weights, copies of the kept weights.
 
-        Call it on every rank, between steps. The kept weights are DTensors like the parameters, for
-        torch.distributed.checkpoint, which takes the state itself, or for torch.save, one file per
+        Call it on every rank, between steps. The kept weights are DTensors like the parameters. Use
+        torch.distributed.checkpoint, which takes the state itself, or torch.save with one file per
         rank. A run that loads them together with the model continues bit for bit.
 
         Raises:
@@ -130,21 +131,21 @@ class CompressedShards:
         return {**numbers, "weights": str(self._weights), "gathered": gathered, "kept": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict`. Collective: every rank calls it, before the next step.
+        """Resume from a `state_dict`. Collective: every rank calls it before the next step.
 
-        Without it, or with another format of weights, gathers start from whole weights, and bits
-        differ. torch.distributed.checkpoint reshards the kept weights. A refused dict changes
-        nothing.
+        Without it, or with a different format of weights, the next gather sends whole weights, and
+        results differ in bits. torch.distributed.checkpoint reshards the kept weights. If this
+        raises, nothing has changed.
 
         Raises:
-            ValueError: made with a different version or for a different model; something in it is
-                missing or of a wrong type or shape; or ranks load different states.
-            TypeError: not a state dict.
+            ValueError: the dict has a different version or model, a value is missing or has a wrong
+                type or shape, or ranks load different states.
+            TypeError: `state` is not a state dict.
             RuntimeError: this rank received a damaged message: load into a new state. Or another
-                rank raised.
+                rank raised an error.
         """
         op = "load_state_dict"
-        with groups.refusing(op, groups.require_group(op, None)):
+        with groups.sharing_errors(op, groups.require_group(op, None)):
             self._look()
             found = checked(op, state, _STATE)
             parts = self._kept_parts(op, found) if found["weights"] == str(self._weights) else {}
@@ -155,13 +156,13 @@ class CompressedShards:
             unit.gather.restart(parts.get(unit.name))
 
     def _kept_parts(self, op: str, found: dict[str, Any]) -> dict[str, Tensor]:
-        """{module: this rank's part of the kept weights} of a state, checked."""
+        """Check the kept weights of a state. Return {module: this rank's part}."""
         units = [unit for unit in self._units if unit.keeps_weights]
         names = {name for unit in units for name in unit.names}
         if difference := names ^ found["kept"].keys():
             got = f"a difference in {', '.join(sorted(difference))}"
             checks.fail(op, "kept", "the weights of this model", got)
-        parts = {unit.name: unit.part_of(op, found["kept"]) for unit in units}
+        parts = {unit.name: unit.flat_part(op, found["kept"]) for unit in units}
         return {name: part for name, part in parts.items() if found["gathered"].get(name)}
 
     def _exchange(
@@ -171,20 +172,20 @@ class CompressedShards:
         return groups.exchange(op, values, group, groups.timeout_of(group, self._units[0].device))
 
     def _count(self, nbytes: int) -> None:
-        """This rank sends these bytes of weights."""
+        """Count bytes of weights that this rank sends."""
         if backward_pass() == NO_PASS:
             self._end_step()
         self._bytes += nbytes
 
     def _count_reduced(self, nbytes: int) -> None:
-        """This rank sends these bytes of gradients, in a backward pass."""
+        """Count bytes of gradients that this rank sends in a backward pass."""
         self._bytes += nbytes
         self._reduced = True
         backward = backward_pass()
         if backward != self._pass:
             self._pass = backward
             # FSDP2 may reduce gradients in a callback at the end of the backward pass. A callback
-            # that is queued there comes last.
+            # that is queued inside a callback runs last.
             at_end_of_backward(lambda nested: at_end_of_backward(self._end_backward))
 
     def _end_backward(self, nested: bool) -> None:
@@ -192,7 +193,7 @@ class CompressedShards:
             self._end_step()
 
     def _end_step(self) -> None:
-        """End the step unless it has ended: if nested passes reduce all gradients, none ends it."""
+        """End the step if it has not ended. A step whose passes are all nested ends here later."""
         if self._reduced:
             self._reduced = False
             self.step += 1
@@ -202,7 +203,7 @@ class CompressedShards:
             self._require_intact()
 
     def _post(self) -> None:
-        """Copy the status of all messages so far to the host."""
+        """Start to copy the status of all messages so far to the host."""
         found = [
             (f"the {what} of {unit.name}", unit.ranks, collective.status)
             for unit in self._units
@@ -230,7 +231,7 @@ class CompressedShards:
             )
 
     def _look(self) -> None:
-        """Read the status of all messages so far; waits for their exchanges."""
+        """Read the status of all messages so far. Waits for their exchanges."""
         self._end_step()
         self._post()
         self._read()

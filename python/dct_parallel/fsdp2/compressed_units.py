@@ -1,4 +1,4 @@
-"""The modules that `compress_fully_shard` found, each with its collectives and its weights."""
+"""The modules that `compress_fully_shard` compresses, with their collectives and weights."""
 
 from typing import Any, NamedTuple
 
@@ -30,26 +30,26 @@ from .shard_collectives import Count, GradientReduceScatter, WeightGather
 
 
 class UnitPlan(NamedTuple):
-    """What this rank sends for a module, or for several."""
+    """The bytes that this rank sends for a module or for several modules."""
 
     parameters: int
-    numel: int  # elements of a shard
+    numel: int  # of a shard
     gather_bytes: int
-    trained_numel: int  # elements of the shard of the parameters that require grad
+    trained_numel: int  # of a shard, for the parameters that require grad
     reduce_bytes: int
-    kept_bytes: int  # of the weights that a rank keeps
+    kept_bytes: int  # the size of the weights that a rank keeps
 
 
 class CompressedUnit:
-    """A module that was wrapped by itself, and its collectives once they are set.
+    """A module that fully_shard was applied to, and its collectives.
 
     Attributes:
-        name: of the module.
+        name: the name of the module.
         group: the ranks that hold its shards.
-        ranks: their global ranks.
-        device: of the messages; parameters may be offloaded.
-        names: of the parameters, in the order of the flat tensor that is gathered.
-        numels: elements of each one's shard, as it is sent.
+        ranks: the global ranks of `group`.
+        device: the device of the messages. Parameters may be offloaded.
+        names: the names of the parameters, in the order of the gathered flat tensor.
+        numels: the padded size of each parameter's shard.
     """
 
     gather: WeightGather
@@ -81,7 +81,7 @@ class CompressedUnit:
     def set(
         self, weights: str | None, gradients: str | None, count: Count, count_reduced: Count
     ) -> None:
-        """Replace torch's collectives."""
+        """Replace torch's collectives with compressed ones."""
         gather, reduce = self._defaults
         self.gather = WeightGather(self.group, lambda: self._layout(weights), gather, count)
         self.reduce = GradientReduceScatter(
@@ -94,7 +94,7 @@ class CompressedUnit:
         self._set(self.gather, self.reduce)
 
     def close(self) -> None:
-        """Restore torch's collectives, and forget the kept weights."""
+        """Restore torch's collectives and discard the kept weights."""
         self._set(*self._defaults)
         self.gather.restart()
 
@@ -103,7 +103,7 @@ class CompressedUnit:
         self._module.set_custom_reduce_scatter(reduce)
 
     def _sent(self, trained: bool) -> list[tuple[nn.Parameter, int]]:
-        """The parameters that are gathered, or reduced, each with the elements of its shard."""
+        """The parameters that are gathered, or reduced (`trained`), with their shard sizes."""
         sent = zip(fsdp_parameters(self._fsdp_group), self.numels, strict=True)
         return [(p, numel) for p, numel in sent if p.requires_grad or not trained]
 
@@ -113,7 +113,7 @@ class CompressedUnit:
 
     @property
     def gathered_dtype(self) -> torch.dtype | None:
-        """The dtype in which FSDP2 gathers; None if there are several, gathered as bytes."""
+        """The dtype in which FSDP2 gathers, or None if it gathers several dtypes as bytes."""
         dtypes = set(fsdp_gathered_dtypes(self._fsdp_group))
         return dtypes.pop() if len(dtypes) == 1 else None
 
@@ -139,7 +139,7 @@ class CompressedUnit:
             all_gather_bytes(gather, ranks),
             numel,
             all_gather_bytes(reduce, ranks),
-            # All shards, and this rank's own once more: the weights when it last sent a change.
+            # All shards, and a copy of this rank's weights from when it last sent a change.
             (ranks + 1) * shard * dtypes[0].itemsize if self.keeps_weights else 0,
         )
 
@@ -150,7 +150,7 @@ class CompressedUnit:
         return dict(zip(self.names, sharded, strict=True))
 
     def kept_parameters(self) -> dict[str, Tensor]:
-        """A DTensor for each parameter, of the kept weights; zeros before the first gather."""
+        """The kept weights as a DTensor per parameter, or zeros before the first gather."""
         part, saved = self.gather.kept_part(), {}
         for name, parameter in self.parameters().items():
             saved[name] = torch.zeros_like(parameter, dtype=self.gathered_dtype)
@@ -160,14 +160,14 @@ class CompressedUnit:
                 shard.copy_(numbers[: shard.numel()].view(shard.shape))
         return saved
 
-    def part_of(self, op: str, saved: dict[str, Any]) -> Tensor:
-        """This rank's part [numel] of `kept_parameters`; raises if one is not such a DTensor."""
+    def flat_part(self, op: str, saved: dict[str, Any]) -> Tensor:
+        """This rank's part [numel] of `kept_parameters`. Raise if a DTensor does not match."""
         parts, dtype = [], self.gathered_dtype
         for (name, parameter), numel in zip(self.parameters().items(), self.numels, strict=True):
             value, shape = saved[name], _local(parameter).shape
-            like = isinstance(value, DTensor) and value.shape == parameter.shape
-            if not like or (_local(value).shape, value.dtype) != (shape, dtype):
-                rule = f"a {dtype} DTensor of {list(parameter.shape)}, cut like the weight"
+            matches = isinstance(value, DTensor) and value.shape == parameter.shape
+            if not matches or (_local(value).shape, value.dtype) != (shape, dtype):
+                rule = f"a {dtype} DTensor of {list(parameter.shape)}, sharded like the weight"
                 checks.fail(op, f"kept of {name}", rule, checks.shown(value))
             numbers = _local(value).flatten().to(self.device)
             parts.append(pad(numbers, (0, numel - len(numbers))))
@@ -176,16 +176,16 @@ class CompressedUnit:
 
 @torch.no_grad()
 def _local(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor: the same memory, without grad."""
+    """This rank's part of a DTensor, detached and in the same memory."""
     part: Tensor = tensor.to_local()
     return part.detach()
 
 
 def units_of(model: nn.Module) -> list[CompressedUnit]:
-    """The modules of a model that `fully_shard` was applied to, in module order.
+    """Return the modules of a model that `fully_shard` was applied to, in module order.
 
     Raises:
-        TypeError, ValueError: there is none, or one cannot be compressed.
+        TypeError, ValueError: there is no such module, or one cannot be compressed.
     """
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     modules = [(name, m) for name, m in named if isinstance(m, FSDPModule)]
@@ -195,7 +195,7 @@ def units_of(model: nn.Module) -> list[CompressedUnit]:
     for _, module in modules:
         module.reshard()
     names = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
-    units: dict[int, CompressedUnit] = {}  # {id of FSDP's group}; modules wrapped together share it
+    units: dict[int, CompressedUnit] = {}  # {id of FSDP's group: unit}; modules may share a group
     for name, module in modules:
         groups = fsdp_groups(module)
         if len(groups) > 1:

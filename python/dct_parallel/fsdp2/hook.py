@@ -1,4 +1,4 @@
-"""The function that users call; FSDP2 is imported only then, as that takes seconds."""
+"""The entry point `dct_fully_shard_hook`. It imports FSDP2, which takes seconds, when called."""
 
 from typing import TYPE_CHECKING
 
@@ -12,13 +12,13 @@ from dct_kernels import checks
 
 from ..exchange.loss_scale import Optimizers, loss_scale_of
 from ..exchange.settings import Settings
-from ..groups import refusing, require_group
+from ..groups import require_group, sharing_errors
 from ..mesh import require_mesh
 
 if TYPE_CHECKING:
     from .state import FullyShardState
 
-OP = "dct_fully_shard_hook"  # in errors of this folder
+OP = "dct_fully_shard_hook"  # for error messages in this folder
 DIMENSIONS = ("replicate", "shard")
 
 
@@ -36,7 +36,7 @@ def dct_fully_shard_hook(
     policy: str = "fresh",
     refresh_every: int = 1000,
 ) -> "FullyShardState":
-    """Average the gradients of FSDP2 shards over replicas, compressed (hybrid sharding).
+    """Average the gradients of FSDP2 shards over replicas with compression (hybrid sharding).
 
         mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replicate", "shard"))
         for block in model.blocks:
@@ -44,41 +44,36 @@ def dct_fully_shard_hook(
         fully_shard(model, mesh=mesh["shard"])
         state = dct_fully_shard_hook(model, mesh=mesh, format="int4")  # AdamW
 
-    Call it on every rank, once all modules are wrapped on the shard dimension only and the model is
-    on its device. FSDP reduces gradients over the shard dimension, densely; then each rank's shards
-    are averaged over the replicate dimension like `DCTState`'s (DCT, arXiv 2010.08899), in one
+    Call it on every rank after moving the model to its device and wrapping all modules on the shard
+    dimension only. FSDP reduces gradients densely over the shard dimension. Then the hook averages
+    each rank's shards over the replicate dimension like `DCTState` (arXiv 2010.08899), with one
     message per wrapped module. With AdamW pass `format="int4"`, with SGD a `density`. The mean is
-    bitwise the same on every replica. Mutates FSDP's reduced gradients, in place. Replicas must be
-    equal at the start: FSDP broadcasts nothing. Keep the state's `state_dict()` in the checkpoint.
-    Memory: 4 bytes per parameter *of a shard*, and each module's payload once per replica. Rules
-    and limits: docs/guide/fsdp2.md.
+    bitwise the same on every replica, and overwrites FSDP's reduced gradients. Replicas must be
+    equal at the start, because FSDP does not broadcast. Save the state's `state_dict()` in the
+    checkpoint. Memory: 4 bytes per parameter *of a shard*, and the payload of each module from
+    every replica. See docs/guide/fsdp2.md.
 
     Args:
         model: all trainable parameters are in modules that `fully_shard` was applied to.
-        density: fraction of each rank's part of each module sent per step; see `DCTState`.
-        format: see `DCTState`.
-        transport: between replicas; see `DCTState`.
-        mesh: of all ranks, with dimensions "replicate" and "shard".
-        grad_scaler: see `DCTState`.
-        optimizer: see `DCTState`.
-        start_step: see `DCTState`.
-        policy: see `DCTState`.
-        refresh_every: see `DCTState`.
+        density: fraction of each rank's part of a module sent per step; see `DCTState`.
+        transport: the transport between replicas; see `DCTState`.
+        mesh: a mesh of all ranks with dimensions "replicate" and "shard".
+        format, grad_scaler, optimizer, start_step, policy, refresh_every: see `DCTState`.
 
     Returns:
         The state: `plan`, `stats`, `parameter_stats`, `state_dict`, `load_state_dict`, `close`.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range, a module is wrapped otherwise (torch
-            averages over replicas itself where it is given a mesh of two dimensions), has several
-            parameter groups, or ranks differ; the text names it.
-        RuntimeError: a different rank raised, as the text says, or did not call this within the
-            timeout of all ranks. Restart the process then.
+        ValueError, TypeError: an argument is out of range, ranks differ, or a module has several
+            parameter groups or is wrapped differently (with a mesh of two dimensions, torch itself
+            averages over replicas).
+        RuntimeError: another rank raised an error, or did not call this in time. Restart the
+            process.
     """
-    from .state import FullyShardState  # late, see above
+    from .state import FullyShardState  # see the module's docstring
     from .units import units_of
 
-    with refusing(OP, require_group(OP, None)):
+    with sharing_errors(OP, require_group(OP, None)):
         settings = Settings.checked(OP, density, format, transport, policy, refresh_every)
         loss_scale = loss_scale_of(OP, grad_scaler, optimizer)
         checks.require_int(OP, "start_step", start_step, 0, 2**63 - 1)

@@ -1,8 +1,8 @@
-"""How the numbers of a rank, for the parameters of one module, become the bytes of a message.
+"""The messages that FSDP2 sends between shards.
 
 FSDP2 gathers the shards of all parameters of a module as one flat tensor, and reduces their
-gradients in the same order. A rank's part of it becomes one message: matrices in few bits, and
-parameters of fewer than two dimensions as they are.
+gradients in the same order. A rank's part of that tensor becomes one message: matrices in a
+quantized format, and parameters with fewer than two dimensions unchanged.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ from dct_kernels import quantized_payload_bytes
 
 _quantize_pack = torch.ops.dct.quantize_pack.default
 _dequantize_sum = torch.ops.dct.dequantize_sum.default
-_ALIGNMENT = 16  # of payloads, in bytes
+_ALIGNMENT = 16  # the alignment of payloads in bytes
 
 
 class MessageLayout:
-    """How a rank's part of a flat tensor becomes a message: a payload, then the small parameters.
+    """The layout of a message for a rank's part of a flat tensor: a payload, then small parameters.
 
     Args:
-        parameters: in order, the elements of each, and whether it is small.
-        format: of the payload, as of `dct_kernels.quantize_pack`.
+        parameters: the number of elements of each parameter, in order, and whether it is small.
+        format: the format of the payload, as for `dct_kernels.quantize_pack`.
 
     Attributes:
-        numel: elements of the part.
+        numel: the number of elements of the part.
     """
 
     def __init__(self, parameters: Sequence[tuple[int, bool]], format: str) -> None:
@@ -42,12 +42,12 @@ class MessageLayout:
         self._payload_bytes = quantized_payload_bytes(self.numel, format)
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a message of a part of this dtype."""
+        """The size of a message for a part with this dtype."""
         small_bytes = sum(self._small_sizes) * dtype.itemsize
         return self._payload_bytes + -(-small_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def small_views(self, tensor: Tensor) -> list[Tensor]:
-        """The small parameters in a tensor [..., numel]."""
+        """Views of the small parameters in a tensor [..., numel]."""
         return [tensor[..., where] for where in self._small]
 
     def zero_small(self, tensor: Tensor) -> None:
@@ -60,23 +60,23 @@ class MessageLayout:
         if self._small:
             small = torch.cat(self.small_views(part)).to(dtype).view(torch.uint8)
             message[self._payload_bytes :][: len(small)] = small
-            self.zero_small(part)  # their scales are not those of matrices
+            self.zero_small(part)  # so that they do not affect the scales of matrices
         _quantize_pack(None, part, message[: self._payload_bytes], self.format)
 
     def unpack(self, messages: Tensor, out: Tensor, dtype: torch.dtype, scale: float = 1) -> Tensor:
-        """Write the sum of messages times `scale` into `out` [numel]: in order, in float32.
+        """Write the sum of the messages times `scale` into `out` [numel], in order and in float32.
 
         Returns:
-            status int32 [messages]: not 0 if a message was damaged, which adds nothing.
+            status int32 [messages], not 0 for a damaged message, which the sum omits.
         """
         payloads, tails = messages.tensor_split([self._payload_bytes], dim=1)
         status: Tensor = _dequantize_sum(payloads.contiguous(), out, self.format, scale)
         if self._small:
             nbytes = sum(self._small_sizes) * dtype.itemsize
             small = tails[:, :nbytes].contiguous().view(dtype).float()
-            total, *others = small.masked_fill_(status.ne(0)[:, None], 0)
-            for other in others:
-                total += other
+            total, *rest = small.masked_fill_(status.ne(0)[:, None], 0)
+            for values in rest:
+                total += values
             parts = (total * scale).split(self._small_sizes)
             torch._foreach_copy_(self.small_views(out), list(parts))
         return status
@@ -84,5 +84,5 @@ class MessageLayout:
 
 @cache
 def message_layout(parameters: tuple[tuple[int, bool], ...], format: str) -> MessageLayout:
-    """The layout of these parameters. It has no state, so equal modules share one."""
+    """Return the layout for these parameters. Equal modules share one, because it has no state."""
     return MessageLayout(parameters, format)

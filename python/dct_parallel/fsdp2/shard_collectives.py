@@ -1,4 +1,4 @@
-"""Collectives between the shards of a module in few bits, which FSDP2 calls in place of its own."""
+"""Quantized collectives between the shards of a module, which FSDP2 calls instead of torch's."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,16 +18,16 @@ Count = Callable[[int], None]  # counts the bytes that this rank sends
 
 
 class _Collective:
-    """Has the interface of FSDP2's collectives: `allocate`, and the call.
+    """Implements the interface of FSDP2's collectives: `allocate` and `__call__`.
 
     Args:
         group: the ranks that hold the shards.
         layout: returns the layout of messages, or None.
-        default: torch's collective, for what the layout does not fit.
+        default: torch's collective, used if the layout does not match the tensor.
         count: counts the bytes that this rank sends.
 
     Attributes:
-        status: int32 [P], not 0 for ranks that sent a damaged message; None before the first one.
+        status: int32 [P], not 0 for ranks that sent a damaged message; None before any message.
     """
 
     def __init__(
@@ -42,56 +42,56 @@ class _Collective:
         self.status: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        made: Tensor = self._default.allocate(size, dtype=dtype, device=device)
-        return made
+        tensor: Tensor = self._default.allocate(size, dtype=dtype, device=device)
+        return tensor
 
     def layout_for(self, dtype: torch.dtype | None) -> MessageLayout | None:
-        """The layout of a part of this dtype; None if torch's collective is called."""
+        """The layout for a part of this dtype, or None to use torch's collective."""
         layout = self._layout() if self._ranks > 1 and dtype in checks.FLOATS else None
         if layout is None or dtype is None:
             return None
         return layout if layout.nbytes(dtype) < layout.numel * self._itemsize(dtype) else None
 
-    def _fitting(self, part: Tensor) -> MessageLayout | None:
-        """The layout, unless this is a part of other parameters, or for fewer ranks."""
+    def _matching_layout(self, part: Tensor) -> MessageLayout | None:
+        """The layout, or None if `part` has other parameters or is for a different group."""
         layout = self.layout_for(part.dtype)
         return layout if layout is not None and part.numel() == layout.numel else None
 
     @staticmethod
     def _itemsize(dtype: torch.dtype) -> int:
-        """Bytes per element of the collective that a message must be smaller than."""
+        """Bytes per element of the dense collective, which a message must undercut."""
         return dtype.itemsize
 
-    def _note(self, status: Tensor) -> None:
+    def _record(self, status: Tensor) -> None:
         self.status = status if self.status is None else self.status.maximum(status)
 
 
 class WeightGather(_Collective):
     """The all-gather of the weights of a module.
 
-    Every rank unpacks all shards from messages, its own shard as well, so all ranks compute with
-    equal bits. In "int4", a message contains the change since the last gather, and every rank adds
-    it to the weights that it keeps. The rounding error becomes part of the next change. While the
-    weights of a rank stand still it sends zeros, so that every gather between two steps of the
-    optimizer returns the same bits, whether in training or in an evaluation.
+    Every rank unpacks all shards from messages, including its own, so all ranks compute with equal
+    bits. With "int4", a message contains the change since the last gather, and every rank adds it
+    to the weights that it keeps. The rounding error becomes part of the next change. If the weights
+    of a rank have not changed, it sends zeros. So all gathers between two optimizer steps return
+    the same bits, in training and in evaluation.
 
     Attributes:
-        kept: [P * numel], the weights of the last gather, in "int4".
-        resumed: this rank's part of the weights that a saved run kept, until the first gather.
+        kept: [P * numel], the weights of the last gather, with "int4".
+        resumed: this rank's part of the loaded kept weights, until the first gather.
     """
 
     kept: Tensor | None = None
     resumed: Tensor | None = None
-    _sent: Tensor | None = None  # this rank's weights, unrounded, when it last sent their change
+    _sent: Tensor | None = None  # this rank's unrounded weights when it last sent their change
 
     def restart(self, resumed: Tensor | None = None) -> None:
-        """Forget the kept weights. The next gather starts from `resumed`, or whole weights."""
+        """Discard the kept weights. The next gather starts from `resumed`, or whole weights."""
         self.kept, self._sent, self.resumed = None, None, resumed
 
     def kept_part(self) -> Tensor | None:
-        """This rank's part of the kept weights [numel], to save; None before the first gather.
+        """This rank's part of the kept weights [numel], to save. None before the first gather.
 
-        A run that resumes from it has no `_sent`, so neither has this one: both send the same.
+        It clears `_sent`, which a resumed run does not have either, so both runs send the same.
         """
         self._sent = None
         return self.resumed if self.kept is None else self.kept.chunk(self._ranks)[self._rank]
@@ -103,7 +103,7 @@ class WeightGather(_Collective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        layout = self._fitting(input_tensor)
+        layout = self._matching_layout(input_tensor)
         if layout is None:
             self._count(all_gather_bytes(input_tensor.nbytes, group.size()))
             work: dist.Work | None = self._default(output_tensor, input_tensor, group, async_op)
@@ -115,13 +115,13 @@ class WeightGather(_Collective):
                 messages = self._gather(layout, input_tensor, input_tensor.dtype, group)
                 shards = zip(messages.split(1), output_tensor.view(self._ranks, -1), strict=True)
                 statuses = [layout.unpack(*shard, input_tensor.dtype) for shard in shards]
-                self._note(torch.cat(statuses))
+                self._record(torch.cat(statuses))
         return None
 
     def _gather(
         self, layout: MessageLayout, part: Tensor, dtype: torch.dtype, group: dist.ProcessGroup
     ) -> Tensor:
-        """The messages of all ranks [P, nbytes]."""
+        """Pack `part` and gather the messages of all ranks [P, nbytes]."""
         message = part.new_zeros(layout.nbytes(dtype), dtype=torch.uint8)
         layout.pack(part, message, dtype)
         messages = message.new_empty(self._ranks, len(message))
@@ -134,7 +134,7 @@ class WeightGather(_Collective):
     ) -> None:
         sends = backward_pass() == NO_PASS  # the backward pass uses the weights of the forward pass
         if self.kept is None:
-            with torch.inference_mode(False):  # an evaluation may come first
+            with torch.inference_mode(False):  # the first gather may be in an evaluation
                 self.kept = torch.empty_like(output)
             sends = self.resumed is not None
             whole = self.resumed if self.resumed is not None else part
@@ -150,22 +150,23 @@ class WeightGather(_Collective):
     def _send_change(
         self, layout: MessageLayout, kept: Tensor, part: Tensor, group: dist.ProcessGroup
     ) -> None:
-        # A weight that is not finite any more starts again from 0, as small parameters do.
+        # Weights that are no longer finite restart from 0, like small parameters.
         kept.nan_to_num_(0, 0, 0)
         layout.zero_small(kept)
         base = kept[self._rank]
         if self._sent is not None:
             base = torch.where(part.eq(self._sent).all(), part, base)
         change = part.float() - base
-        for small, own in zip(layout.small_views(change), layout.small_views(part), strict=True):
-            small.copy_(own)
+        small = zip(layout.small_views(change), layout.small_views(part), strict=True)
+        for target, source in small:
+            target.copy_(source)
         self._remember(part)
         messages = self._gather(layout, change, part.dtype, group)
         statuses = []
         for message, shard in zip(messages.split(1), kept, strict=True):
             statuses.append(layout.unpack(message, change, part.dtype))
             shard += change
-        self._note(torch.cat(statuses))
+        self._record(torch.cat(statuses))
 
     def _remember(self, part: Tensor) -> None:
         if self._sent is None:
@@ -175,12 +176,12 @@ class WeightGather(_Collective):
 
 
 class GradientReduceScatter(_Collective):
-    """The reduce-scatter of the gradients of a module, by an all-to-all of messages.
+    """The reduce-scatter of the gradients of a module, as an all-to-all of messages.
 
-    The owner of a shard adds up the messages of all ranks in rank order, in float32.
+    The owner of a shard sums the messages of all ranks in rank order, in float32.
 
     Args:
-        divide_factor: returns the factor that the user divides gradients by, or None.
+        divide_factor: returns the user's divide factor for gradients, or None.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class GradientReduceScatter(_Collective):
 
     @staticmethod
     def _itemsize(dtype: torch.dtype) -> int:
-        return 4  # messages are summed in float32, whatever their dtype
+        return 4  # messages of any dtype are summed in float32
 
     def __call__(
         self,
@@ -206,7 +207,7 @@ class GradientReduceScatter(_Collective):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        layout, dtype = self._fitting(output_tensor), input_tensor.dtype
+        layout, dtype = self._matching_layout(output_tensor), input_tensor.dtype
         if layout is None:
             self._count(all_gather_bytes(output_tensor.nbytes, group.size()))
             work: dist.Work | None = self._default(output_tensor, input_tensor, group, op, async_op)
@@ -219,7 +220,7 @@ class GradientReduceScatter(_Collective):
             received = torch.empty_like(messages)
             self._count(all_gather_bytes(messages.shape[1], self._ranks))
             dist.all_to_all_single(received, messages, group=group)
-            self._note(layout.unpack(received, output_tensor, dtype, self._scale(op)))
+            self._record(layout.unpack(received, output_tensor, dtype, self._scale(op)))
         return None
 
     def _scale(self, op: ReduceOp | ReduceOp.RedOpType) -> float:

@@ -1,8 +1,8 @@
-"""The exchange between FSDP2's reduce-scatter and the optimizer, in every step.
+"""The state of `dct_fully_shard_hook`: averages gradients between replicas in every step.
 
-FSDP reduces each module's gradient over the ranks that share a model's shards, and calls the hook
-with this rank's shard. It is packed, exchanged with the ranks that hold the same shard in other
-replicas, and unpacked in place. The host reads the results of a step at the end of the next one.
+FSDP reduces each module's gradient over the ranks that share the model's shards, and calls the hook
+with this rank's shard. The hook exchanges it with the ranks that hold the same shard in other
+replicas. The host reads the results of a step at the end of the next step.
 """
 
 import os
@@ -24,32 +24,26 @@ from ..exchange.checkpoint import Entry, Run, Sharded, States
 from ..exchange.first_step import FirstStep
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import LossScale
-from ..exchange.plan import (
-    BucketPlan,
-    describe,
-    keeps_owners,
-    plan_bucket,
-    plan_table,
-)
+from ..exchange.plan import BucketPlan, describe, keeps_owners, log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
 from .hook import OP
 from .units import Unit
 
 
-def agree(order: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Compare what ranks exchanged; blocks until all have called it.
+def require_same_order(order: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Compare which units the ranks exchanged. Blocks until all ranks have called it.
 
     Args:
-        order: numbers of the units that it exchanged, to be the same everywhere.
-        group: gloo on any device: the host waits, no stream does.
+        order: the numbers of the units that this rank exchanged.
+        group: a gloo group on any device, so that only the host waits.
 
     Raises:
-        RuntimeError: ranks exchanged different units, or in a different order: on all of them.
+        RuntimeError: ranks exchanged different units or a different order. Every rank raises.
     """
     digest = zlib.crc32(repr(list(order)).encode())
-    said = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-    dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
-    highest, lowest = said.tolist()
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    highest, lowest = bounds.tolist()
     if highest != -lowest:
         raise RuntimeError(
             f"dct::{OP}: every rank must go backward through the same modules in the same order, "
@@ -58,10 +52,7 @@ def agree(order: Sequence[int], group: dist.ProcessGroup) -> None:
 
 
 class FullyShardState:
-    """The state of the hooks: residuals and where to send payloads.
-
-    Made by `dct_fully_shard_hook`, whose documentation it shares.
-    """
+    """The state that `dct_fully_shard_hook` returns: residuals and process groups. See there."""
 
     def __init__(
         self,
@@ -77,10 +68,10 @@ class FullyShardState:
         self._replica = mesh.get_local_rank("replicate")
         self._group = mesh["replicate"].get_group()
         self._shards = mesh["shard"].size()
-        self._open, self._in_step = True, False  # whether a backward pass goes on
-        self._pass = NO_PASS  # the backward pass whose end is awaited
-        self._order: list[int] = []  # units of this step
-        self._last_order: list[int] = []  # of the last step, until ranks have compared it
+        self._open, self._in_step = True, False
+        self._pass = NO_PASS  # the backward pass for whose end a callback is queued
+        self._order: list[int] = []  # the units of this step
+        self._last_order: list[int] = []  # the units of the last step, until they are compared
 
         world = groups.require_group(OP, None)
         to_compare = {
@@ -95,7 +86,7 @@ class FullyShardState:
         self._ledger.first_step = FirstStep(OP, parameters, settings, loss_scale)
         timeout = groups.timeout_of(world, self._device)
         self._after_step = groups.separate_group(world, self._ledger.run_id, timeout)
-        self._end_group = groups.ending(self, self._after_step)
+        self._end_group = groups.destroyer(self, self._after_step)
         self._buckets = [self._bucket(unit, 0, {}) for unit in units]
         for index, unit in enumerate(units):
             unit.hook(partial(self._reduce, index))
@@ -104,11 +95,12 @@ class FullyShardState:
         names = [piece.name for piece in unit.pieces]
         sizes = [piece.padded for piece in unit.pieces]
         plan = plan_bucket(names, sizes, self.settings, self._group.size())
+        log_plan(OP, plan, self._device)
         return Bucket(plan, self._group, self._device, packed, states)
 
     @property
     def step(self) -> int:
-        """Steps taken."""
+        """The number of steps taken."""
         return self._ledger.step
 
     @property
@@ -116,10 +108,10 @@ class FullyShardState:
         return [bucket.plan for bucket in self._buckets]
 
     def close(self) -> None:
-        """End the process group of this state, which takes no further step. Idempotent.
+        """Destroy the process group of this state. The hooks raise afterwards. Idempotent.
 
         Raises:
-            RuntimeError: this rank received a damaged payload. The state is closed all the same.
+            RuntimeError: this rank received a damaged payload. The state is closed nevertheless.
         """
         if self._open:
             self._open = False
@@ -130,9 +122,9 @@ class FullyShardState:
         self._ledger.finish()
 
     def plan(self) -> str:
-        """The bytes per rank and module in a compressed step, as a table.
+        """Return a table of the bytes per rank and module in a compressed step.
 
-        A bucket is a module that was wrapped by itself; sizes are a shard's.
+        A bucket is a module that fully_shard was applied to. Sizes are those of a shard.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -141,10 +133,10 @@ class FullyShardState:
         return plan_table(self._plans, self._device)
 
     def stats(self) -> dict[str, float | int | None]:
-        """Means of the last 100 steps on this rank, and the bytes of a step; see `DCTState.stats`.
+        """Return means over the last 100 steps, and the bytes per step; see `DCTState.stats`.
 
-        `wire_bytes`: bytes sent per rank to other replicas in a compressed step; None before any.
-        Besides, FSDP sends its own messages inside a shard group, and all ranks reduce 16 bytes.
+        `wire_bytes` counts bytes sent per rank to other replicas in a compressed step. It excludes
+        FSDP's messages inside a shard group, and 16 bytes that all ranks reduce.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -153,7 +145,7 @@ class FullyShardState:
         return self._ledger.stats(self._plans)
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
-        """{parameter: figures of its last step on this rank}; see `DCTState.parameter_stats`.
+        """Return {parameter: figures of the last step}; see `DCTState.parameter_stats`.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -164,8 +156,8 @@ class FullyShardState:
     def take_back(self) -> None:
         """Return the entries of the last step to the residuals, for a step that is not applied.
 
-        See `DCTState.take_back`. Collective, over all ranks of the mesh, unless an exchange failed.
-        If several backward passes were exchanged, only the last one is taken back.
+        See `DCTState.take_back`. It is a collective over all ranks of the mesh unless an exchange
+        failed. If several backward passes were exchanged, it takes back only the last one.
 
         Raises:
             ValueError: ranks have taken different steps.
@@ -178,23 +170,23 @@ class FullyShardState:
         self._ledger.take_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard of residuals, by replica and parameter name. Copies.
+        """Return copies of this rank's shard of the residuals, by replica and parameter name.
 
-        Called on every rank, between steps: after the optimizer's step (and the scaler's update).
-        Its tensors are DTensors, cut as the parameters are: for torch.distributed.checkpoint, which
-        takes the state itself, {"dct": state}, or for torch.save, one file per rank.
+        Call it on every rank between steps, after the optimizer's step and the scaler's update. The
+        tensors are DTensors that are sharded like the parameters. Use torch.distributed.checkpoint,
+        which takes the state itself as {"dct": state}, or torch.save with one file per rank.
 
         Raises:
-            RuntimeError: this rank received a damaged payload. Or an exchange failed, as in
+            RuntimeError: this rank received a damaged payload, or an exchange failed; see
                 `DCTState.state_dict`.
         """
         self._ledger.require_exchanged("state_dict")
         self._finish_last_step()
         owners = keeps_owners(self.settings, self._group.size())
         states = {name: s for bucket in self._buckets for name, s in bucket.states().items()}
-        for name, own in states.items():
-            if owners and own.owner is None:
-                states[name] = SegmentState(own.residual, torch.zeros_like(own.residual))
+        for name, state in states.items():
+            if owners and state.owner is None:
+                states[name] = SegmentState(state.residual, torch.zeros_like(state.residual))
         return self._run().save(
             states,
             run_id=self._ledger.run_id,
@@ -205,17 +197,16 @@ class FullyShardState:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict`, each replica from its own; on every rank, before any steps.
+        """Resume each replica from its own `state_dict`. Call it on every rank before any step.
 
         torch.distributed.checkpoint reshards residuals from any number of shards. The next step
-        compares run and step between ranks. A refused state changes nothing.
+        compares run and step between ranks. If this raises, the state is unchanged.
 
         Raises:
-            ValueError: made with a different version, density or number of replicas, by a different
-                replica or shard, or for a different model; or something in it is missing, of a
-                wrong type or shape or not finite.
-            TypeError: not a state dict.
-            RuntimeError: this state received a damaged payload: load into a new one.
+            ValueError: the dict has a different version, density, number of replicas, replica,
+                shard or model; or a value is missing, not finite, or has a wrong type or shape.
+            TypeError: `state` is not a state dict.
+            RuntimeError: this state received a damaged payload. Load into a new state.
         """
         self._ledger.require_intact()
         self._resume(*self._run().find(state))
@@ -223,20 +214,21 @@ class FullyShardState:
     def load_merged(self, folder: str | os.PathLike[str], key: str = "dct") -> None:
         """Resume from states of any number of replicas and shards, and of either transport.
 
-        Every replica starts from the mean of their residuals. A step applies the mean over replicas
-        of their messages, so the pending updates of the model stay the same, to float32 rounding
-        (summed in float64). Residuals of owners (transport "reduce_scatter") are added to every
-        replica. Every rank calls it, and reads one replica's shard at a time. Our reconstruction:
-        the paper does not change the number of ranks.
+        Every replica starts from the mean of the saved residuals. A step applies the mean of the
+        replicas' messages, so the pending updates of the model are unchanged, except for float32
+        rounding. Owners' residuals (transport "reduce_scatter") are added to every replica. Every
+        rank calls it, and reads one replica's shard at a time. Source: ours; the paper does not
+        change the number of ranks.
 
         Args:
-            folder: written by `torch.distributed.checkpoint`, which unpickles it: only read one
-                that you trust.
-            key: the name the state was saved under, {"dct": state}; dots go deeper.
+            folder: written by `torch.distributed.checkpoint`. Loading unpickles files, so read only
+                folders that you trust.
+            key: the name of the state in the folder, as in {"dct": state}; dots separate nested
+                keys.
 
         Raises:
-            ValueError: there is no such state, or a replica's is missing; or as `load_state_dict`.
-            RuntimeError: a different rank raised. Nothing has changed on any rank.
+            ValueError: the state or a replica is missing. See also `load_state_dict`.
+            RuntimeError: another rank raised an error. Nothing has changed on any rank.
         """
         self._ledger.require_intact()
         world = groups.require_group("load_merged", None)
@@ -244,7 +236,7 @@ class FullyShardState:
         self._resume(*self._run().find_mean(folder, key, world, timeout))
 
     def _run(self) -> Run:
-        """This replica, for checkpoints."""
+        """This run, as checkpoints describe it."""
         same = {
             "density": self.settings.density,
             "replicas": self._group.size(),
@@ -262,11 +254,11 @@ class FullyShardState:
         self._in_step, self._order, self._last_order = False, [], []
         saved = entry["parameters"]
         for index, unit in enumerate(self._units):
-            own = {piece.name: states[piece.name] for piece in unit.pieces}
-            packed = max(saved[name]["packed"] for name in own)
-            self._buckets[index] = self._bucket(unit, packed, own)
+            selected = {piece.name: states[piece.name] for piece in unit.pieces}
+            packed = max(saved[name]["packed"] for name in selected)
+            self._buckets[index] = self._bucket(unit, packed, selected)
 
-    # In the backward pass:
+    # The methods below run in the backward pass.
 
     def _reduce(self, index: int, flat: Tensor) -> None:
         """Replace the gradient of a unit's shard by its mean over replicas."""
@@ -275,7 +267,7 @@ class FullyShardState:
             self._begin_step()
         self._order.append(index)
         self._await_end()
-        if flat.is_cuda:  # FSDP calls this on a different stream than that of the memory
+        if flat.is_cuda:  # FSDP allocated it on a different stream
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if self._ledger.packed >= 0:
             self._ledger.sent[index] = self._buckets[index]
@@ -290,52 +282,51 @@ class FullyShardState:
 
     def _begin_step(self) -> None:
         self._ledger.begin(OP)
-        self._end_order()  # if the end of the last step was not seen
+        self._end_order()  # if the last step did not end with its backward pass
         self._in_step, self._pass = True, NO_PASS
 
     def _await_end(self) -> None:
-        """Call `_end_step` at the end of the backward pass under way, if that is not nested."""
+        """Call `_end_step` at the end of the current backward pass."""
         backward = backward_pass()
         if backward != self._pass:
             self._pass = backward
             # FSDP may reduce gradients in a callback at the end of the backward pass. A callback
-            # that is queued there comes last.
+            # that is queued inside a callback runs last.
             at_end_of_backward(lambda nested: at_end_of_backward(self._end_step))
 
     def _end_step(self, nested: bool) -> None:
-        if nested or not self._in_step:  # called twice in a pass with others nested in it
+        if nested or not self._in_step:  # called twice if passes are nested
             return
-        # Reentrant checkpointing nests backward passes: this may be the end of an inner one.
+        # Reentrant checkpointing nests backward passes, so this may be the end of an inner one.
         self._in_step = any(unit.in_backward for unit in self._units)
         if not self._in_step:
             self._end_order()
             self._ledger.end()
 
     def _end_order(self) -> None:
-        """Compare the units of the step before, and keep this step's for later. Collective."""
+        """Compare the units of the previous step, and store those of this step. Collective."""
         self._in_step = False
         if self._order:
             self._compare_last_step()
             self._last_order, self._order = self._order, []
 
     def _compare_last_step(self) -> None:
-        """Compare the units of the last step. Collective, unless the groups were destroyed.
+        """Compare the units of the last step. Collective unless the groups were destroyed.
 
         Raises:
-            RuntimeError: this rank received a damaged payload, in the last step or before; then the
-                other ranks wait here.
+            RuntimeError: this rank received a damaged payload. The other ranks then wait here.
         """
         self._ledger.read()
         self._ledger.require_intact()
         if self._last_order and groups.exists(self._after_step):
             order, self._last_order = self._last_order, []
-            agree(order, self._after_step)
+            require_same_order(order, self._after_step)
 
     def _finish_last_step(self) -> None:
-        """Read the results of the last step on every rank, and compare its units. Collective.
+        """Read the results of the last step and compare its units on all ranks. Collective.
 
         Raises:
-            RuntimeError: this rank received a damaged payload, in this step or before.
+            RuntimeError: this rank received a damaged payload.
         """
         self._ledger.look()
         self._end_order()

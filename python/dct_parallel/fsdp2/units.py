@@ -1,8 +1,4 @@
-"""The units in which torch's fully_shard communicates, and the layout of their gradients.
-
-It reads from FSDP2 which parameters a module's group holds, in which order, how their gradients are
-divided, and whether a backward pass is under way.
-"""
+"""The units in which torch's fully_shard communicates, and the layout of their gradients."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,13 +22,13 @@ from .hook import OP
 class Piece:
     """A parameter's part on this rank, in the flat gradient of its unit.
 
-    A gradient is cut into equal chunks of one dimension. The last ones are filled up with zeros,
-    or all zeros. Zeros are never sent, so nothing else has to know of the filling.
+    A gradient is split into equal chunks along one dimension. The last chunks are padded with
+    zeros, which are never sent.
 
     Attributes:
-        name: of the parameter, as in the model that nothing wraps.
-        parameter: sharded.
-        dim: the one that is cut.
+        name: the name of the parameter in the model without wrappers.
+        parameter: the sharded parameter.
+        dim: the dimension along which it is sharded.
     """
 
     name: str
@@ -41,30 +37,30 @@ class Piece:
 
     @property
     def padded(self) -> int:
-        """Elements of a chunk, the same on every rank."""
+        """The number of elements of a chunk, which is the same on every rank."""
         shape, ranks = self.parameter.shape, self.parameter.device_mesh.size()
         rows = shape[self.dim]
         return -(-rows // ranks) * (shape.numel() // max(rows, 1))
 
     @property
     def local(self) -> torch.Size:
-        """The shape of this rank's chunk, without the filling."""
+        """The shape of this rank's chunk, without the padding."""
         return self.parameter.to_local().shape
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A module that was wrapped by itself, with its own parameters.
+    """A module that fully_shard was applied to, with its own parameters.
 
     Attributes:
-        name: of the module.
-        pieces: in the order in which their gradients are concatenated.
+        name: the name of the module.
+        pieces: its parameters, in the order in which their gradients are concatenated.
     """
 
     name: str
     pieces: tuple[Piece, ...]
     _module: FSDPModule
-    _group: Any  # FSDP's
+    _group: Any  # FSDP's parameter group
 
     @property
     def numel(self) -> int:
@@ -72,20 +68,20 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """The device of gradients; parameters may be offloaded."""
+        """The device of the gradients. Parameters may be offloaded."""
         device: torch.device = self._group.device
         return device
 
     @property
     def in_backward(self) -> bool:
-        """Whether FSDP's backward pass is under way; others may be nested in it."""
+        """Whether FSDP is in a backward pass, in which other passes may be nested."""
         return fsdp_in_backward(self._module)
 
     @property
     def reduction(self) -> str:
-        """The reduction of the gradient that the hook sees; "mean" unless set otherwise.
+        """The reduction of the hook's gradient over the shards, "mean" by default.
 
-        Any other is divided after the hook, by a number that depends on the shards.
+        FSDP divides any other reduction after the hook, by a number that depends on the shards.
         """
         group = self._group
         policy = group.mp_policy
@@ -97,10 +93,10 @@ class Unit:
         return f"{'sum' if sums else 'mean'} of {shards} in {dtype}, divide factor {factor}"
 
     def hook(self, hook: Callable[[Tensor], None]) -> None:
-        """Have `hook` called with this unit's gradient once the shards' ranks have reduced it.
+        """Register `hook`, which FSDP calls with the unit's gradient reduced over the shards.
 
         Raises:
-            ValueError: there is a hook already.
+            ValueError: there already is a hook.
         """
         if fsdp_hook(self._group) not in (None, closed):
             raise ValueError(
@@ -109,20 +105,20 @@ class Unit:
         self._module.set_all_reduce_hook(hook)
 
     def close(self) -> None:
-        """Make the next gradient raise, because replicas would train without each other."""
+        """Make the next backward pass raise, because replicas would diverge without the hook."""
         self._module.set_all_reduce_hook(closed)
 
     def require(self, flat: Tensor) -> None:
-        """Raise if this is not the gradient of all pieces, or all-reduce is turned off."""
+        """Raise if `flat` is not the gradient of all pieces, or if all-reduce is turned off."""
         if not self._group.all_reduce_grads:
             raise ValueError(
-                f"dct::{OP}: gradients must be accumulated under set_requires_gradient_sync(False)"
+                f"dct::{OP}: gradients must be accumulated with set_requires_gradient_sync(False)"
                 ", got set_requires_all_reduce(False)"
             )
         if flat.numel() != self.numel:
             raise ValueError(
                 f"dct::{OP}: gradient must have {self.numel} elements, of all parameters of "
-                f"{self._label} that required grad when the hook was made (fill in unused ones by "
+                f"{self._label} that required grad when the hook was made (for unused ones, call "
                 f"model.set_reduce_scatter_unused_params(True)), got {flat.numel()}"
             )
 
@@ -132,27 +128,27 @@ class Unit:
 
 
 def closed(flat: Tensor) -> None:
-    """The hook of a state that was closed."""
+    """The all-reduce hook of a closed state."""
     raise RuntimeError(f"dct::{OP}: state must be open, got a closed one")
 
 
 def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
-    """The units of a model that was wrapped on the shard dimension of `mesh`, in module order.
+    """Return the units of a model wrapped on the shard dimension of `mesh`, in module order.
 
     Raises:
-        TypeError, ValueError: a module or parameter that was wrapped otherwise, by name.
+        TypeError, ValueError: a module or parameter was wrapped differently.
     """
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     modules = [(name, m) for name, m in named if isinstance(m, FSDPModule)]
     if not modules:
         rule = "a module that fully_shard was applied to"
         if isinstance(model, DistributedDataParallel):
-            rule += " (of a DDP, register dct_hook with a DCTState)"
+            rule += " (for a DDP module, register dct_hook with a DCTState)"
         checks.fail(OP, "model", rule, checks.shown(model), TypeError)
     for _, module in modules:
         module.reshard()
     names = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
-    units: dict[int, Unit] = {}  # {id of FSDP's group: unit}; modules wrapped together share one
+    units: dict[int, Unit] = {}  # {id of FSDP's group: unit}; modules may share a group
     for name, module in modules:
         groups = fsdp_groups(module)
         if len(groups) > 1:

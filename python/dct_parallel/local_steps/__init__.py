@@ -1,4 +1,4 @@
-"""Weights of ranks that train on their own, averaged every few steps."""
+"""Local steps (local SGD): ranks take several optimizer steps before they average weights."""
 
 from .averager import DCTAverager
 

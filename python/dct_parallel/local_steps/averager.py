@@ -1,4 +1,4 @@
-"""Weights of ranks that train on their own, averaged every few steps by compressed changes."""
+"""Local SGD with compression: averages the changes of the weights every few optimizer steps."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -13,16 +13,13 @@ from torch.nn import Parameter
 from dct_kernels import checks
 
 from .. import groups
-from ..collectives import all_reduce_bytes, dense_mean, on_any
+from ..collectives import all_reduce_bytes, any_rank, dense_mean
 from ..exchange.bucket import Bucket, SegmentState
 from ..exchange.checkpoint import Flat, Run, States
 from ..exchange.ledger import StepLedger
-from ..exchange.plan import (
-    plan_bucket,
-    plan_table,
-)
+from ..exchange.plan import log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
-from ..groups import refusing
+from ..groups import sharing_errors
 from ..user_warnings import warn_user
 from .weights import FlatWeights, shard_groups
 
@@ -30,55 +27,45 @@ _OP = "DCTAverager"
 
 
 class DCTAverager(ModelAverager):
-    """Averages the weights of all ranks every `period` steps: local SGD, compressed.
+    """Averages the weights of all ranks every `period` steps: compressed local SGD.
 
-        averager = DCTAverager(module, period=10)
-        optimizer.step()
+        averager = DCTAverager(module, period=10)  # without DDP
+        optimizer.step()  # any optimizer; it sees only this rank's gradients
         averager.average_parameters()
 
-    No DDP: every rank's optimizer, of any kind, sees the gradients of that rank alone. After every
-    `period`-th step, for all weights as one flat tensor,
+    Every `period`-th call of `average_parameters` computes, for all weights as one flat tensor:
 
-        moved = weights - base + residual     on every rank
-        sent = moved in few bits, or the largest `density` of it
+        moved = weights - base + residual  # on every rank
+        sent = moved in a quantized format, or the largest `density` of it
         residual = moved - sent
         base += mean of all ranks' sent
-        weights = base
+        weights = base  # with step_ahead: base + residual
 
-    so that weights are then bitwise the same on all ranks, until the next step. With `step_ahead`
-    the last line is `weights = base + residual`: none of its own gradients is late for a rank, but
-    weights differ between ranks until `flush`. Deterministic. The rule is that of SparseLoCo (arXiv
-    2508.15706) without its outer optimizer and decay, or that of SAEF (arXiv 2008.05823) without
-    its averaging of errors; with every entry in few bits, or thresholds in place of top-k. How far
-    a run ends behind a dense one: docs/guide/transformers.md. A torch `ModelAverager`, for
-    `PostLocalSGDOptimizer(optimizer, averager)`. Not to be copied or pickled: save `state_dict()`.
+    Deterministic. Weights are then bitwise the same on all ranks, with `step_ahead` only after
+    `flush`. See docs/guide/transformers.md. Source: SparseLoCo (arXiv 2508.15706) without its outer
+    optimizer and decay, and with quantization or thresholds instead of top-k.
 
     Args:
-        module: parameters on one CPU or CUDA device, float32, bfloat16 or float16; those that
-            require grad are averaged. No DDP. Of one that `fully_shard` has cut, on a mesh of one
-            dimension, this rank's shards. All parameters of the first rank, frozen ones as well,
-            replace the others'. Which of them require grad must stay the same.
-        period: steps from one averaging to the next.
-        density: fraction of all entries sent each time, in (0, 1]; default 1.
-        format: see `DCTState`; default "ternary", and "bfloat16" with a density below 1.
+        module: parameters of float32, bfloat16 or float16, on one CPU or CUDA device. The averager
+            broadcasts all parameters of the first rank, then averages those that require grad,
+            which must stay the same. For a module sharded by `fully_shard` on a one-dimensional
+            mesh, it averages this rank's shards.
+        period: number of steps between averagings.
+        density: fraction of all entries sent per averaging, in (0, 1]; default 1.
+        format: see `DCTState`; default "ternary", or "bfloat16" with a density below 1.
         transport: see `DCTState`.
-        process_group: ranks to average over, this one among them; default all. With shards: those
-            that hold the same shard in other replicas (docs/guide/fsdp2.md).
-        policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
-        refresh_every: averagings between samples of the threshold, with policy "fixed".
-        step_ahead: continue from weights plus this rank's residual (docs/guide/choosing.md).
+        process_group: the ranks to average over, including this one; default: all. With shards:
+            the ranks that hold the same shard in other replicas (docs/guide/fsdp2.md).
+        policy, refresh_every: see `DCTState`; they count averagings.
+        step_ahead: continue from base + residual, as in SAEF (arXiv 2008.05823).
 
     Attributes:
-        step: calls of `average_parameters`. May be set, on every rank, to continue from that step,
-            as the `load_state_dict` of `PostLocalSGDOptimizer` does.
-        period: as given.
-        wire_bytes: bytes per averaging of the rank that sends most, always the same. Besides, all
-            ranks reduce 8 bytes (shards twice): either all of them apply an averaging or none.
+        step: calls of `average_parameters`. It may be set on every rank to resume at that step.
+        wire_bytes: bytes per averaging, sent by the rank that sends the most.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range, or ranks differ; the text names it.
-        RuntimeError: a different rank raised, as the text says, or did not construct its averager
-            within the group's timeout.
+        ValueError, TypeError: an argument is out of range, or ranks differ.
+        RuntimeError: another rank raised an error, or did not construct its averager in time.
     """
 
     _step = 0
@@ -99,7 +86,7 @@ class DCTAverager(ModelAverager):
     ) -> None:
         group = groups.require_group(_OP, process_group, "process_group")
         super().__init__(group)
-        with refusing(_OP, group, *shard_groups(module)):
+        with sharing_errors(_OP, group, *shard_groups(module)):
             density = 1.0 if density is None else density
             checks.require_density(_OP, density)
             if format is None:
@@ -127,16 +114,16 @@ class DCTAverager(ModelAverager):
         self.wire_bytes = self._plan.wire_bytes
         self._device = self._weights.device
         to_compare = {**self._weights.to_compare(), **self._run_settings}
-        others = self._weights.shard_group
-        self._shard_groups = () if others is None else (others,)
+        shard_group = self._weights.shard_group
+        self._shard_groups = () if shard_group is None else (shard_group,)
         self._ledger = StepLedger(
             _OP,
             group,
             self._device,
             self._settings,
             to_compare,
-            step_name="averaging",  # its steps are averagings
-            shards=others,
+            step_name="averaging",
+            shards=shard_group,
         )
         self._weights.broadcast_from_first_rank(group)
         self._base = self._weights.read()
@@ -150,7 +137,7 @@ class DCTAverager(ModelAverager):
     @step.setter
     def step(self, step: int) -> None:
         checks.require_int(_OP, "step", step, 0, 2**31 - 1)
-        if step != self._step:  # ModelAverager sets 0 before there is a ledger
+        if step != self._step:  # ModelAverager's constructor sets 0 before the ledger exists
             self._ledger.resume_at(step // self.period, step)
             self._step = step
 
@@ -158,26 +145,26 @@ class DCTAverager(ModelAverager):
     def average_parameters(
         self, params: Iterable[Parameter] | Iterable[dict[str, Parameter]] | None = None
     ) -> None:
-        """Call it after every step of the optimizer; averages after every `period`-th.
+        """Average the weights in every `period`-th call. Call it after each optimizer step.
 
-        Collective at an averaging. Mutates the weights of the module.
+        An averaging is collective and overwrites the weights of the module.
 
         Args:
-            params: ignored, as the parameters are those of `module`. Torch's averagers have it.
+            params: ignored. It is there because torch's averagers have it.
 
         Raises:
-            ValueError: at an averaging, different parameters of this rank require grad than when
-                this was made. Nothing was averaged, and the step is not counted. Other ranks raise
-                at the group's timeout; load a checkpoint then.
+            ValueError: at an averaging, the set of parameters that require grad has changed on this
+                rank. Nothing was averaged, and the step is not counted. Other ranks raise at the
+                group's timeout. Then load a checkpoint.
             RuntimeError: a rank had NaN or infinite weights, or the sum of finite changes
-                overflows. Every rank raises, and training can continue: the base is that of the
-                last averaging, and the changes since then are in the residual. Non-finite and
-                overflowed changes are dropped. In the few-bit formats, the whole group of 64
-                entries that contains a NaN or Inf is dropped.
-            RuntimeError: a rank is gone. The other ranks raise at the group's timeout at the
-                latest. They lose nothing, and `state_dict` works; the group cannot be used again.
-            RuntimeError: this rank received a damaged payload. It raises now and in every later
-                call: load a checkpoint into a new averager. Other ranks raise as if it were gone.
+                overflows. Every rank raises, and training can continue from the base of the last
+                averaging, with the changes since then in the residual. Non-finite and overflowed
+                changes are dropped. In quantized formats, so is the whole group of 64 entries that
+                contains a NaN or Inf.
+            RuntimeError: a rank is gone. The other ranks raise, at the group's timeout at the
+                latest. They lose nothing, and `state_dict` works, but the group is unusable.
+            RuntimeError: this rank received a damaged payload. Every later call also raises: load a
+                checkpoint into a new averager. Other ranks raise as if this rank were gone.
         """
         self._ledger.require_intact()
         averages = (self.step + 1) % self.period == 0
@@ -190,20 +177,20 @@ class DCTAverager(ModelAverager):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Average weights and residuals now, densely in float32, at the end of training.
+        """Average weights and residuals densely in float32, for example at the end of training.
 
         Call it on every rank, after any step. It does not count as a step. Afterwards weights are
         bitwise the same on all ranks, and residuals are 0. A ring sends 8 (P - 1) / P bytes per
         element.
 
         Raises:
-            ValueError: ranks do not resume from the same step, after a load, or have averaged a
-                different number of times.
+            ValueError: ranks resumed from different steps, or have averaged a different number of
+                times.
+            ValueError: the set of parameters that require grad has changed on this rank. Other
+                ranks raise at the group's timeout.
             RuntimeError: a rank did not call this within the group's timeout. Nothing has changed.
-            ValueError: different parameters of this rank require grad than when this was made.
-                Other ranks raise at the group's timeout.
             RuntimeError: a rank has NaN or infinite weights, or a mean overflows. Every rank
-                raises; nothing has changed. Or this rank received a damaged payload.
+                raises, and nothing has changed. Or this rank received a damaged payload.
         """
         self._ledger.require_intact()
         self._weights.require_same("flush")
@@ -214,7 +201,7 @@ class DCTAverager(ModelAverager):
         with self._collective("flush"):
             base = dense_mean(pending, torch.float32, self.process_group).add_(self._base)
             overflows = not self._weights.all_representable(base)
-            overflows = on_any(overflows, self._device, *self._shard_groups)
+            overflows = any_rank(overflows, self._device, *self._shard_groups)
         if overflows:
             raise RuntimeError("dct::flush: weights must be finite on every rank, got NaN or Inf")
         torch._foreach_zero_(self._bucket.residuals())
@@ -223,7 +210,7 @@ class DCTAverager(ModelAverager):
         self._unaveraged = 0
 
     def plan(self) -> str:
-        """The bytes of an averaging, as a table, and the bytes per step.
+        """Return a table of the bytes per averaging, and the bytes per step.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -231,33 +218,34 @@ class DCTAverager(ModelAverager):
         self._ledger.require_intact()
         table = plan_table([self._plan], self._device, "averaging")
         dense = all_reduce_bytes(4 * self._plan.numel, self._plan.ranks)
-        line = f"\nEvery {self.period} steps: {self.wire_bytes / self.period:,.0f} bytes a step"
+        line = f"\nEvery {self.period} steps: {self.wire_bytes / self.period:,.0f} bytes per step"
         fewer = dense * self.period / self.wire_bytes if self.wire_bytes else 0
-        line += f", {fewer:,.1f}x fewer than that." if fewer else "."
+        line += f", {fewer:,.1f}x fewer than the all-reduce in every step." if fewer else "."
         return table + line
 
     def stats(self) -> dict[str, float | int | None]:
-        """Means of the last 100 averagings. Does not wait.
+        """Return means over the last 100 averagings, without waiting.
 
-        `step`: steps taken; `unaveraged`: those since the last averaging, in this rank's weights
-        alone; `density`: entries that this rank sent over all entries; `overflow`: fraction of
-        payloads, of all ranks, with less room than entries that passed (both None before the first
-        averaging); `wire_bytes`: bytes sent per rank and averaging.
+        - `step`: number of steps taken.
+        - `unaveraged`: number of local steps since the last averaging.
+        - `density`: fraction of the entries that this rank sent; None before the first averaging.
+        - `overflow`: fraction of all ranks' payloads that could not hold all entries above the
+          threshold; None before the first averaging.
+        - `wire_bytes`: bytes sent per rank and averaging.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
-        own = {"step": self.step, "unaveraged": self._unaveraged, "wire_bytes": self.wire_bytes}
-        return {**self._ledger.stats([self._plan]), **own}
+        counts = {"step": self.step, "unaveraged": self._unaveraged, "wire_bytes": self.wire_bytes}
+        return {**self._ledger.stats([self._plan]), **counts}
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals (an owner's as well) and step, and the base. Copies, on the CPU.
+        """Return this rank's residuals, the base, and the step, as copies on the CPU.
 
-        Save one file per rank, together with the rank's weights and optimizer, because these differ
-        between averagings. The entry's "unaveraged" counts the steps since the last averaging. With
-        `step_ahead` weights differ right after an averaging as well, until a flush.
+        Save one file per rank, together with the rank's weights and optimizer, which differ between
+        ranks. "unaveraged" in the result counts the local steps since the last averaging.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -274,28 +262,27 @@ class DCTAverager(ModelAverager):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from this rank's `state_dict`, bit for bit, with the weights saved with it.
 
-        First make the averager, which broadcasts weights, then load the weights, then call this.
-        (With policy "fixed" a new threshold is sampled, so bits may differ.) With `step_ahead`, a
-        state that was saved right after an averaging restores the weights. A refused dict changes
-        nothing.
+        First construct the averager, which broadcasts weights, then load the weights, then call
+        this. With policy "fixed", bits may differ, because a new threshold is sampled. With
+        `step_ahead`, a state saved directly after an averaging also restores the weights. If this
+        raises, nothing has changed.
 
         Raises:
-            ValueError: made with a different version, density, period, step_ahead or number of
-                ranks, by a different rank, or for a different model; or something in it is missing,
-                of a wrong type or shape or not finite. With `step_ahead`: a merged state, or one of
-                a transport that this averager cannot resume from.
-            TypeError: not a state dict.
-            RuntimeError: this averager received a damaged payload: load into a new one.
+            ValueError: the dict has a different version, density, period, step_ahead, number of
+                ranks, rank or model; or a value is missing, not finite, or has a wrong type or
+                shape. With `step_ahead`: a merged state, or an incompatible transport.
+            TypeError: `state` is not a state dict.
+            RuntimeError: this averager received a damaged payload. Load into a new averager.
         """
         self._ledger.require_intact()
         groups.require_group("load_state_dict", self.process_group)
         entry, states = self._run().find(state)
-        owned = any(own.owner is not None and own.owner.any() for own in states.values())
+        owned = any(s.owner is not None and s.owner.any() for s in states.values())
         if self._step_ahead and owned and self._plan.transport == "all_gather":
-            # The owner's residual would become this rank's, and its weights not be as far ahead.
+            # The owner's residual would become part of this rank's, but is not in its weights.
             raise ValueError(
                 "dct::load_state_dict: transport must be reduce_scatter, as in the saved run, "
-                "with step_ahead (or flush, and start anew), got all_gather"
+                "with step_ahead (or flush, and start a new averager), got all_gather"
             )
         self._step = entry["step"]
         self._ledger.load(entry, self.step // self.period)
@@ -304,11 +291,11 @@ class DCTAverager(ModelAverager):
         self._base = torch.cat(bases).to(self._device)
         self._unaveraged = entry["unaveraged"]
         if self._step_ahead and not self._unaveraged:
-            # Those saved, to the bit, where this rank was given others since (as it was made, say).
+            # Restores the saved weights, which the constructor's broadcast may have overwritten.
             self._weights.write(self._start(self._base))
 
     def _run(self) -> Run:
-        """This rank, for checkpoints."""
+        """This run, as checkpoints describe it."""
         sizes = zip(self._plan.names, self._plan.sizes, strict=True)
         ranks = {"world_size": self.process_group.size(), "local_size": 1}
         same = {**self._run_settings, "density": self._settings.density, **ranks}
@@ -323,6 +310,7 @@ class DCTAverager(ModelAverager):
 
     def _new_bucket(self, states: States) -> Bucket:
         group, averagings = self.process_group, self._ledger.step
+        log_plan(_OP, self._plan, self._device)
         return Bucket(self._plan, group, self._device, averagings, states)
 
     def _average(self) -> None:
@@ -335,9 +323,9 @@ class DCTAverager(ModelAverager):
             self._ledger.sent[0] = self._bucket
             with self._collective("average_parameters"):
                 self._bucket.start(moved)
-            del moved  # is in the residual; the mean needs as much memory
+            del moved  # the residual contains it, and the mean needs as much memory
             base = self._receive()
-            start = self._start(base)  # needs memory, so before ranks agree
+            start = self._start(base)  # before ranks agree, because it may run out of memory
             self._agree()
             if self._ledger.non_finite:
                 raise RuntimeError(
@@ -355,7 +343,7 @@ class DCTAverager(ModelAverager):
         self._unaveraged = 0
 
     def _compare(self, op: str) -> None:
-        """As `StepLedger.compare`; warn if a DDP, say, still averages gradients."""
+        """Call `StepLedger.compare`, and warn if something like DDP still averages gradients."""
         digests = self._ledger.compare(op, self._weights.gradient_digest)
         if len(digests) > 1 and set(digests) == {digests[0]} != {0}:
             warn_user(
@@ -365,14 +353,14 @@ class DCTAverager(ModelAverager):
             )
 
     def _start(self, base: Tensor) -> Tensor:
-        """The weights of this rank after an averaging: the base, plus the residual if ahead."""
+        """The weights after an averaging: the base, with `step_ahead` plus the residual."""
         if not self._step_ahead:
             return base
         ahead = base + self._bucket.codec.residual
         return torch.where(self._weights.is_representable(ahead), ahead, base, out=ahead)
 
     def _receive(self) -> Tensor:
-        """The base after the exchange. Waits for the payloads; changes no weights."""
+        """Receive the payloads and return the new base. Changes no weights."""
         mean = torch.empty_like(self._base)
         with self._collective("average_parameters"):
             self._bucket.finish(mean)
@@ -382,18 +370,18 @@ class DCTAverager(ModelAverager):
         return base
 
     def _agree(self) -> None:
-        """Wait until all ranks have received all payloads; then every rank knows of a NaN or Inf.
+        """Wait until all ranks have received all payloads, and reduce the non-finite flag.
 
-        A rank that received a damaged payload raises before, so no rank applies this averaging.
+        A rank that received a damaged payload raises first, so no rank applies this averaging.
         """
         self._ledger.require_intact()
-        among = self.process_group, *self._shard_groups
+        dimensions = self.process_group, *self._shard_groups
         with self._collective("average_parameters"):
-            self._ledger.non_finite = on_any(self._ledger.non_finite, self._device, *among)
+            self._ledger.non_finite = any_rank(self._ledger.non_finite, self._device, *dimensions)
 
     @contextlib.contextmanager
     def _collective(self, op: str) -> Iterator[None]:
-        """Name the call, the step and the likely cause if a collective inside fails."""
+        """If a collective inside fails, raise an error with the call, the step and the cause."""
         try:
             yield
         except RuntimeError as error:
@@ -403,10 +391,10 @@ class DCTAverager(ModelAverager):
             ) from error
 
     def _drop_overflow(self, base: Tensor) -> None:
-        """Drop the entries of residuals that would overflow the weights again."""
-        most = torch.zeros_like(self._base)
-        self._bucket.add_pending(most)
-        most.mul_(2 * self._plan.ranks).add_(self._base)  # rounding doubles it, at most
+        """Drop the residual entries that would overflow the weights again."""
+        bound = torch.zeros_like(self._base)
+        self._bucket.add_pending(bound)
+        bound.mul_(2 * self._plan.ranks).add_(self._base)  # rounding at most doubles a value
         self._bucket.drop(
-            ~(self._weights.is_representable(base) | self._weights.is_representable(most))
+            ~(self._weights.is_representable(base) | self._weights.is_representable(bound))
         )

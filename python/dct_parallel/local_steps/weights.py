@@ -1,4 +1,4 @@
-"""The weights of a module as one flat tensor, which ranks average."""
+"""The weights of a module as one flat tensor, for averaging."""
 
 import itertools
 import sys
@@ -20,24 +20,24 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
+    """Whether the tensor is a DTensor."""
     return isinstance(tensor, _imported("torch.distributed.tensor", "DTensor"))
 
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, any other tensor whole: the same memory, without grad."""
-    own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return own.detach()
+    """The local part of a DTensor, or any other tensor, detached and in the same memory."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return part.detach()
 
 
-def cut_of(tensor: Tensor) -> int:
-    """The dimension that a DTensor on a mesh of one is cut along; 0 of any other tensor."""
+def shard_dim(tensor: Tensor) -> int:
+    """The dimension along which a DTensor on a one-dimensional mesh is sharded, or 0."""
     return int(tensor.placements[0].dim) if is_sharded(tensor) else 0  # type: ignore[attr-defined]
 
 
 def reshard(module: nn.Module) -> None:
-    """Have FSDP2 drop what it gathered, say in an evaluation: then parameters are the"""
+    """Free the parameters that FSDP2 has gathered, so that parameters are the shards again."""
     kind = _imported("torch.distributed.fsdp", "FSDPModule")
     for part in module.modules():
         if isinstance(part, kind):
@@ -45,25 +45,25 @@ def reshard(module: nn.Module) -> None:
 
 
 def shard_groups(module: object) -> list[dist.ProcessGroup]:
-    """This rank's shard group, if the module may have one; its ranks are notified of errors."""
+    """A list with this rank's shard group, if the parameters are sharded on one dimension."""
     found = _sharded(module) if isinstance(module, nn.Module) else {}
     meshes = [parameter.device_mesh for parameter in found.values()]
     return [meshes[0].get_group()] if meshes and meshes[0].ndim == 1 else []
 
 
 def require_mesh(op: str, module: nn.Module) -> DeviceMesh | None:
-    """The mesh that all parameters are cut on; None if none is cut; raise if it is otherwise."""
+    """The mesh on which all parameters are sharded, or None if none is. Otherwise raise."""
     found = _sharded(module)
     if not found:
         return None
-    rule = 'cut by fully_shard(module, mesh=mesh["shard"]), like every other'
+    rule = 'sharded by fully_shard(module, mesh=mesh["shard"]), like every other'
     mesh: DeviceMesh = next(iter(found.values())).device_mesh
     for name, parameter in module.named_parameters():
         if is_sharded(parameter):
-            (placement, *more), own = parameter.placements, parameter.device_mesh  # type: ignore
+            (placement, *more), other = parameter.placements, parameter.device_mesh  # type: ignore
             shard = _imported("torch.distributed.tensor", "Shard")
-            if more or own != mesh or type(placement) is not shard:
-                got = f"{parameter.placements} on {own}"  # type: ignore[attr-defined]
+            if more or other != mesh or type(placement) is not shard:
+                got = f"{parameter.placements} on {other}"  # type: ignore[attr-defined]
                 raise ValueError(
                     f"dct::{op}: parameter {unwrapped(name)} must be {rule}, got {got}"
                 )
@@ -76,7 +76,7 @@ def require_mesh(op: str, module: nn.Module) -> DeviceMesh | None:
 
 
 def require_replicas(op: str, group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
-    """Raise if ranks of this one's shard group are in `group`, which averages equal"""
+    """Raise if `group`, which averages equal shards, contains ranks of other shards."""
     others = set(dist.get_process_group_ranks(mesh.get_group())) - {dist.get_rank()}
     shared = sorted(others & set(dist.get_process_group_ranks(group)))
     if shared:
@@ -88,36 +88,36 @@ def require_replicas(op: str, group: dist.ProcessGroup, mesh: DeviceMesh) -> Non
 
 
 def _sharded(module: nn.Module) -> dict[str, Any]:
-    """{name: parameter} of its DTensors."""
+    """{name: parameter} for the parameters that are DTensors."""
     reshard(module)
     return {name: p for name, p in module.named_parameters() if is_sharded(p)}
 
 
 def _imported(module: str, name: str) -> Any:
-    """A class, or () if nobody has imported its module: then nothing is an instance of it."""
+    """A class if its module was imported, else (), of which nothing is an instance."""
     return getattr(sys.modules.get(module), name, ())
 
 
 class FlatWeights:
-    """The parameters of a module that require grad, one after another, in float32.
+    """The parameters of a module that require grad, concatenated in float32.
 
-    Of a module that fully_shard has cut, this rank's
+    For a module that fully_shard has sharded, these are this rank's shards.
 
     Args:
-        op: their owner, for errors.
-        module: float32, bfloat16 or float16 parameters, on one CPU or CUDA device; no DDP.
-        group: the ranks that average them.
+        op: the entry point, for error messages.
+        module: has float32, bfloat16 or float16 parameters on one CPU or CUDA device, and no DDP.
+        group: the ranks that average the parameters.
 
     Attributes:
-        names: {parameter: name} of those that require grad.
-        frozen: {parameter: name} of the others.
-        shard: which one they are of how many, in words.
-        shard_group: the ranks with the others, or None.
-        sizes: elements of each, on this rank.
-        device: of all.
+        names: {parameter: name} for the parameters that require grad.
+        frozen: {parameter: name} for the others.
+        shard: the shard's number and the number of shards, as text.
+        shard_group: the ranks that hold the other shards, or None.
+        sizes: the number of elements of each parameter on this rank.
+        device: the device of all parameters.
 
     Raises:
-        ValueError, TypeError: the module is not like this.
+        ValueError, TypeError: the module does not meet these conditions.
     """
 
     def __init__(self, op: str, module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -137,9 +137,9 @@ class FlatWeights:
             require_replicas(op, group, mesh)
             self.shard = f"{mesh.get_local_rank()} of {mesh.size()}"
             self.shard_group = mesh.get_group()
-            cuts = [cut_of(parameter) for parameter in module.parameters()]
-            if any(cuts):  # not the first dimension of all, where parts of one size may differ
-                self.shard += f", cut along {', '.join(map(str, cuts))}"
+            dims = [shard_dim(parameter) for parameter in module.parameters()]
+            if any(dims):  # equal sizes do not imply equal shards
+                self.shard += f", cut along {', '.join(map(str, dims))}"
         self.names, self.frozen = self._named(trained=True), self._named(trained=False)
         if not self.names:
             raise ValueError(f"dct::{op}: module must have parameters that require grad, got none")
@@ -156,18 +156,17 @@ class FlatWeights:
 
     @property
     def numel(self) -> int:
-        """Elements of an average shard: the same on every rank, unlike the sum of sizes."""
+        """Elements of an average shard, which is the same on every rank."""
         ranks = 1 if self.shard_group is None else self.shard_group.size()
         return -(-sum(parameter.numel() for parameter in self.names) // ranks)
 
     def to_compare(self) -> dict[str, str]:
-        """Texts that must be the same on every rank."""
-        cut = {p: f"{n} {getattr(p, 'placements', '')}" for p, n in self.names.items()}
-        return {"model": describe(cut), "frozen": describe(self.frozen)}
+        """Strings that must be the same on every rank."""
+        model = {p: f"{n} {getattr(p, 'placements', '')}" for p, n in self.names.items()}
+        return {"model": describe(model), "frozen": describe(self.frozen)}
 
     def require_same(self, op: str) -> None:
-        """Raise if different parameters require grad than at the start: each rank would train its
-        own."""
+        """Raise if the set of parameters that require grad has changed since construction."""
         now = self._named(trained=True)
         names = now | self.names
         different = [names[parameter] for parameter in now.keys() ^ self.names.keys()]
@@ -180,69 +179,69 @@ class FlatWeights:
 
     @torch.no_grad()
     def broadcast_from_first_rank(self, group: dist.ProcessGroup) -> None:
-        """Broadcast all parameters of the first rank, frozen ones as well, to the others."""
+        """Broadcast all parameters of the first rank, including frozen ones, to the others."""
         first = dist.get_global_rank(group, 0)
-        for own in map(local, self._module.parameters()):
-            flat = own.flatten().contiguous()  # its memory, if that is
-            dist.broadcast(flat.view(torch.uint8), first, group)  # of any dtype
-            own.copy_(flat.view_as(own))
+        for tensor in map(local, self._module.parameters()):
+            flat = tensor.flatten().contiguous()  # a view if the tensor is contiguous
+            dist.broadcast(flat.view(torch.uint8), first, group)  # bytes, for any dtype
+            tensor.copy_(flat.view_as(tensor))
 
     def read(self) -> Tensor:
-        """A copy."""
-        return torch.cat([own.flatten().float() for own in self._own()])
+        """Return a copy of the weights."""
+        return torch.cat([tensor.flatten().float() for tensor in self._tensors()])
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
-        """Copy them into the parameters, rounded to each one's dtype."""
-        reshard(self._module)  # what was gathered would not change with them
-        for own, part in zip(self._own(), flat.split(self.sizes), strict=True):
-            own.copy_(part.view_as(own))
+        """Copy `flat` into the parameters, rounded to their dtypes."""
+        reshard(self._module)  # gathered copies would keep the old values
+        for tensor, part in zip(self._tensors(), flat.split(self.sizes), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
     def change_from(self, base: Tensor) -> Tensor:
-        """The difference between the weights and `base` rounded to their dtype.
+        """Return the weights minus `base`, after `base` is rounded to their dtype.
 
-        The rounding error of the base stays in the base.
+        So the rounding error of the base is not part of the change.
         """
         moved = torch.empty_like(base)
-        parts = zip(self._own(), moved.split(self.sizes), base.split(self.sizes), strict=True)
-        for own, part, of_base in parts:
-            whole = own.float()
-            torch.sub(whole, of_base.to(own.dtype).view_as(whole), out=part.view_as(whole))
+        parts = zip(self._tensors(), moved.split(self.sizes), base.split(self.sizes), strict=True)
+        for tensor, out, start in parts:
+            whole = tensor.float()
+            torch.sub(whole, start.to(tensor.dtype).view_as(whole), out=out.view_as(whole))
         return moved
 
     def gradient_digest(self) -> int:
-        """The sum of the bits of this rank's gradients, as integers; 0 without any."""
+        """The sum of the bits of this rank's gradients as integers, or 0 without gradients."""
         grads = [local(p.grad) for p in self.names if p.grad is not None and not p.grad.is_sparse]
         bits = [grad.view(_INTEGERS[grad.itemsize]).sum(dtype=torch.int64) for grad in grads]
         return int(torch.stack(bits).sum()) if bits else 0
 
     def is_representable(self, flat: Tensor) -> Tensor:
         """For each element of `flat`, whether it is finite in the dtype of its parameter."""
-        parts = zip(self._own(), flat.split(self.sizes), strict=True)
-        return torch.cat([part.to(own.dtype).isfinite() for own, part in parts])
+        parts = zip(self._tensors(), flat.split(self.sizes), strict=True)
+        return torch.cat([part.to(tensor.dtype).isfinite() for tensor, part in parts])
 
     def all_representable(self, flat: Tensor) -> bool:
-        """Whether every element is. Only the smallest and the largest are read: NaN is both."""
+        """Whether every element is representable. It checks the minimum and the maximum."""
         ends = []
-        for dtype, run in itertools.groupby(self._own(), key=lambda own: own.dtype):
-            part, flat = flat.tensor_split([sum(own.numel() for own in run)])
+        for dtype, run in itertools.groupby(self._tensors(), key=lambda tensor: tensor.dtype):
+            part, flat = flat.tensor_split([sum(tensor.numel() for tensor in run)])
             if part.numel() > 0:
                 ends.append(torch.stack(part.aminmax()).to(dtype).isfinite())
         return not ends or bool(torch.cat(ends).all())  # one host sync for all dtypes
 
     def cause(self, base: Tensor) -> str:
-        """Which of them, or else of the next `base`, are not finite: for errors."""
-        here = self._names_of(~self.read().isfinite())
-        if here:
-            return f"NaN or Inf in {here}"
-        there = self._names_of(~self.is_representable(base)) or "another shard"
-        return f"NaN or Inf on another rank, or changes that overflow, in {there}"
+        """Describe which weights, or which entries of the next `base`, are not finite."""
+        names = self._names_of(~self.read().isfinite())
+        if names:
+            return f"NaN or Inf in {names}"
+        names = self._names_of(~self.is_representable(base)) or "another shard"
+        return f"NaN or Inf on another rank, or changes that overflow, in {names}"
 
     def _names_of(self, where: Tensor) -> str:
         parts = zip(self.names.values(), where.split(self.sizes), strict=True)
         return ", ".join(name for name, part in parts if part.any())
 
-    def _own(self) -> list[Tensor]:
+    def _tensors(self) -> list[Tensor]:
         return [local(parameter) for parameter in self.names]
 
     def _named(self, trained: bool) -> dict[Parameter, str]:

@@ -1,4 +1,4 @@
-"""Rows at a cut of a model, compressed: activations forward, their gradients backward.
+"""Compressed rows between the parts of a model: activations forward, gradients backward.
 
 Reading order: packing (the largest entries of a row), codecs (rows as bytes), transfer (the common
 parts of all exchanges), row_format, quantizing (two modules), all_to_all, all_gather,

@@ -1,4 +1,4 @@
-"""Rows to every rank: a layer whose features are split over ranks."""
+"""Compressed all-gather of rows, for a layer whose features are split over ranks."""
 
 from collections.abc import Sequence
 
@@ -33,29 +33,29 @@ def all_gather_rows(
     format: str | torch.dtype | RowFormat,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Every rank's features of the same rows, side by side, compressed. Differentiable in x.
+    """Gather every rank's features of the same rows, compressed. Differentiable in x.
 
-    For tensor parallelism. Each rank sends its part of a row as in `all_to_all_rows`; with a
-    density, its k = ceil(density * d) largest entries. As with torch's own all-gather, the gradient
-    of a part is the sum over all ranks. If all ranks compute the same loss, divide the loss by
-    their number. The sum is in rank order and in float32, so it is deterministic.
+    For tensor parallelism. Each rank sends its part of a row as in `all_to_all_rows`, with a
+    density the k = ceil(density * d) largest entries of its part. As with torch's all-gather, the
+    gradient of a part is the sum over all ranks. If all ranks compute the same loss, divide the
+    loss by the number of ranks. The sum is in float32 in rank order, so it is deterministic.
 
     Forward is one all-gather, padded to the longest part. Backward is one all-to-all, which sends
-    the gradient of each part to its rank. Both need every rank, and `widths` has the role of
-    `output_splits`, as `all_to_all_rows` says.
+    the gradient of each part to its rank. Both need every rank. `widths` has the same effect as
+    `output_splits` in `all_to_all_rows`.
 
     Args:
         x: float32, bfloat16 or float16 [B, d], the same B on every rank; not mutated.
-        widths: every rank's d; given on every rank or on none.
+        widths: the d of every rank; given on all ranks or on none.
         format, group: as in `all_to_all_rows`.
 
     Returns:
-        [B, sum of every rank's d] of x's dtype, in rank order.
+        [B, sum of every rank's d] in x's dtype, in rank order.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as in `all_to_all_rows`; B must be the same.
+        ValueError, TypeError, RuntimeError: as in `all_to_all_rows`; also if B differs.
 
-    Source: as of `all_to_all_rows`; its use for this collective is our reconstruction.
+    Source: as for `all_to_all_rows`; its use in this collective is ours.
     """
     return all_gather_rows_async(x, widths, format=format, group=group).wait()
 
@@ -71,7 +71,7 @@ def all_gather_rows_async(
 ) -> Transfer:
     """Like `all_gather_rows`, but returns a handle immediately; its `wait()` returns the rows.
 
-    Otherwise like `all_to_all_rows_async`.
+    See `all_to_all_rows_async`.
     """
     op = "all_gather_rows"
     group = require_group(op, group)
@@ -79,10 +79,8 @@ def all_gather_rows_async(
     row_format = RowFormat.parse(op, format)
     rows, width = x.shape
     if widths is None:
-        counts, settings = (
-            [[width]] * group.size(),
-            {"B": rows, **row_format.settings_to_compare(x)},
-        )
+        counts = [[width]] * group.size()
+        settings = {"B": rows, **row_format.settings_to_compare(x)}
         widths = [n for [n] in exchange_numbers(op, counts, settings, x.device, group)]
     require_counts(op, "widths", widths, group.size(), low=1)
     if widths[group.rank()] != width:
@@ -118,7 +116,7 @@ def _start(
 
     def sum_gradients(messages: Tensor) -> Tensor:
         total = torch.zeros(rows, width, dtype=torch.float32, device=messages.device)
-        for message in messages:  # in rank order, so that the bits are the same every time
+        for message in messages:  # in rank order, so that the sum is deterministic
             total += codec.decode_gradient(message, torch.float32)
         return total.to(dtype)
 

@@ -1,4 +1,4 @@
-"""Rows to the ranks they belong to: the pooled-embedding exchange of a recommender."""
+"""Compressed all-to-all of rows, for example the pooled embeddings of a recommender."""
 
 from collections.abc import Callable, Sequence
 
@@ -32,41 +32,42 @@ def all_to_all_rows(
     format: str | torch.dtype | RowFormat,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Send rows to the ranks they belong to, compressed. Differentiable in x.
+    """Send compressed rows to the ranks that they belong to. Differentiable in x.
 
-    Like torch.distributed.all_to_all_single with uneven splits, but compresses rows and gradients.
-    With a density, the gradient of a row is that of its sent entries. Otherwise it is
-    straight-through, quantized on its way. With density 1 or every entry, in x's own dtype, the
-    result has the same bits as the uncompressed exchange. Deterministic.
+    Like torch.distributed.all_to_all_single with uneven splits, but with compressed rows and
+    gradients. With a density, only sent entries receive a gradient. Otherwise gradients are
+    straight-through and quantized. If all entries are sent in x's dtype, the result has the same
+    bits as the uncompressed exchange. Deterministic.
 
     Forward and backward are one collective each. Every rank of the group must call this function,
     even if it has no rows. If x needs a gradient, every rank must run the backward pass. Without
-    `output_splits`, an all-to-all of 40 bytes to every rank comes first, which checks that the
-    ranks agree. The host waits for its result, so the call cannot be captured in a CUDA graph. With
-    `output_splits`, ranks that disagree may hang or receive wrong values, but never read out of
-    bounds.
+    `output_splits`, ranks first compare their arguments in an all-to-all of 40 bytes to every rank.
+    The host waits for its result, so the call cannot be captured in a CUDA graph. With
+    `output_splits`, ranks with different arguments may hang or receive wrong values, but never read
+    out of bounds.
 
     Args:
         x: float32, bfloat16 or float16 [sum(splits), d], ordered by destination; not mutated.
-        splits: rows to send to each rank of the group, from 0 up.
-        output_splits: rows to receive from each; given on every rank or on none.
-        format: a name ("int8", "int4", "bfloat16"), a torch dtype or a `RowFormat`:
-            `RowFormat("int4", backward="sign")`, `RowFormat(density=0.05)`. The same on every rank.
-        group: the ranks that take part, default all; gloo or NCCL. Its timeout bounds the wait for
+        splits: number of rows to send to each rank of the group, at least 0.
+        output_splits: number of rows to receive from each rank; given on all ranks or on none.
+        format: a name ("int8", "int4", "bfloat16"), a torch dtype or a `RowFormat`, such as
+            `RowFormat("int4", backward="sign")` or `RowFormat(density=0.05)`; the same on all
+            ranks.
+        group: the ranks that take part; default: all. gloo or NCCL. Its timeout bounds the wait for
             a missing rank.
 
     Returns:
-        [rows received, d] of x's dtype, ordered by source.
+        [rows received, d] in x's dtype, ordered by source.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range on this rank. The other ranks raise
-            an error when the group's timeout ends.
-        ValueError: d, a setting or requires_grad differ between ranks. Raised on every rank, with
-            the values of all ranks; not with `output_splits`.
-        RuntimeError: from the collective, if a rank is missing.
+        ValueError, TypeError: an argument is out of range on this rank. The other ranks raise an
+            error at the group's timeout.
+        ValueError: d, a setting or requires_grad differ between ranks. Every rank raises, but only
+            without `output_splits`.
+        RuntimeError: the collective failed, for example because a rank is missing.
 
-    Source: DCT, model-parallel side (arXiv 2010.08899). Exactly k entries per row, few bits, and
-    the wire format are our reconstruction.
+    Source: DCT, model-parallel (arXiv 2010.08899). Exactly k entries per row, quantized formats and
+    the wire format are ours.
     """
     return all_to_all_rows_async(x, splits, output_splits, format=format, group=group).wait()
 
@@ -84,9 +85,9 @@ def all_to_all_rows_async(
     """Like `all_to_all_rows`, but returns a handle immediately; its `wait()` returns the rows.
 
     Computation before `wait()` overlaps with the exchange, and its backward pass with the exchange
-    of gradients. The host waits here only without `output_splits`, for the counts. Every rank calls
-    `wait()` once per handle, in the same order. A rank may call `all_to_all_rows` while others call
-    this function. Arguments and errors are the same.
+    of gradients. Without `output_splits`, this call blocks until it has received the counts. Every
+    rank calls `wait()` once per handle, in the same order. Some ranks may call `all_to_all_rows`
+    instead. Arguments and errors are the same.
     """
     op = "all_to_all_rows"
     group = require_group(op, group)
@@ -100,21 +101,21 @@ def all_to_all_rows_async(
         counts, settings = [[n] for n in splits], {"d": width, **row_format.settings_to_compare(x)}
         output_splits = [n for [n] in exchange_numbers(op, counts, settings, x.device, group)]
     require_counts(op, "output_splits", output_splits, group.size())
-    if width == 0:  # raised on every rank, because by now they agree on the width
+    if width == 0:  # raised on every rank, because the ranks have compared the width
         raise ValueError(f"dct::{op}: x must have at least 1 column, got 0")
     return _start(op, x, row_format.codec(width, x.dtype), splits, output_splits, group)
 
 
-# Collective, and differentiable in x: (x [sum(splits), d] ordered by destination, splits,
-# output_splits, group=...) to [sum(output_splits), d] by source. For example
-# functools.partial(all_to_all_rows, format="int8").
+# A function like functools.partial(all_to_all_rows, format="int8"): collective, differentiable in
+# x, from (x [sum(splits), d] ordered by destination, splits, output_splits, group=...) to
+# [sum(output_splits), d] ordered by source.
 RowExchange = Callable[..., Tensor]
 
 
 def whole_rows(
     x: Tensor, splits: Sequence[int], output_splits: Sequence[int], *, group: dist.ProcessGroup
 ) -> Tensor:
-    """A `RowExchange` of uncompressed rows of any dtype."""
+    """Exchange uncompressed rows of any dtype: a `RowExchange`."""
     return _start("whole_rows", x, RowCodec(), splits, output_splits, group).wait()
 
 
@@ -127,7 +128,7 @@ def _start(
     group: dist.ProcessGroup,
 ) -> Transfer:
     dtype, held = x.dtype, GroupForBackward(group)
-    splits, output_splits = list(splits), list(output_splits)  # the caller may change its own
+    splits, output_splits = list(splits), list(output_splits)  # the caller may change its lists
 
     def send(x: Tensor) -> Receive:
         receive = start_all_to_all(codec.encode(x), splits, output_splits, held)

@@ -1,7 +1,7 @@
-"""Codecs between rows and messages: the largest entries of a row, or every entry in few bits.
+"""Codecs between rows and messages: the largest entries of a row, or all entries.
 
-A codec serves one exchange. It encodes the rows to send, decodes the received rows, and later does
-the same for their gradients. Message sizes follow from its arguments, so they are never sent.
+A codec is used for one exchange. It encodes the rows to send, decodes the received rows, and later
+does the same for their gradients. Its arguments determine the sizes of messages.
 """
 
 import torch
@@ -18,7 +18,7 @@ _ops = torch.ops.dct
 
 
 class RowCodec:
-    """Encodes rows [B, width] and their gradients. This one leaves rows of any dtype unchanged.
+    """Encodes rows [B, width] and their gradients. The base class leaves rows unchanged.
 
     Subclasses encode them as uint8 [B, message_bytes] and [B, gradient_bytes].
     """
@@ -42,7 +42,7 @@ class RowCodec:
 
 
 class LargestEntries(RowCodec):
-    """The k largest entries of a row with their positions; gradients without positions (DCT-MP)."""
+    """The k largest entries of a row with positions. Their gradients are sent without positions."""
 
     def __init__(self, width: int, density: float, value_dtype: torch.dtype) -> None:
         self._width, self._k, self._value_dtype = width, row_k(width, density), value_dtype
@@ -66,8 +66,8 @@ class LargestEntries(RowCodec):
         return row_unpack(values, self._sent, self._width, dtype)
 
 
-class EveryEntry(RowCodec):
-    """Every entry of a row, in one number format for rows and one for gradients."""
+class AllEntries(RowCodec):
+    """All entries of a row, in one number format for rows and one for gradients."""
 
     def __init__(self, width: int, forward: str, backward: str) -> None:
         self._width, self._forward, self._backward = width, forward, backward
@@ -88,12 +88,12 @@ class EveryEntry(RowCodec):
 
 
 def format_bytes(width: int, format: str) -> int:
-    """Bytes of a row of `width` entries in a number format."""
+    """The size in bytes of a row with `width` entries in a number format."""
     return width * DTYPES[format].itemsize if format in DTYPES else row_bytes(width, format)
 
 
 def quantize(x: Tensor, format: str) -> Tensor:
-    """Rows [B, d] as uint8 [B, format_bytes(d, format)]."""
+    """Encode rows [B, d] as uint8 [B, format_bytes(d, format)]."""
     if format in DTYPES:
         return _as_bytes(x.to(DTYPES[format]))
     coded: Tensor = _ops.row_quantize.default(x, format)
@@ -101,7 +101,7 @@ def quantize(x: Tensor, format: str) -> Tensor:
 
 
 def dequantize(message: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
-    """The rows [B, width] in `dtype`, from the bytes of `quantize`."""
+    """Decode rows [B, width] in `dtype` from the result of `quantize`."""
     if format in DTYPES:
         return _as_floats(message, DTYPES[format]).to(dtype)
     rows: Tensor = _ops.row_dequantize.default(message.contiguous(), width, format, dtype)
@@ -109,11 +109,11 @@ def dequantize(message: Tensor, width: int, format: str, dtype: torch.dtype) -> 
 
 
 def _as_bytes(values: Tensor) -> Tensor:
-    # Flat first: without rows, an op may return strides that cannot be viewed as bytes.
+    # Flatten first, because an op may return strides that cannot be viewed if there are no rows.
     nbytes = values.shape[1] * values.itemsize
     return values.flatten().view(torch.uint8).view(values.shape[0], nbytes)  # len() is not dynamic
 
 
 def _as_floats(message: Tensor, dtype: torch.dtype) -> Tensor:
-    # contiguous() would not copy a single row, which may be misaligned for dtype.
+    # Not contiguous(), which would not copy a single row, and that row may be misaligned.
     return message.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -1,4 +1,4 @@
-"""The k largest entries of every row of activations, and the gradients of these entries."""
+"""Packs the k largest entries of each row of activations, and unpacks them."""
 
 import math
 
@@ -12,7 +12,7 @@ from ..formats import DTYPES, require_format
 
 
 def require_rows(op: str, x: Tensor) -> Tensor:
-    """`x` [B, d], made contiguous."""
+    """Return `x` [B, d] as a contiguous tensor. Raise if it has a wrong type, shape or device."""
     checks.require_dense(op, "x", x)
     if x.device.type not in ("cpu", "cuda"):
         checks.fail(op, "x", "on the CPU or CUDA", x.device)
@@ -22,39 +22,41 @@ def require_rows(op: str, x: Tensor) -> Tensor:
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """A tensor [..., d] as the ops take it: [B, d] and contiguous."""
+    """Reshape a tensor [..., d] to contiguous [B, d], as the ops require."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1]).contiguous()
 
 
 def row_k(width: int, density: float) -> int:
-    """Entries kept per row: ceil(density * width), at least 1 and at most `width`."""
+    """The number of entries kept per row: ceil(density * width), from 1 to `width`."""
     return min(max(math.ceil(float(density) * width), 1), width)
 
 
 def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """The k entries of largest magnitude of every row, and their positions. Differentiable in x.
+    """Return the k entries with the largest magnitude of each row, and their positions.
 
-    Rows lie along the last dimension; the others are kept. The gradient of the values goes back to
-    the same positions, with zeros elsewhere. So a transport sends both tensors forward, and one of
-    the values' shape and dtype back. There is no error feedback, because rows of different samples
-    are unrelated. Deterministic, bitwise the same on every backend; ties go to the lower column.
-    Safe in CUDA graphs and torch.compile like `dct_kernels.row_pack`.
+    Differentiable in x. Rows are along the last dimension. The gradient of the values is written to
+    the same positions of x's gradient, with zeros elsewhere. So a transport sends both tensors
+    forward, and a tensor with the shape and dtype of the values back. There is no error feedback,
+    because rows of different samples are unrelated. Deterministic, and bitwise the same on every
+    backend; ties go to the lower column. Safe in CUDA graphs and torch.compile like
+    `dct_kernels.row_pack`.
 
     Args:
         x: float32, bfloat16 or float16 [..., d], not mutated.
-        k: entries kept per row, 1 to d. k = d reproduces x bit for bit, except that every NaN
-            becomes the canonical NaN.
-        format: of the values: "float32", "bfloat16", "float16" or the torch dtype; default x's own.
+        k: number of entries kept per row, from 1 to d. k = d reproduces x bit for bit, except that
+            every NaN becomes the canonical NaN.
+        format: the format of the values: "float32", "bfloat16", "float16" or a torch dtype;
+            default: the dtype of x.
 
     Returns:
-        values [..., k] in that dtype, in column order, and positions uint8 [..., w], see
+        values [..., k] in that dtype, in column order, and positions uint8 [..., w]; see
         `dct_kernels.row_pack`.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError, TypeError: an argument is out of range.
 
-    Source: DCT, model-parallel side (arXiv 2010.08899). Exactly k entries per row instead of a
-    threshold are our reconstruction, so that the size of every message is known in advance.
+    Source: DCT, model-parallel (arXiv 2010.08899). The paper uses a threshold. Exactly k entries
+    per row are ours, so that the size of every message is known in advance.
 
     >>> pack_rows(torch.tensor([0.0, -2.0, 1.0, 3.0]), 2)
     (tensor([-2.,  3.]), tensor([10], dtype=torch.uint8))
@@ -69,23 +71,23 @@ def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tup
 def unpack_rows(
     values: Tensor, positions: Tensor, width: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Rows from the result of `pack_rows`: the values in place, zeros elsewhere.
+    """Restore rows from the result of `pack_rows`, with zeros in all other positions.
 
-    Differentiable in values: their gradient is that of the rows at the same positions. Positions
-    are not trusted: invalid ones scatter nothing (see `dct_kernels.row_gather`). Deterministic.
-    Safe in CUDA graphs and torch.compile like `dct_kernels.row_unpack`.
+    Differentiable in values, whose gradient is gathered from the same positions. Invalid positions
+    are ignored (see `dct_kernels.row_gather`). Deterministic. Safe in CUDA graphs and torch.compile
+    like `dct_kernels.row_unpack`.
 
     Args:
         values: float32, bfloat16 or float16 [..., k].
-        positions: uint8 [..., w], from `pack_rows` of rows of `width`; "..." as in values.
-        width: d.
-        dtype: of the result; default the values' own.
+        positions: uint8 [..., w], from `pack_rows`, with the same leading dimensions as values.
+        width: the width d of the packed rows.
+        dtype: the dtype of the result; default: the dtype of the values.
 
     Returns:
-        [..., width] of dtype.
+        [..., width] in dtype.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError, TypeError: an argument is out of range.
 
     >>> unpack_rows(torch.tensor([-2.0, 3.0]), torch.tensor([10], dtype=torch.uint8), 4)
     tensor([ 0., -2.,  0.,  3.])
@@ -103,19 +105,19 @@ def unpack_rows(
 
 
 class RowPack(nn.Module):
-    """`pack_rows` as the last module of a stage: [..., d] in, (values, positions) out.
+    """Applies `pack_rows` as the last module of a stage: [..., d] to (values, positions).
 
-    Has no parameters and no state. Compresses in eval mode as well, because a model that is trained
-    with it expects that. With `inference=False`, eval mode sends all entries in x's own dtype.
+    It has no parameters and no state. It also compresses in eval mode, because a model that was
+    trained with it expects that. With `inference=False`, eval mode sends all entries in x's dtype.
 
     Args:
         density: fraction of each row to keep, in (0, 1]; k = ceil(density * d).
-        k: entries of each row to keep, instead of a density.
-        format: of the values, see `pack_rows`.
-        inference: compress in eval mode as well.
+        k: number of entries of each row to keep, instead of a density.
+        format: the format of the values; see `pack_rows`.
+        inference: also compress in eval mode.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError, TypeError: an argument is out of range.
     """
 
     @checks.names_keywords
@@ -145,7 +147,7 @@ class RowPack(nn.Module):
         if not (self.training or self.inference):
             return pack_rows(x, x.shape[-1])
         k = self.k if self.density is None else row_k(x.shape[-1], self.density)
-        assert k is not None  # because density is
+        assert k is not None  # exactly one of density and k is None
         return pack_rows(x, k, self.format)
 
     def extra_repr(self) -> str:
@@ -154,16 +156,16 @@ class RowPack(nn.Module):
 
 
 class RowUnpack(nn.Module):
-    """`unpack_rows` as the next stage's first module: (values, positions) in, [..., width] out.
+    """Applies `unpack_rows` as the first module of the next stage: (values, positions) to rows.
 
-    Takes k from the values, so that it follows a `RowPack` in and out of eval mode.
+    It infers k from the values, so it works with a `RowPack` in training and eval mode.
 
     Args:
-        width: d of the rows that were packed.
-        dtype: of the result, float32, bfloat16 or float16; default the values' own.
+        width: the width d of the packed rows.
+        dtype: float32, bfloat16 or float16, the dtype of the result; default: that of the values.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError, TypeError: an argument is out of range.
     """
 
     def __init__(self, width: int, dtype: torch.dtype | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Rows in few bits at a cut between two modules, for any transport that sends a tensor."""
+"""Modules that quantize rows between two stages, for any transport that sends a tensor."""
 
 import torch
 from torch import Tensor, nn
@@ -12,34 +12,34 @@ from .row_format import RowFormat
 from .transfer import with_gradient
 
 # A message must be floating point, so that autograd and torch.distributed.pipelining send a
-# gradient back. The gradient has the same shape, so both are padded to the longer one.
+# gradient back. The gradient has the same shape, so both are padded to the longer of the two.
 _CARRIER = torch.bfloat16
 
 
 class RowQuantize(nn.Module):
-    """The last module of a stage: [..., d] in, a message [..., m] out, m in units of 2 bytes.
+    """Quantizes rows as the last module of a stage: [..., d] to a message [..., m].
 
-    Takes float32, bfloat16 or float16, which it does not mutate, and sends every entry, with one
-    scale per row. The gradient is straight-through, and quantized. The message is bytes viewed as
-    bfloat16: send, receive or copy it, but do not compute with it. Give it to only one module, a
-    `RowDequantize` of the same formats. Its gradient is also a message. Quantizes in eval mode as
-    well. Has no parameters and no state. Deterministic, bitwise the same on every backend. Works
-    with torch.compile, torch.vmap and torch.func.grad, but not with a transform of torch.func
-    inside torch.compile. There is no second derivative.
+    It takes float32, bfloat16 or float16 without mutating it, and quantizes all entries, with one
+    scale per row. The gradient is straight-through and quantized. The message consists of bytes
+    viewed as bfloat16: send, receive or copy it, but do not compute with it. Pass it to exactly one
+    module, a `RowDequantize` with the same formats. The gradient of the message is also a message.
+    It also quantizes in eval mode. It has no parameters and no state. Deterministic, and bitwise
+    the same on every backend. It works with torch.compile, torch.vmap and torch.func.grad, but not
+    with a torch.func transform inside torch.compile. There is no second derivative.
 
     Args:
-        format: a name, a torch dtype, or a `RowFormat` without a density: "int4", or
+        format: a name, a torch dtype, or a `RowFormat` without a density, such as "int4" or
             `RowFormat("int4", backward="sign")`.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError, TypeError: an argument is out of range.
 
-    Source: our reconstruction of row-wise quantized exchange (FBGEMM).
+    Source: ours, after the row-wise quantized exchange of FBGEMM.
     """
 
     def __init__(self, format: str | torch.dtype | RowFormat) -> None:
         super().__init__()
-        self.format = _require_every_entry("RowQuantize", format)
+        self.format = _require_no_density("RowQuantize", format)
 
     def forward(self, x: Tensor) -> Tensor:
         checks.require_dense("RowQuantize", "x", x)
@@ -64,19 +64,19 @@ class RowQuantize(nn.Module):
 
 
 class RowDequantize(nn.Module):
-    """The first module of the next stage: the message of a `RowQuantize` in, [..., width] out.
+    """Dequantizes the message of a `RowQuantize` as the first module of the next stage.
 
-    Messages are not trusted: any bytes of the right length give some numbers. Otherwise like
+    The result is [..., width]. Any bytes of the right length are a valid message. See
     `RowQuantize`.
 
     Args:
-        width: d of the rows.
-        format: as given to `RowQuantize`.
-        dtype: of the result, float32, bfloat16 or float16.
+        width: the width d of the rows.
+        format: the format of the `RowQuantize`.
+        dtype: float32, bfloat16 or float16, the dtype of the result.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range, or a message is not of the length
-            that width and formats give; the text names it.
+        ValueError, TypeError: an argument is out of range, or a message has the wrong length for
+            the width and the formats.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RowDequantize(nn.Module):
         super().__init__()
         checks.require_int("RowDequantize", "width", width, 1, 2**31 - 1)
         checks.require_dtype("RowDequantize", "dtype", dtype, checks.FLOATS)
-        self.format = _require_every_entry("RowDequantize", format)
+        self.format = _require_no_density("RowDequantize", format)
         self.width, self.dtype = width, dtype
 
     def forward(self, message: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class RowDequantize(nn.Module):
 
 
 def _message_size(width: int, forward: str, backward: str) -> int:
-    """Elements of 2 bytes in the message of a row, and in that of its gradient."""
+    """The number of 2-byte elements in the message of a row, which its gradient also has."""
     longer = max(format_bytes(width, forward), format_bytes(width, backward))
     return (longer - 1) // _CARRIER.itemsize + 1
 
@@ -127,9 +127,9 @@ def _from_message(message: Tensor, width: int, format: str, dtype: torch.dtype) 
     return dequantize(coded, width, format, dtype).view(*message.shape[:-1], width)
 
 
-def _require_every_entry(op: str, format: str | torch.dtype | RowFormat) -> RowFormat:
+def _require_no_density(op: str, format: str | torch.dtype | RowFormat) -> RowFormat:
     row_format = RowFormat.parse(op, format)
     if row_format.density is not None or row_format.forward is None:
-        rule = "one of every entry (for the largest ones use RowPack)"
+        rule = "a number format without density (to send the largest entries, use RowPack)"
         raise ValueError(f"dct::{op}: format must be {rule}, got {row_format}")
     return row_format

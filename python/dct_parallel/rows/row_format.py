@@ -1,4 +1,4 @@
-"""The one argument `format` of every exchange of rows."""
+"""The argument `format` of all exchanges of rows."""
 
 import dataclasses
 
@@ -8,27 +8,27 @@ from torch import Tensor
 from dct_kernels import checks
 
 from ..formats import DTYPES, ROW_FORMATS, require_format
-from .codecs import EveryEntry, LargestEntries, RowCodec
+from .codecs import AllEntries, LargestEntries, RowCodec
 from .transfer import Setting
 
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-    """How rows are sent: every entry, or only the largest ones. Immutable, and the same each time.
+    """How an exchange sends rows: all entries, or only the largest ones. Immutable.
 
-    A plain name or dtype means `RowFormat(name)` wherever an exchange takes a format.
+    Exchanges also accept a plain name or dtype, which means `RowFormat(name)`.
 
     Args:
-        forward: number format of rows: "float32", "bfloat16", "float16" or the torch dtype; or few
-            bits, "int8", "int4", "ternary" or "sign" (see `dct_kernels.row_quantize`). None: the
-            rows' own dtype.
-        backward: number format of gradients; default `forward`.
+        forward: number format of rows: "float32", "bfloat16", "float16" or a torch dtype, or a
+            quantized format, "int8", "int4", "ternary" or "sign" (see `dct_kernels.row_quantize`).
+            None: the dtype of the rows.
+        backward: number format of gradients; default: `forward`.
         density: send only the k = ceil(density * d) largest entries of each row, in (0, 1], and
-            their gradients back: DCT, model-parallel side (arXiv 2010.08899). `forward` must then
-            be one of the dtypes; it holds in both directions.
+            their gradients back (DCT, model-parallel, arXiv 2010.08899). `forward` must then be a
+            dtype, which is used in both directions.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError, TypeError: an argument is out of range.
 
     >>> RowFormat("int4", backward="sign")
     RowFormat(forward='int4', backward='sign', density=None)
@@ -45,7 +45,8 @@ class RowFormat:
             if self.backward is not None:
                 checks.fail(op, "backward", "None with a density", repr(self.backward))
             formats, why = tuple(DTYPES), " with a density"
-            object.__setattr__(self, "density", float(self.density))  # the same text on each rank
+            # A float, so that ranks compare equal strings.
+            object.__setattr__(self, "density", float(self.density))
         for arg in ("forward", "backward"):
             given = getattr(self, arg)
             if given is not None:
@@ -53,13 +54,13 @@ class RowFormat:
 
     @staticmethod
     def parse(op: str, format: "str | torch.dtype | RowFormat") -> "RowFormat":
-        """The argument `format` of `op` as a RowFormat. Errors name `op`."""
+        """Convert the argument `format` of `op` to a RowFormat."""
         if isinstance(format, RowFormat):
             return format
         return RowFormat(require_format(op, "format", format, ROW_FORMATS))
 
     def formats(self, dtype: torch.dtype) -> tuple[str, str]:
-        """The names of the forward and the backward format, for rows of `dtype`."""
+        """The names of the forward and the backward format for rows with this dtype."""
         forward = str(self.forward or dtype).removeprefix("torch.")
         return forward, str(self.backward or forward)
 
@@ -70,8 +71,8 @@ class RowFormat:
         return {"density": self.density, "format": formats, "requires_grad": needs_grad}
 
     def codec(self, width: int, dtype: torch.dtype) -> RowCodec:
-        """A codec for one exchange of rows of `width` and `dtype`."""
+        """Create a codec for one exchange of rows with this width and dtype."""
         forward, backward = self.formats(dtype)
         if self.density is None:
-            return EveryEntry(width, forward, backward)
+            return AllEntries(width, forward, backward)
         return LargestEntries(width, self.density, DTYPES[forward])

@@ -1,4 +1,4 @@
-"""The parts that all exchanges of rows share: counts, gradients, and a collective in flight."""
+"""The parts that all exchanges of rows share: counts, gradients and handles."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ from ..collectives import all_gather
 from ..formats import ROW_FORMATS
 from ..groups import GroupForBackward, named
 
-# How `RowFormat.settings_to_compare` writes a format: of rows, and of gradients if it differs.
+# All "format" settings of `RowFormat.settings_to_compare`: of rows and, if different, of gradients.
 _FORMAT_PAIRS = [", ".join(dict.fromkeys(pair)) for pair in product(ROW_FORMATS, repeat=2)]
 
 Setting = bool | int | float | str | None  # a string is one of _FORMAT_PAIRS
@@ -43,13 +43,13 @@ def exchange_numbers(
 ) -> list[list[int]]:
     """Send numbers[r] to rank r, and return the numbers received from each rank.
 
-    All ranks send equally many numbers. If `settings` differ between ranks, or a rank has `refused`
-    its input, every rank raises before any of them waits for a message of the wrong size. This
-    takes one all-to-all, of 8 bytes per number and setting; the host waits for its result.
+    All ranks send the same number of numbers. If `settings` differ between ranks, or if a rank has
+    `refused` its input, every rank raises before any rank waits for a message of the wrong size.
+    This takes one all-to-all with 8 bytes per number and setting. The host waits for its result.
     """
     width = len(numbers[0])
     encoded = [math.nan if refused else _encode(value) for value in settings.values()]
-    # float64 holds densities, and every count of rows that fit into memory, exactly.
+    # float64 represents densities, and all counts of rows that fit into memory, exactly.
     sent = torch.tensor([[*row, *encoded] for row in numbers], dtype=torch.float64, device="cpu")
     received = torch.empty_like(sent, device=device)
     dist.all_to_all_single(received, sent.to(device), group=group)
@@ -82,7 +82,7 @@ _Result = TypeVar("_Result")
 
 
 def exchange_of_rows(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorates an exchange: torch.compile runs it eagerly. What cannot is refused."""
+    """Decorate an exchange. torch.compile then runs it eagerly; torch.export raises an error."""
     op = function.__name__
     rule = f"dct::{op}: the exchange must run eagerly"
     reason = f"{rule} (torch.compile without fullgraph=True breaks the graph here)"
@@ -105,23 +105,22 @@ TensorFunction = Callable[[Tensor], Tensor]
 def with_gradient(
     op: str, x: Tensor, forward: TensorFunction, backward: TensorFunction, row_wise: bool = False
 ) -> Tensor:
-    """forward(x). If g is the gradient of the result, backward(g) is the gradient of `x`.
+    """Return forward(x), whose gradient g gives backward(g) as the gradient of `x`.
 
     torch.func.grad and torch.func.vjp work. A second derivative, forward mode and torch.vmap raise
     an error, and so does every transform of torch.func inside torch.compile. The graph keeps
-    `backward` and all its references alive, so it must refer to a process group by a
+    `backward` and all its references alive, so it must refer to a process group through a
     `GroupForBackward`.
 
     Args:
         op: the public name, for errors.
-        row_wise: both functions work on each row alone, whatever the dimensions before. torch.vmap
-            then works as well.
+        row_wise: both functions treat each row independently, so torch.vmap also works.
     """
     compiling = torch.compiler.is_compiling()
     if compiling and transforms_are_active():  # Dynamo would differentiate `forward` instead
         rule = "outside of torch.func inside torch.compile (do not compile the transform)"
         checks.fail(op, "the call", rule, "one inside")
-    # Dynamo traces no autograd.Function that has a jvp.
+    # Dynamo cannot trace an autograd.Function that has a jvp.
     function = _Gradient if compiling else _EagerGradient
     y: Tensor = function.apply(op, x, forward, backward, row_wise)  # type: ignore[no-untyped-call]
     return y
@@ -142,7 +141,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # once_differentiable would give a second derivative of 0 under torch.func.
+        # once_differentiable would return a second derivative of 0 in torch.func.
         refuse = partial(_refuse_second_derivative, ctx.op)
         return None, with_gradient(ctx.op, grad, ctx.function, refuse, ctx.row_wise), *[None] * 3
 
@@ -173,12 +172,12 @@ def _refuse_second_derivative(op: str, grad: Tensor) -> NoReturn:
     raise RuntimeError(f"dct::{op}: the gradient must not be differentiated, got a second backward")
 
 
-Receive = Callable[[], Tensor]  # waits for a collective in flight
-Send = Callable[[Tensor], Receive]  # starts it
+Receive = Callable[[], Tensor]  # waits for a pending collective
+Send = Callable[[Tensor], Receive]  # starts a collective
 
 
 class Transfer:
-    """The handle of an exchange in flight; `wait` returns the received rows.
+    """The handle of a pending exchange. `wait` returns the received rows.
 
     Computation between the start and `wait` overlaps with the exchange. Its backward pass overlaps
     with the exchange of gradients.
@@ -193,11 +192,11 @@ class Transfer:
 
     def __init__(self, op: str, x: Tensor, send: Send, send_gradient: Send) -> None:
         self._op, self._send_gradient = op, send_gradient
-        # A token stands for the rows until they are received.
+        # A token replaces the rows in the autograd graph until they are received.
         self._token: Tensor | None = with_gradient(op, x, partial(self._start, send), self._finish)
 
     def wait(self) -> Tensor:
-        """The received rows. Call it once; a second call is a RuntimeError."""
+        """Return the received rows. Call it once; a second call raises RuntimeError."""
         if self._token is None:
             raise RuntimeError(
                 "wait() must be called once, got a second call: keep the rows that it returned"
@@ -212,14 +211,14 @@ class Transfer:
 
     def _finish(self, token: Tensor) -> Tensor:
         receive = self._receive
-        del self._receive  # it holds the message
+        del self._receive  # frees the message
         return receive()
 
 
 def start_all_to_all(
     sent: Tensor, splits: list[int], output_splits: list[int], group: GroupForBackward
 ) -> Receive:
-    """Start an all-to-all of slices of the first dimension."""
+    """Start an all-to-all of slices along the first dimension."""
     received = sent.new_empty(sum(output_splits), *sent.shape[1:])
     work = dist.all_to_all_single(
         received, sent, output_splits, splits, group=group.get(), async_op=True
