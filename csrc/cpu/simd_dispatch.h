@@ -1,12 +1,13 @@
 #pragma once
 
-// Function multiversioning: one plain loop, compiled for several instruction sets, the best of
-// which is chosen at run time.
+// Function multiversioning: a plain loop is compiled for several instruction sets, and the best one
+// is selected at run time.
 //
-// vectorize([&] { for (...) ... }) calls its argument. On x86-64 the same code is inlined into
-// three functions that differ in their target attribute, and the compiler vectorizes each;
-// elsewhere it is called as it is. Loops get vector code if every iteration does the same work on
-// arrays: no early exit, no calls that cannot be inlined, selects rather than branches.
+// vectorize([&] { for (...) ... }) calls its argument. On x86-64 the code is inlined into three
+// functions that differ in their target attribute, and the compiler vectorizes each. On other
+// architectures the argument is called directly. The compiler vectorizes a loop whose iterations
+// all do the same work on arrays: no early exit, no call that cannot be inlined, selects instead of
+// branches.
 
 #include <cstdlib>
 #include <cstring>
@@ -17,7 +18,8 @@ namespace dct::cpu {
 
 enum class Isa { kBaseline, kAvx2, kAvx512 };
 
-// The processor's best, unless torch's own switch ATEN_CPU_CAPABILITY asks for less.
+// The best instruction set of the processor, unless ATEN_CPU_CAPABILITY, which torch also reads,
+// limits it.
 inline Isa isa() {
   static const Isa best = [] {
     const char* wanted = std::getenv("ATEN_CPU_CAPABILITY");
@@ -32,7 +34,7 @@ inline Isa isa() {
   return best;
 }
 
-// flatten inlines the loop, and all it calls, into a function of the wanted target.
+// flatten inlines the loop, and everything that it calls, into a function with this target.
 template <typename Loop>
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), flatten, noinline)) void run_avx512(
     const Loop& loop) {
@@ -56,7 +58,8 @@ void vectorize(const Loop& loop) {
   }
 }
 
-// The same for a loop that takes a class of intrinsics, one for each instruction set.
+// As vectorize, for a loop that takes a class of intrinsics. There is one class per instruction
+// set.
 template <typename Plain, typename Avx2, typename Avx512, typename Loop>
 void vectorize_by(const Loop& loop) {
   switch (isa()) {
