@@ -58,8 +58,7 @@ struct Checks {
                              got);
   }
 
-  // `part` names the checked property of the argument, such as ".dim()". It is "" if the argument
-  // itself is the value.
+  // `part` is the checked property, such as ".dim()", or "" if the argument itself is the value.
   void require_in(const char* arg, const char* part, int64_t value, Interval allowed) const {
     if (value >= allowed.low && value <= allowed.high) return;
     std::string rule = "be " + std::to_string(allowed.low);

@@ -33,8 +33,7 @@ struct Float16 {
 
 DCT_HOST_DEVICE constexpr int64_t itemsize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// Calls `function` with a value of the C++ type of `dtype`. This turns a run-time dtype into a
-// template argument.
+// Calls `function` with a value of the C++ type of `dtype`, to make it a template argument.
 template <typename Function>
 decltype(auto) dispatch(DType dtype, Function&& function) {
   switch (dtype) {
@@ -75,8 +74,8 @@ DCT_HOST_DEVICE inline bool is_finite(float x) {
 // The value of a residual whose sum with the gradient is not finite.
 DCT_HOST_DEVICE inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
 
-// Orders float32 by magnitude. NaN ranks above infinity, which does not affect comparisons with
-// bounds up to infinity.
+// Orders float32 by magnitude. NaN ranks above infinity, which a bound up to infinity cannot tell
+// apart.
 DCT_HOST_DEVICE inline int32_t magnitude_bits(float x) { return float_to_bits(x) & 0x7fffffff; }
 
 // As magnitude_bits, but NaN ranks as infinity.
@@ -102,8 +101,7 @@ DCT_HOST_DEVICE inline float to_float(Float16 x) {
   return bits_to_float(sign | (exponent == 0x0f800000u ? special : finite));
 }
 
-// Rounds to nearest even. A value that is too large becomes infinity. Every NaN becomes the
-// positive quiet NaN.
+// Rounds to nearest even. Too large values become infinity, NaNs become the positive quiet NaN.
 template <typename T>
 DCT_HOST_DEVICE T round_to(float x);
 

@@ -1,7 +1,6 @@
 #pragma once
 
-// The elements that sample_threshold samples: one hashed pick in each of `picks` equal strata of a
-// range.
+// The samples of sample_threshold: one hashed pick in each of `picks` equal strata of a range.
 
 #include <cstdint>
 
@@ -28,8 +27,7 @@ DCT_HOST_DEVICE inline int64_t stratum_start(int64_t index, int64_t numel, int64
 DCT_HOST_DEVICE inline int64_t pick_offset(uint64_t length, uint32_t seed, uint32_t segment,
                                            uint32_t index) {
   const uint64_t hash = hash32(seed, segment, index);
-  // (hash * length) >> 32. Multiplying the halves of the hash separately keeps both products within
-  // 64 bits.
+  // (hash * length) >> 32. The two halves of the hash keep both products within 64 bits.
   return ((hash >> 16) * length + (((hash & 0xffff) * length) >> 16)) >> 16;
 }
 

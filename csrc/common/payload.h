@@ -95,8 +95,7 @@ DCT_HOST_DEVICE inline bool header_ok(const PayloadHeader& header, int64_t numel
          header.count <= header.capacity && header.count <= header.numel && reserved == 0;
 }
 
-// Whether non-finite entries may be missing from the payload. The receiver must report them
-// nevertheless.
+// Whether the payload may lack non-finite entries. The receiver must still report them as NaN.
 DCT_HOST_DEVICE inline bool lost_non_finite(const PayloadHeader& header) {
   constexpr int kBoth = kFlagOverflow | kFlagNonFinite;
   return (header.flags & kBoth) == kBoth;

@@ -1,8 +1,7 @@
 #pragma once
 
 // The dense payload of one range, which holds all entries: header | rows of 1,024 entries. A row
-// has the codes of its entries, then a bfloat16 scale per 64 entries. docs/reference/payload.md
-// describes it.
+// has its codes, then a bfloat16 scale per 64 entries. docs/reference/payload.md describes it.
 
 #include <cstdint>
 #include <type_traits>
@@ -62,8 +61,7 @@ DCT_HOST_DEVICE constexpr int64_t scaled_code_bytes(PayloadFormat format) {
                                               : code_bytes(kScaled, row_format(format));
 }
 
-// Bytes of the codes of a row, which precede its scales. A multiple of 16, as are the bytes of a
-// whole row.
+// Bytes of the codes of a row, which precede its scales. A multiple of 16, like row_bytes().
 DCT_HOST_DEVICE constexpr int64_t row_code_bytes(PayloadFormat format) {
   return kScales * scaled_code_bytes(format);
 }

@@ -41,8 +41,7 @@ DCT_HOST_DEVICE constexpr int64_t position_bytes(int64_t width, int64_t k) {
 // A quantized row has the codes of all columns, then one scale.
 enum class RowFormat : uint8_t { kInt8, kInt4, kTernary, kSign };
 
-// Calls `function` with the format as a type. This turns a run-time format into a template
-// argument.
+// Calls `function` with the format as a type, to make it a template argument.
 template <typename Function>
 decltype(auto) dispatch(RowFormat format, Function&& function) {
   switch (format) {
@@ -93,9 +92,8 @@ DCT_HOST_DEVICE constexpr float levels(RowFormat format) {
 // the sum hold that integer in two's complement.
 constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23
 
-// Row sums add integers, so they do not depend on the order. The integers are magnitudes in units,
-// truncated; the unit is such that the largest magnitude of the row has 22 bits. A sum of 2^10 of
-// them fits 32 bits.
+// Row sums add integers, so they do not depend on the order. The integers are truncated magnitudes,
+// in units that give the largest one 22 bits. A sum of 2^10 of them fits 32 bits.
 constexpr int kUnitBits = 22;
 constexpr int64_t kUnitsInWord = 1024;
 

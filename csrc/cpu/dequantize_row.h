@@ -13,8 +13,7 @@
 
 namespace dct::cpu {
 
-// Returns which of the payloads [ranks, ranges, nbytes] have a valid header, and writes `status`
-// [ranks].
+// Returns which payloads [ranks, ranges, nbytes] have a valid header. Writes `status` [ranks].
 inline std::vector<uint8_t> check_headers(const uint8_t* payloads, int64_t ranks, int64_t ranges,
                                           int64_t nbytes, int64_t numel, PayloadFormat format,
                                           int32_t* status) {

@@ -1,8 +1,7 @@
 #pragma once
 
 // The k-th largest keys of sixteen rows together, one row per lane. Each step of the bisection is
-// one counting loop, without divergence or horizontal sums. Call these functions inside
-// vectorize_rows().
+// one counting loop, without divergence or horizontal sums. To be called inside vectorize_rows().
 
 #include <cstdint>
 

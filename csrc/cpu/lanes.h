@@ -1,9 +1,8 @@
 #pragma once
 
 // 64 floats in registers. GNU vectors provide arithmetic and comparisons. Compilers generate poor
-// code for widening bytes and for non-temporal stores, so this file has both for each width. The
-// functions return vectors by reference, because a function without a target attribute cannot
-// return a wide vector.
+// code for widening bytes and for non-temporal stores, so this file has both for each width.
+// Vectors are returned by reference, because functions without a target cannot return wide ones.
 
 #include <cstdint>
 #include <cstring>

@@ -2,8 +2,7 @@
 // pass over memory, strip by strip. A vector loop flags the entries that pass the threshold, and
 // stores acc for the other entries. Scalar code then packs the few flagged entries one by one. The
 // first chunk of a range is packed directly into the payload. The other chunks are packed into
-// scratch memory. finish() moves their entries into place when the number of preceding entries is
-// known.
+// scratch memory. finish() moves their entries into place once the preceding entries are counted.
 
 #include <algorithm>
 #include <cmath>

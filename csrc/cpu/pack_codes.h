@@ -1,8 +1,7 @@
 #pragma once
 
-// Packs codes into the bytes of a row (layout: docs/reference/ops.md). Uses instructions that turn
-// comparisons into bits and that shuffle bytes, because the compiler does not generate them from
-// loops.
+// Packs codes into the bytes of a row (layout: docs/reference/ops.md). Compilers do not generate
+// the instructions that turn comparisons into bits and shuffle bytes.
 
 #include <cmath>
 #include <cstdint>
@@ -41,8 +40,8 @@ constexpr TritFields kTritFields = [] {
 }();
 
 // For each instruction set there are two functions. `mark` compares 64 columns: bit i of `above` is
-// x[i] * factor > bound, bit i of `below` is x[i] * factor < -bound. bound is >= 0. `mark` returns
-// the sum of the magnitudes above the bound, in whole units. `pack_trits` packs two bit planes into
+// x[i] * factor > bound, bit i of `below` is x[i] * factor < -bound. `mark` returns the sum of the
+// magnitudes above the bound (>= 0), in whole units. `pack_trits` packs two bit planes into
 // kTritBytes bytes.
 struct PlainPack {
   static uint32_t mark(const float* x, float factor, float bound, uint64_t* above,

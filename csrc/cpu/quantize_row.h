@@ -93,8 +93,7 @@ void write_ternary(Pack, RowScratch& row, int64_t g, uint8_t* out, float* residu
   uint8_t plane[2][kTritPlane] = {};
   std::memcpy(plane[0], &row.above[g], sizeof(uint64_t));
   std::memcpy(plane[1], &row.below[g], sizeof(uint64_t));
-  Pack::pack_trits(plane[0], plane[1],
-                   out);  // writes three bytes more, which the next write replaces
+  Pack::pack_trits(plane[0], plane[1], out);  // the next write replaces the last three bytes
 }
 
 // float32 and bfloat16, whose values are sent without a scale. Each value may be non-finite.

@@ -1,5 +1,4 @@
-// Dequantizes rows piece by piece. The codes of int4, ternary and sign index a table of their
-// possible entries.
+// Dequantizes rows piece by piece. The codes of int4, ternary and sign index a table of entries.
 
 #include <algorithm>
 #include <cstring>
@@ -90,8 +89,7 @@ void dequantize_rows(const RowDequantizeArgs& args, const Parallel& parallel) {
   auto* out = static_cast<Out*>(args.out);
   const int64_t width = args.width, bytes = row_bytes(width, kFormat);
   const bool streams = args.rows * width * static_cast<int64_t>(sizeof(Out)) >= kStreamBytes;
-  // A run-time value, because the compiler would unroll a loop of constant length and merge it over
-  // the rows.
+  // A run-time value. The compiler would unroll a loop of constant length and merge it over rows.
   const int num_entries = entries_of(args.format);
   const int64_t tasks = std::min(parallel.threads, args.rows);
   parallel.run(tasks, [&](int64_t task) {

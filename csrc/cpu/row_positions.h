@@ -1,7 +1,6 @@
 #pragma once
 
-// Reads and writes the positions of one row in their three encodings. The rows of bytes are not
-// aligned.
+// Reads and writes the positions of one row in their three encodings. The bytes are not aligned.
 
 #include <cstdint>
 #include <cstring>
@@ -23,8 +22,7 @@ inline void store_uint16(uint8_t* bytes, int64_t value) {
 }
 
 // Calls function(slot, column) for every accepted slot of a row. A slot is accepted if its column
-// is below `width` and above all columns accepted before. Positions come from another rank and may
-// hold any bytes.
+// is below `width` and above all columns accepted before. Positions are not trusted.
 template <typename Function>
 void for_each_position(const uint8_t* positions, PositionEncoding encoding, int64_t width,
                        int64_t k, Function&& function) {

@@ -80,8 +80,7 @@ class RowSelector {
     return groups;
   }
 
-  // A row in float32, padded with 0.0 to whole vectors. The padding ties only with columns of 0.0,
-  // and those precede it.
+  // A row in float32, padded to whole vectors with 0.0, which ties only with columns before it.
   const float* as_floats(const X* x) const {
     if constexpr (std::is_same_v<X, float>) {
       if (width_ == padded_) return x;
@@ -93,8 +92,7 @@ class RowSelector {
   float* listed(int64_t row) const { return listed_.get() + row * stride_; }
   int32_t* listed_columns(int64_t row) const { return listed_columns_.get() + row * stride_; }
 
-  // Lists the columns that reach the bound of a row. Returns whether there are at least k, but not
-  // too many.
+  // Lists the columns that reach the bound of a row. Returns false if they are too few or too many.
   template <typename Rows>
   bool list(Rows, const X* x, int64_t row) {
     const int64_t n = Rows::list(as_floats(x + row * width_), all_columns_.get(), padded_,
@@ -157,8 +155,7 @@ class RowSelector {
     }
   }
 
-  // Reduces the n > k entries that reach the bound to k: those above it, and the first ones that
-  // tie.
+  // Reduces the n > k entries that reach the bound to those above it and the first ones that tie.
   void drop_ties(float* x, int32_t* columns, int64_t n, int32_t bound) const {
     const int32_t tie = bound < static_cast<int32_t>(kFloat32Infinity) ? bound : INT32_MAX;
     int64_t ties = k_;  // to keep

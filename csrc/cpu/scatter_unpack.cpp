@@ -1,10 +1,10 @@
 // The output is built tile by tile. A buffer accumulates the sum of a tile, rank by rank, and then
 // the tile is written once. Payloads are not trusted: a block of a payload is validated before any
-// of its entries is added.
+// entry is added.
 //
 // Stores wait for memory: non-temporal stores for a write buffer, other stores for their cache
-// line. So the previous tile is written in slices, after a prefetch, between the ranks of the
-// current tile.
+// line. So the previous tile is prefetched and written in slices, between the ranks of the current
+// tile.
 
 #include <algorithm>
 #include <limits>
@@ -21,8 +21,7 @@ namespace dct::cpu {
 namespace {
 
 constexpr int64_t kTile = 4096;  // elements: the sums of two tiles fit the L1 cache
-constexpr int64_t kPiece =
-    32;  // elements; the compiler unrolls loops of 16 instead of vectorizing them
+constexpr int64_t kPiece = 32;   // elements; loops of 16 are unrolled instead of vectorized
 static_assert(kBlock % kTile == 0, "a tile is in one block");
 
 template <typename Value, typename Out>
@@ -112,8 +111,7 @@ class Unpacker {
     stream_end();
   }
 
-  // Returns no entries if the header or this block is invalid. The status of the rank then reports
-  // it.
+  // Returns no entries if the header or this block is invalid, as the status of the rank reports.
   Entries entries_of(int64_t rank, int64_t block, int64_t length) const {
     const int64_t range = block / range_blocks_;
     if (!header_ok_[rank * args_.ranges + range]) return {};

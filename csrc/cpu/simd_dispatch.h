@@ -1,13 +1,11 @@
 #pragma once
 
-// Function multiversioning: a plain loop is compiled for several instruction sets, and the best one
-// is selected at run time.
+// Function multiversioning: compiles a loop for several instruction sets, selects one at run time.
 //
 // vectorize([&] { for (...) ... }) calls its argument. On x86-64 the code is inlined into three
 // functions that differ in their target attribute, and the compiler vectorizes each. On other
-// architectures the argument is called directly. The compiler vectorizes a loop whose iterations
-// all do the same work on arrays: no early exit, no call that cannot be inlined, selects instead of
-// branches.
+// architectures the argument is called directly. The compiler vectorizes loops whose iterations all
+// do the same work on arrays: no early exit, only inlined calls, selects instead of branches.
 
 #include <cstdlib>
 #include <cstring>
@@ -18,8 +16,7 @@ namespace dct::cpu {
 
 enum class Isa { kBaseline, kAvx2, kAvx512 };
 
-// The best instruction set of the processor, unless ATEN_CPU_CAPABILITY, which torch also reads,
-// limits it.
+// The best instruction set of the processor, or a lower one set in torch's ATEN_CPU_CAPABILITY.
 inline Isa isa() {
   static const Isa best = [] {
     const char* wanted = std::getenv("ATEN_CPU_CAPABILITY");
@@ -58,8 +55,7 @@ void vectorize(const Loop& loop) {
   }
 }
 
-// As vectorize, for a loop that takes a class of intrinsics. There is one class per instruction
-// set.
+// As vectorize, for a loop that takes a class of intrinsics, one per instruction set.
 template <typename Plain, typename Avx2, typename Avx512, typename Loop>
 void vectorize_by(const Loop& loop) {
   switch (isa()) {

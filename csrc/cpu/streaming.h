@@ -43,8 +43,7 @@ void prefetch_ahead(const Out* out, int64_t n) {
   }
 }
 
-constexpr int64_t kStreamBytes =
-    32 << 20;  // a larger output does not stay in the caches until it is read
+constexpr int64_t kStreamBytes = 32 << 20;  // larger outputs leave the caches before they are read
 
 // Non-temporal stores, for output that does not stay in the caches until it is read. They write a
 // cache line without loading it first. They need SSE2, which every x86-64 processor has. A task

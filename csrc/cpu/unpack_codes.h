@@ -1,8 +1,7 @@
 #pragma once
 
 // Unpacks rows with several codes per byte (layout: docs/reference/ops.md). A code has at most 16
-// values, so the entries come from a lookup table in registers. Compilers do not generate such
-// code.
+// values, so a lookup table in registers holds the entries. Compilers do not generate such code.
 
 #include <algorithm>
 #include <cstdint>
@@ -20,8 +19,7 @@ namespace dct::cpu {
 
 constexpr int64_t kCodeGroup = 32;  // columns
 
-// The index of an entry is its part of the byte: four bits for int4, a digit for ternary, a bit for
-// sign.
+// The index of an entry is its part of the byte: four bits (int4), a digit (ternary), a bit (sign).
 constexpr int kMostEntries = 16;
 constexpr int entries_of(RowFormat format) {
   switch (format) {
@@ -63,8 +61,7 @@ constexpr uint16_t kTritFactors[kTrits] = {270 * 81, 270 * 27, 270 * 9, 270 * 3,
 // i and i + kApart are adjacent words. Together they have 32 bits, and each half is an index.
 template <int kApart>
 struct TritColumns {
-  uint16_t byte[kTrits]
-               [kCodeGroup];  // the byte that holds the column, for the shuffle into 16 bits
+  uint16_t byte[kTrits][kCodeGroup];  // the byte that holds the column, as shuffle indices
   uint16_t factor[kTrits][kCodeGroup];
 };
 template <int kApart>
@@ -82,8 +79,8 @@ constexpr TritColumns<kApart> kTritColumns = [] {
 }();
 
 // For each instruction set: `look_up` calls use(floats, i) with vectors of the entries of one group
-// of columns, starting at the i-th column of the group. If the group is whole, `look_up` reads
-// nothing past the row.
+// of columns, starting at the i-th column of the group. It reads nothing past the row if the group
+// is whole.
 struct PlainUnpack {
   static constexpr int kVectorBytes = 16;
   template <RowFormat kFormat, typename Use>
@@ -156,8 +153,7 @@ struct Avx2Unpack {
   }
 
  protected:
-  // The numbers of the bytes of a ternary group, and of the byte after them, repeated in each 64
-  // bits.
+  // The numbers of the bytes of a ternary group and of the next byte, repeated in each 64 bits.
   DCT_AVX2 static __m256i numbers_of(const uint8_t* row, int64_t column) {
     int64_t eight;  // a whole group has at least seven bytes, and a scale follows it
     std::memcpy(&eight, row + column / kTrits, sizeof(eight));
