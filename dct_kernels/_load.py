@@ -113,7 +113,7 @@ def _built_with(file: Path) -> tuple[str, str]:
 def _why_no_extension() -> str:
     checkout = _PACKAGE.parent
     if (checkout / "setup.py").exists():
-        return f"nothing is compiled in this checkout, {checkout}: leave it, or build in place"
+        return f"nothing is compiled in this checkout, {checkout}: run elsewhere, or build in place"
     return f"nothing is compiled in {_PACKAGE}: install again without DCT_BUILD=0"
 
 

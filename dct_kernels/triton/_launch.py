@@ -42,5 +42,5 @@ def _require_sound_assembler(device: torch.device) -> None:
     if old and torch.version.cuda and torch.cuda.get_device_capability(device)[0] >= 10:
         raise RuntimeError(
             "dct::triton: triton must be >= 3.7 on GPUs of compute capability 10 and above, "
-            f"because the assembler of older ones fuses multiply-adds, got {triton.__version__}"
+            f"because older versions always fuse multiply-adds there, got {triton.__version__}"
         )

@@ -136,9 +136,9 @@ def pack(
     acc, old, residual, rows, length,
     FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Pack a tile into the payload, where its rows begin at `rows`. Write the new residual of the
-    tile to `residual`, if it is not None; `old` is the old one. Return which entries are sent,
-    [GROUPS, 64] or [GROUPS, 1]."""
+    """Pack a tile into the payload, where its rows begin at `rows`, and return which entries are
+    sent, [GROUPS, 64] or [GROUPS, 1]. Unless `residual` is None, `old` is the residual of the tile,
+    and the new one is written to `residual`."""
     element = elements()
     if not WHOLE:
         acc = tl.where(element < length, acc, 0.0)

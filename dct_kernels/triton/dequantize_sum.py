@@ -1,7 +1,7 @@
 """dequantize_sum: the sum of the dense payloads of all ranks, in two kernels.
 
-check  the headers of one rank: its status, and a verdict on each range;
-sum    a tile of the output: the sound payloads in the order of ranks.
+check  per rank: validates the headers, and writes the status and a verdict for each range.
+sum    per tile of the output: sums the valid payloads in rank order.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """mask_pack: error feedback, threshold and ordered compaction, in three kernels.
 
-mark   per tile: the new residual as if nothing were packed, a bit per kept entry, and their count;
-scan   per range: those counts, into the offsets of each tile's entries; header, starts and `seen`;
-pack   per tile: the kept entries, found by their bits, into the payload and out of the residual.
+mark   per tile: writes the residual as if nothing were packed, a bit per kept entry, and a count.
+scan   per range: turns the counts into the offsets of tiles, and writes header, starts and `seen`.
+pack   per tile: finds the kept entries by their bits, packs them and corrects their residuals.
 
 No program waits for another. Compared with a single pass, this moves two more bits per element, and
 the pack kernel reads and writes the residuals of kept entries again.

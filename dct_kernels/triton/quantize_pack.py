@@ -1,7 +1,7 @@
 """quantize_pack: error feedback and quantization of all entries, in two kernels.
 
-header  of a range, as if all were finite;
-pack    a tile of rows: codes, scales and what is left, and the header's flag if need be.
+header  per range: writes the header without the non-finite flag.
+pack    per tile of rows: writes codes, scales and the residual, and sets the flag if needed.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """scatter_unpack: sums the payloads of all ranks into a dense tensor, in two kernels.
 
-check  one rank's entries for one block of the output: its status, and how many of them are sound;
-add    a block of the output: zeros, then the sound entries of rank after rank, then the result.
+check  per rank and block of the output: validates the entries, writes status and valid count.
+add    per block of the output: clears it, adds the valid entries rank by rank, writes the result.
 
 A program owns the 16,384 elements of a block. A barrier between ranks keeps their order, so no
 atomics are needed. Sums are in memory, in `out` if it is float32. The few blocks in progress stay
@@ -124,7 +124,7 @@ def _finish(
 def _look_up(
     payloads, verdicts, rank, ranks, ranges, range_index, range_blocks, block, nbytes
 ):  # fmt: skip
-    """The message of a rank, its first entry for a block, and its verdict (0 past the last rank)."""
+    """The message of a rank, its first entry for a block, and its verdict (0 past the end)."""
     row = tl.minimum(rank, ranks - 1).to(tl.int64) * ranges + range_index
     verdict = tl.load(verdicts + row * range_blocks + block, mask=rank < ranks, other=0)
     message = payloads + row * nbytes
