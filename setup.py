@@ -94,7 +94,7 @@ def find_cuda(version: str | None) -> bool:
 
 
 def sources_of(library: str) -> list[str]:
-    """The sources of `_C` or `_cuda`: its kernels, and the bindings, which both compile."""
+    """Return the kernels of `_C` or `_cuda`, and the bindings, which both libraries compile."""
     other = "csrc/cuda/" if library == "_C" else "csrc/cpu/"
     listed = (ROOT / "csrc/sources.txt").read_text().split()
     return [source for source in listed if not source.startswith(other)]
@@ -154,7 +154,7 @@ def main() -> None:
         require("wheel", tools)
     link_packages()
     built = {} if flag("DCT_BUILD") is False else extensions()
-    # Not in pyproject.toml: setuptools before 77 needs a form of it that later versions warn about.
+    # Not in pyproject.toml, because the form that setuptools < 77 needs makes later versions warn.
     setuptools.setup(license="BSD-3-Clause", **built)
 
 

@@ -118,7 +118,7 @@ def _why_no_extension() -> str:
 
 
 def _register_triton() -> None:
-    """For CUDA tensors without compiled kernels. For all tensors if selected and interpreted."""
+    """Register Triton if it is selected, or if no compiled kernel supports CUDA tensors."""
     keys = []
     if REQUESTED == "triton" and not _why_no_triton():
         keys = ["CUDA", "CPU"] if _triton().INTERPRETED else ["CUDA"]

@@ -106,7 +106,7 @@ def payload_layout(
         ranges: number of equal ranges that the tensor is split into, 1 to 2**31 - 1.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
     >>> payload_layout(1_000_000, 6_250, torch.bfloat16)
     PayloadLayout(nbytes=25344, starts=64, positions=320, values=12832)
@@ -130,7 +130,7 @@ def quantized_payload_bytes(numel: int, format: str, ranges: int = 1) -> int:
         ranges: number of equal ranges that the tensor is split into, 1 to 2**31 - 1.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
     >>> quantized_payload_bytes(1_000_000, "int4")
     531552
@@ -150,7 +150,7 @@ def quantized_row_bytes(format: str) -> int:
 def payload_info(payload: torch.Tensor) -> PayloadInfo:
     """Return the contents of the header of one payload, uint8 [nbytes].
 
-    Copies 64 bytes to the host and synchronizes. Not for CUDA graphs or torch.compile.
+    Copies 64 bytes to the host, so CUDA graphs and torch.compile do not support it.
 
     Raises:
         ValueError, TypeError: `payload` is not a payload of this library.

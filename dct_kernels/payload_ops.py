@@ -51,7 +51,7 @@ def sample_threshold(
         float32 [R]. NaN ranks as infinity. The threshold of an empty range is +inf.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
     Source: DCT (arXiv 2010.08899) sets a threshold once in thousands of steps. Sampling is from DGC
     (arXiv 1712.01887). The stratified hash is ours.
@@ -107,7 +107,7 @@ def mask_pack(
         inv_scale: float32, one element, or None.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
     Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
 
@@ -147,7 +147,7 @@ def scatter_unpack(
     scale: float = 1.0,
     out_scale: Tensor | None = None,
 ) -> Tensor:
-    """Sum the sparse payloads of P ranks in rank order, with equal bits on every rank.
+    """Sum the sparse payloads of P ranks into a tensor. Every rank computes the same bits.
 
     out[i] = +0.0 + factor * sum, rounded once to the dtype of `out`. The sum is in float32, over
     ranks in order from +0.0, and factor = float32(scale) * out_scale. If a header has both flags,
@@ -168,7 +168,7 @@ def scatter_unpack(
         the count) and 4 (positions not ascending or outside their block).
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
     Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
 
@@ -216,7 +216,7 @@ def quantize_pack(
         inv_scale: float32, one element, or None.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
     Source: error feedback as in 1-bit SGD (Interspeech 2014) and EF-SGD (arXiv 1901.09847). The
     formats are ours.
@@ -247,7 +247,7 @@ def quantize_pack(
 def dequantize_sum(
     payloads: Tensor, out: Tensor, format: str, scale: float = 1.0, out_scale: Tensor | None = None
 ) -> Tensor:
-    """Sum the dense payloads of P ranks, in rank order, with equal bits on every rank.
+    """Sum the dense payloads of P ranks into a tensor. Every rank computes the same bits.
 
     out[i] = factor * sum, rounded once to the dtype of `out`. The sum is in float32, over ranks in
     order from +0.0, and factor = float32(scale) * out_scale. Payloads are not trusted: a payload
@@ -265,9 +265,9 @@ def dequantize_sum(
         status int32 [P]: 0, or 1 if a header is invalid.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: that of `quantize_pack`.
+    Source: see `quantize_pack`.
 
     >>> payload = torch.zeros(1, quantized_payload_bytes(4, "int8"), dtype=torch.uint8)
     >>> dequantize_sum(payload, torch.empty(4), "int8")  # zeros are no header
@@ -302,9 +302,9 @@ def dequantize_sum_pack(
         status int32 [P], as in `dequantize_sum`.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: that of `quantize_pack`.
+    Source: see `quantize_pack`.
 
     >>> payloads = torch.zeros(1, quantized_payload_bytes(4, "int8"), dtype=torch.uint8)
     >>> dequantize_sum_pack(payloads, torch.zeros(4), torch.empty_like(payloads[0]), "int8")

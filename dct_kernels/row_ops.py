@@ -38,7 +38,7 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
         uint16 columns (d <= 65,536). On a tie, the first of these. It depends on (d, k) only.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
     Source: DCT (arXiv 2010.08899), model-parallel part. Exact top-k per row is our reconstruction.
 
@@ -70,7 +70,7 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
         [B, k] of value_dtype.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
     Source: DCT (arXiv 2010.08899), model-parallel part: one mask for both directions.
 
@@ -103,7 +103,7 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
         [B, width] of dtype.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
     Source: DCT (arXiv 2010.08899), model-parallel part.
 
@@ -146,7 +146,7 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
         uint8 [B, w], w = dct_kernels.row_layout.row_bytes(d, format).
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
     Source: row-wise quantized exchange is from FBGEMM, ternary from TWN (arXiv 1605.04711), and
     sign from signSGD with a scale (arXiv 1901.09847). The bfloat16 scale and the order-free sums
@@ -181,9 +181,9 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
         [B, width] of dtype.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: that of `row_quantize`.
+    Source: see `row_quantize`.
 
     >>> row_dequantize(torch.tensor([[224, 113, 128, 63]], dtype=torch.uint8), 4, "int4",
     ...                torch.float32)

@@ -109,7 +109,7 @@ def _add(
     capacity: int,
     value_dtype: torch.dtype,
 ) -> int:
-    """Validate one payload, add its valid blocks to `total` [numel of the range], return status."""
+    """Validate one payload, add its valid blocks to `total`, and return its status."""
     numel = total.numel()
     raw = bytes(row[: layout.HEADER_BYTES].tolist())
     magic, version, code, flags, *sizes, count, reserved = layout.HEADER.unpack(raw)

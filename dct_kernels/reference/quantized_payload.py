@@ -53,7 +53,7 @@ def dequantize_sum_pack(
 
 
 def _pack(acc: Tensor, residual: Tensor | None, payload: Tensor, format: str) -> None:
-    """One range: its payload, and what is left as the new residual."""
+    """Write the payload of one range and, if there is one, its new residual."""
     numel = acc.numel()
     blocks = torch.nn.functional.pad(acc, (0, -numel % layout.ROW)).view(-1, layout.SCALED)
     if format in layout.UNSCALED:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ._numeric import round_saturating
 
-ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: the low bits of a sum are an integer
+ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23, to round to an integer in the low bits
 UNIT_BITS = tl.constexpr(22)  # bits of the largest magnitude, in the units of sums
 SMALLEST_NORMAL = tl.constexpr(0x0080)  # bfloat16
 

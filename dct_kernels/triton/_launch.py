@@ -9,7 +9,7 @@ import triton.language as tl
 
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# With TRITON_INTERPRET=1, kernels run on CPU tensors, one program after the other.
+# With TRITON_INTERPRET=1, kernels run on the CPU, one program after the other, without a GPU.
 INTERPRETED = triton.knobs.runtime.interpret
 
 

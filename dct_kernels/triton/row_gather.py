@@ -57,7 +57,7 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
         kernel, tiles = _bitmap_kernel, _rows.tiles(width)
         constants = {"BLOCK": tiles.block, "TILES": tiles.count}
     else:
-        # Few rows also in the interpreter, which runs a scan element by element.
+        # Few rows also in the interpreter, because it runs a scan element by element.
         kernel, tiles = _list_kernel, _rows.tiles(k, _rows.WARP_ELEMENTS)
         constants = {"SLOTS": tiles.block, "COLUMN_BYTES": column_bytes}
     launch(

@@ -19,7 +19,7 @@ from ._numeric import FLOAT32_INFINITY, FLOAT32_NAN, to_float
 
 @triton.jit
 def _load(x, row, rows, place, width, EACH: tl.constexpr, PLACES: tl.constexpr):
-    """The elements at these places in float32, or 0 if a place is empty, and which are not."""
+    """The elements at these places in float32, 0 at empty places, and the mask of the others."""
     if EACH == PLACES:
         inside = (row < rows) & (place < width)
         column = place

@@ -20,7 +20,7 @@ from ._launch import INTERPRETED, TL_DTYPES, launch
 from ._numeric import round_to, to_float
 from ._payload import BLOCK, FLAG_NON_FINITE, FLAG_OVERFLOW, HEADER_BYTES, range_numel
 
-# Entries and elements that a program reads together. In the interpreter, programs take the time.
+# Entries and elements that a program reads together. The interpreter is faster with more.
 ENTRIES = layout.BLOCK if INTERPRETED else 1024
 ELEMENTS = layout.BLOCK if INTERPRETED else 4096
 

@@ -11,7 +11,7 @@
 
 namespace dct::cuda {
 
-// The old residual of a row, which entries that are not sent keep.
+// The old residual of a row. Entries that are not sent keep it.
 struct OldResidual {
   const float* row;  // or null
   int length;

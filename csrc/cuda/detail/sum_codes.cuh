@@ -31,13 +31,13 @@ __device__ void take_sums(const float4* staging, RowEntries& x) {
 }
 
 // Sums of kRows rows, which a warp holds in registers. Members:
-//   Loaded           what a lane loads of a payload's rows
+//   Loaded           the data that a lane loads of a payload's rows
 //   kInFlight        payloads loaded before the first is added
 //   kStagedRow       vectors of shared memory per row, through which sums move to other lanes
-//   load(row, rows)  loads those that there are
+//   load(row, rows)  loads the first `rows` of the kRows rows
 //   add(loaded, used, staging)  adds payloads in order: payload k if bit k of `used` is set
-//   stage(staging)   moves sums to where take() finds them
-//   take(staging, x) the sums of a row, by vectors of the row
+//   stage(staging)   moves the sums to the staging memory
+//   take(staging, x) reads the sums of a row, as vectors of the row
 // The primary template handles one row: the codes of float32, bfloat16, int8 and int4 are 8 to 1
 // vectors of 16 bytes per lane. sum_trits.cuh has the specialization for ternary.
 template <PayloadFormat kFormat>
