@@ -88,9 +88,9 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
     try:
         built_with, schemas = _built_with(file)
         if schemas != schemas_digest() and built_with != "unknown":  # it would read wrong arguments
-            return f"{file.name} was compiled for other schemas of the ops: build it again"
+            return f"{file.name} was compiled for other schemas of the ops: rebuild it"
         if backend == "cuda" and not _is_for_cuda(file, cuda):
-            return f"{file.name} is for another CUDA version than torch's ({cuda})"
+            return f"{file.name} was built for another CUDA version than this torch ({cuda})"
         torch.ops.load_library(file)
     except OSError as error:  # for example built with another torch or libstdc++
         return f"{file.name}, built with torch {built_with}, does not load: {error}"

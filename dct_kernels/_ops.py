@@ -92,10 +92,10 @@ class _RowOp(_torch.SingleLevelFunction):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
         ops = torch.ops.dct
-        back = ops.row_gather if ctx.op is ops.row_unpack.default else ops.row_unpack
+        gradient_op = ops.row_gather if ctx.op is ops.row_unpack.default else ops.row_unpack
         # The incoming gradient may be an expanded view, but the ops take contiguous tensors.
-        moved = back.default(grad.contiguous(), positions, ctx.size, ctx.dtype)
-        return None, None, moved, None, None, None
+        result = gradient_op.default(grad.contiguous(), positions, ctx.size, ctx.dtype)
+        return None, None, result, None, None, None
 
 
 def _differentiate(op: Op) -> None:

@@ -150,7 +150,7 @@ def quantized_row_bytes(format: str) -> int:
 def payload_info(payload: torch.Tensor) -> PayloadInfo:
     """Return the contents of the header of one payload, uint8 [nbytes].
 
-    Copies 64 bytes to the host, so CUDA graphs and torch.compile do not support it.
+    Copies 64 bytes to the host and synchronizes. It cannot run in CUDA graphs or torch.compile.
 
     Raises:
         ValueError, TypeError: `payload` is not a payload of this library.

@@ -95,13 +95,13 @@ DCT_HOST_DEVICE inline PayloadHeader quantized_header(int64_t numel, PayloadForm
 // Validates an untrusted header against its range.
 DCT_HOST_DEVICE inline bool quantized_header_ok(const PayloadHeader& header, int64_t numel,
                                                 PayloadFormat format) {
-  const PayloadHeader right = quantized_header(numel, format, false);
+  const PayloadHeader expected = quantized_header(numel, format, false);
   uint64_t reserved = 0;
   for (uint64_t word : header.reserved) reserved |= word;
-  return header.magic == right.magic && header.version == right.version &&
-         header.value_dtype == right.value_dtype && (header.flags & ~kFlagNonFinite) == 0 &&
-         header.numel == right.numel && header.capacity == right.capacity &&
-         header.count == right.count && reserved == 0;
+  return header.magic == expected.magic && header.version == expected.version &&
+         header.value_dtype == expected.value_dtype && (header.flags & ~kFlagNonFinite) == 0 &&
+         header.numel == expected.numel && header.capacity == expected.capacity &&
+         header.count == expected.count && reserved == 0;
 }
 
 }  // namespace dct

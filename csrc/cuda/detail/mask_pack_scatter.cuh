@@ -33,7 +33,7 @@ __device__ inline Word sum_totals(const uint32_t* totals, unsigned begin, unsign
 }
 
 // Restores the residual of an entry that does not fit. A non-finite sum left it unchanged.
-__device__ inline void give_back(float& residual, uint32_t bits, DType value_dtype) {
+__device__ inline void restore_residual(float& residual, uint32_t bits, DType value_dtype) {
   if (!is_finite(payload_value(bits, value_dtype))) return;
   residual = restore(residual, bits, value_dtype);
 }
@@ -73,7 +73,7 @@ __device__ inline void copy_slots(const MaskPackArgs& args, const Staging& stagi
       if (at[a] < output.capacity) {
         output.put(at[a], position[a], bits[a]);
       } else {
-        give_back(residual[position[a]], bits[a], args.value_dtype);
+        restore_residual(residual[position[a]], bits[a], args.value_dtype);
       }
     }
   }

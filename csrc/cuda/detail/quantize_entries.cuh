@@ -195,13 +195,13 @@ __device__ bool quantize_groups(RowEntries& x, const OldResidual& old, uint8_t* 
     const float mean = mean_of_kept(x, units_of(top).inverse_unit, bound);
     group = RowQuantizer(kRowFormat, top, mean, bound);
   }
-  const bool some = sent && group.usable;  // or all codes are 0
-  const float scale = some ? to_float(group.scale) : 0.0f;
-  const uint16_t travels = sent ? group.scale.bits : kNanScale.bits;
+  const bool has_codes = sent && group.usable;  // or all codes are 0
+  const float scale = has_codes ? to_float(group.scale) : 0.0f;
+  const uint16_t scale_bits = sent ? group.scale.bits : kNanScale.bits;
   uint8_t* const scales = (kTernary ? staged : out) + row_code_bytes(kFormat);
-  if (lane_index() % 2 == 0) reinterpret_cast<uint16_t*>(scales)[group_of_lane()] = travels;
+  if (lane_index() % 2 == 0) reinterpret_cast<uint16_t*>(scales)[group_of_lane()] = scale_bits;
   if constexpr (kTernary) {
-    const float bound = some ? group.bound : bits_to_float(kFloat32Infinity);
+    const float bound = has_codes ? group.bound : bits_to_float(kFloat32Infinity);
     stage_ternary(x, group.factor, bound, scale, staged);
     __syncwarp();
     for (int i = lane_index() * 16; i < row_bytes(kFormat); i += kWarpSize * 16) {
@@ -209,7 +209,7 @@ __device__ bool quantize_groups(RowEntries& x, const OldResidual& old, uint8_t* 
     }
     __syncwarp();
   } else {
-    store_integers<kFormat>(x, some ? group.factor : 0.0f, scale, out);
+    store_integers<kFormat>(x, has_codes ? group.factor : 0.0f, scale, out);
   }
   return lost;
 }
