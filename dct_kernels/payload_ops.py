@@ -31,7 +31,7 @@ def sample_threshold(
     seed: int = 0,
     inv_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return, for each range, the magnitude that a fraction `density` of its entries reaches.
+    """Return, per range, the magnitude that a fraction `density` of its entries reaches.
 
     The magnitudes are |residual + grad * inv_scale|. For a range of n <= `max_samples` elements the
     result is exact: the k-th largest magnitude, k = clamp(ceil(density * n), 1, n). A longer range
@@ -286,7 +286,7 @@ def dequantize_sum(
 def dequantize_sum_pack(
     payloads: Tensor, residual: Tensor, payload: Tensor, format: str, scale: float = 1.0
 ) -> Tensor:
-    """Sum the dense payloads of P ranks and pack the sum: the owner's part of a reduce-scatter.
+    """Sum the dense payloads of P ranks and pack the sum, for a reduce-scatter.
 
     The result is bitwise equal to `dequantize_sum` and then `quantize_pack`, but the float32 sum is
     not written to memory. Mutates `residual` and `payload`.

@@ -22,7 +22,7 @@ from .checks import FLOATS, UINT8
     differentiable=True,
 )
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the k entries of largest magnitude of each row, with positions. Differentiable in x.
+    """Return the k largest entries by magnitude of each row. Differentiable in x.
 
     The result has exactly k entries per row, in column order. On ties the lower column wins, and
     NaN ranks as infinity. The gradient is `row_unpack` at the same positions.
@@ -54,7 +54,7 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
     differentiable=True,
 )
 def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
-    """Return the entries of x at the positions of an earlier `row_pack`, for a backward pass.
+    """Return the entries of x at the positions of an earlier `row_pack`.
 
     Positions are not trusted. A column is accepted if it is < d and above all columns accepted
     before it in its row. Other columns gather 0, and bits past the k-th are ignored. The gradient
@@ -88,7 +88,7 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
     differentiable=True,
 )
 def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Scatter packed rows to their columns, with zeros elsewhere. Differentiable in values.
+    """Scatter packed rows to their columns, zeros elsewhere. Differentiable in values.
 
     Positions are not trusted, as in `row_gather`: a column that is not accepted is skipped. The
     gradient is `row_gather` at the same positions.
@@ -166,9 +166,10 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
     lambda rows, width, format, dtype: rows.new_empty(rows.shape[0], width, dtype=dtype),
 )
 def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
-    """Decode the rows of `row_quantize`: code times scale, rounded once. Not differentiable.
+    """Dequantize the rows of `row_quantize`. Not differentiable.
 
-    Rows are not trusted: all bytes decode to some value (docs/reference/ops.md).
+    An entry is its code times the scale, rounded once. Rows are not trusted: all bytes decode to
+    some value (docs/reference/ops.md).
 
     Args:
         rows: uint8 [B, w] for this width and format, at any address.
