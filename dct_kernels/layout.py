@@ -27,7 +27,7 @@ FLAG_OVERFLOW = 1
 FLAG_NON_FINITE = 2
 VALUE_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
-FLAGS_BYTE = 7  # of the flags in the header
+FLAGS_BYTE = 7  # offset of the flags in the header
 HEADER = struct.Struct("<IHBBQII40s")  # magic, version, value dtype, flags, numel, capacity, count
 
 # Dense payloads. Versions 2 and 3 are no longer supported.

@@ -22,7 +22,7 @@ from .checks import FLOATS, UINT8
     differentiable=True,
 )
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the k largest entries by magnitude of each row. Differentiable in x.
+    """Return the k entries of largest magnitude per row. Differentiable in x.
 
     The result has exactly k entries per row, in column order. On ties the lower column wins, and
     NaN ranks as infinity. The gradient is `row_unpack` at the same positions.

@@ -89,7 +89,7 @@ DCT_HOST_DEVICE inline float to_float(BFloat16 x) { return bits_to_float(uint32_
 
 DCT_HOST_DEVICE inline float to_float(Float16 x) {
   const uint32_t sign = (x.bits & 0x8000u) << 16;
-  const uint32_t shifted = (x.bits & 0x7fffu) << 13;  // exponent, mantissa where float32 has them
+  const uint32_t shifted = (x.bits & 0x7fffu) << 13;  // exponent and mantissa of a float32
   const uint32_t exponent = shifted & 0x0f800000u;
   const uint32_t normal = shifted + (112u << 23);  // 112 = 127 - 15, the difference of the biases
   const uint32_t special = shifted + (224u << 23);

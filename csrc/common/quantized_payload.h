@@ -41,7 +41,7 @@ decltype(auto) dispatch(PayloadFormat format, Function&& function) {
 constexpr uint16_t kQuantizedVersion = 4;
 constexpr int64_t kRow = 1024;               // elements; a block consists of whole rows
 constexpr int64_t kScaled = 64;              // elements that share a scale
-constexpr int64_t kScales = kRow / kScaled;  // of a row
+constexpr int64_t kScales = kRow / kScaled;  // per row
 
 DCT_HOST_DEVICE constexpr bool has_scales(PayloadFormat format) {
   return format != PayloadFormat::kFloat32 && format != PayloadFormat::kBFloat16;

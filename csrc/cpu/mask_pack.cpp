@@ -46,8 +46,8 @@ int64_t mask_strip(float* residual, const Grad* grad, int64_t n, float inv_scale
   return count;
 }
 
-// Whole blocks of one range, packed by one task. Entries beyond `room` cannot fit the payload, even
-// if no entry precedes the chunk.
+// Whole blocks of one range, packed by one task. Entries beyond `capacity` cannot fit the payload,
+// even if the chunk is its first.
 template <typename Value>
 struct Chunk {
   int64_t range;
@@ -55,14 +55,14 @@ struct Chunk {
   uint32_t* starts;     // of this chunk's blocks; relative to the chunk until finish()
   uint16_t* positions;  // of the entries, in the payload or in scratch memory
   Value* values;
-  int64_t room;
+  int64_t capacity;
   std::unique_ptr<uint16_t[]> scratch_positions;
   std::unique_ptr<Value[]> scratch_values;
   int64_t passed = 0;
   int64_t before = 0;  // entries that passed in earlier chunks of the range
   bool non_finite = false;
 
-  int64_t stored() const { return std::min(passed, room); }
+  int64_t stored() const { return std::min(passed, capacity); }
 };
 
 template <typename Grad, typename Value>
@@ -115,11 +115,11 @@ class Packer {
         chunk.starts = starts(r) + span.begin;
         chunk.positions = positions(r);
         chunk.values = values(r);
-        chunk.room = std::min(chunk.end - chunk.begin, args_.capacity);
+        chunk.capacity = std::min(chunk.end - chunk.begin, args_.capacity);
         if (part > 0) {
           // Uninitialized, so pages that hold no entry are never touched.
-          chunk.scratch_positions.reset(new uint16_t[chunk.room]);
-          chunk.scratch_values.reset(new Value[chunk.room]);
+          chunk.scratch_positions.reset(new uint16_t[chunk.capacity]);
+          chunk.scratch_values.reset(new Value[chunk.capacity]);
           chunk.positions = chunk.scratch_positions.get();
           chunk.values = chunk.scratch_values.get();
         }
@@ -147,7 +147,7 @@ class Packer {
     const bool finite = is_finite(acc);
     // An overflowed step must not destroy the residual.
     float left = finite ? acc : finite_or_zero(old);
-    if (chunk.passed < chunk.room) {
+    if (chunk.passed < chunk.capacity) {
       const Value value = round_saturating<Value>(acc);
       chunk.positions[chunk.passed] = static_cast<uint16_t>(i % kBlock);
       chunk.values[chunk.passed] = value;

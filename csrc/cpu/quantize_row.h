@@ -18,7 +18,7 @@ namespace dct::cpu {
 // Working memory for one row.
 struct alignas(64) RowScratch {
   float acc[kRow];
-  float residual[kRow];  // if the row is not whole, or there is no residual
+  float residual[kRow];  // used if the row is not whole, or there is no residual
   float old[kRow];       // the old residual, if some of it must be kept
   int32_t top[kScales];  // keys of the largest magnitude per group
   float scale[kScales], inverse[kScales];

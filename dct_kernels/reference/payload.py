@@ -147,9 +147,9 @@ def _add(
     ascending[1:] = (position[1:] > position[:-1]) | (owner[1:] != owner[:-1])
     bad_positions[owner[~ascending | (position >= length[owner])]] = True
 
-    sound = ~bad_positions[owner]
-    index = owner[sound] * layout.BLOCK + position[sound]
-    values = _section(row, offsets.values, count, value_dtype)[entry[sound]]
+    valid = ~bad_positions[owner]
+    index = owner[valid] * layout.BLOCK + position[valid]
+    values = _section(row, offsets.values, count, value_dtype)[entry[valid]]
     total[index] = total[index] + values.to(torch.float32)
     if flags & lost == lost:
         total[0] = torch.nan

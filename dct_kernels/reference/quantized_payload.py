@@ -9,7 +9,7 @@ from .rounding import round_to
 from .thresholds import scaled
 
 _SCALES = layout.ROW // layout.SCALED  # per row
-_MOST = 2**32 - 1  # of the capacity and the count in the header
+_MOST = 2**32 - 1  # the largest capacity and count in a header
 
 
 def quantize_pack(

@@ -11,7 +11,7 @@ import triton.language as tl
 from ..row_layout import Encoding
 from ._launch import INTERPRETED
 
-# The constant of a kernel for each encoding: the bytes of one column, or 0 for a bitmap.
+# The constant COLUMN_BYTES of kernels, per encoding: the bytes of a column, or 0 for a bitmap.
 COLUMN_BYTES = {Encoding.BITMAP: 0, Encoding.UINT8: 1, Encoding.UINT16: 2}
 
 WIDEST = 4096  # columns that a program holds together; wider rows are read tile by tile

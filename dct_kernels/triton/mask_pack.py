@@ -125,7 +125,7 @@ def _pack_kernel(
     word = tl.load(words + tl.program_id(0))
     non_finite = (word & 1) != 0
     written = tl.minimum(word >> 1, capacity)
-    room = tl.minimum(capacity - written, TILE).to(tl.int32)
+    remaining = tl.minimum(capacity - written, TILE).to(tl.int32)
     message = payload + range_index * nbytes
     positions = (message + positions_at).to(tl.pointer_type(tl.uint16)) + written
     values = (message + values_at).to(tl.pointer_type(VALUE)) + written
@@ -144,7 +144,7 @@ def _pack_kernel(
         acc = old
         if non_finite:  # the mark kernel did not change the kept entries
             acc = add_gradient(old, grad, inv_scale, i, kept)
-        packed = kept & (entry < room)
+        packed = kept & (entry < remaining)
         value = round_saturating(acc, VALUE)
         tl.store(positions + entry, (begin % BLOCK + offset).to(tl.uint16), mask=packed)
         tl.store(values + entry, value, mask=packed)

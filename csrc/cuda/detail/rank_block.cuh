@@ -16,8 +16,8 @@ struct Policy {
       8 * kCacheLine;  // bytes of a rank's positions and of its values
 };
 
-// The split of a payload block among thread blocks, which hold the sums of their part in shared
-// memory, and among their warps.
+// The split of a payload block among thread blocks and their warps. A thread block holds the sums
+// of its part in shared memory.
 template <int kWarpsOfBlock, int kPartsOfBlock, int kMinBlocksOfShape>
 struct Shape {
   static constexpr int kWarps = kWarpsOfBlock, kParts = kPartsOfBlock;

@@ -43,7 +43,7 @@ __device__ void take_sums(const float4* staging, RowEntries& x) {
 template <PayloadFormat kFormat>
 struct RowSums {
   static constexpr int kRows = 1;
-  static constexpr float kNeverOverflows = 0x1p120f;  // a code times a scale below this
+  static constexpr float kNeverOverflows = 0x1p120f;  // codes times smaller scales are finite
   static constexpr int kLoads = row_code_bytes(kFormat) / (16 * kWarpSize);
   static constexpr int kEach = kRow / kWarpSize / kLoads;        // entries per load
   static constexpr int kInFlight = kLoads > 1 ? 8 / kLoads : 4;  // payloads
@@ -119,7 +119,7 @@ struct RowSums {
     } else if constexpr (kFormat == PayloadFormat::kInt8) {
       return __fsub_rn(unit_float(e, word ^ 0x80808080), kUnit + 128.0f);
     } else {
-      const uint32_t offset = word ^ 0x88888888;  // by 8
+      const uint32_t offset = word ^ 0x88888888;  // codes + 8
       const uint32_t nibbles = (e % 2 == 0 ? offset : offset >> 4) & 0x0f0f0f0f;
       return __fsub_rn(unit_float(e / 2, nibbles), kUnit + 8.0f);
     }

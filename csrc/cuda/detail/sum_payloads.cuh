@@ -21,7 +21,7 @@ struct RankPayloads {
 
 struct SumShared {
   RangeTiles::Tile block;
-  bool sound[kThreads];  // whether the header is valid, for the ranks checked together
+  bool valid[kThreads];  // whether the header is valid, for the ranks checked together
 };
 
 // Staging vectors of one warp, in dynamic shared memory.
@@ -52,9 +52,9 @@ __device__ void check_headers(const RankPayloads& payloads, int64_t begin, int c
   PayloadHeader header;
   static_assert(sizeof(header) == sizeof(read));
   memcpy(&header, read, sizeof(header));
-  shared.sound[index] = quantized_header_ok(header, block.range_numel, kFormat);
+  shared.valid[index] = quantized_header_ok(header, block.range_numel, kFormat);
   // Reported once per range, although all its blocks detect it.
-  if (!shared.sound[index] && block.index == 0) atomicOr(&payloads.status[rank], kStatusHeader);
+  if (!shared.valid[index] && block.index == 0) atomicOr(&payloads.status[rank], kStatusHeader);
 }
 
 // Prefetches the block's rows of the first ranks into the L2 cache. By a block.
@@ -77,7 +77,7 @@ __device__ void prefetch_rows(const RankPayloads& payloads, const RangeTiles::Ti
 // Loads kInFlight of them before it uses the first. By a warp.
 template <PayloadFormat kFormat>
 __device__ void add_ranks(const uint8_t* row, int64_t stride, int count, int rows,
-                          const bool* sound, float4* staging, RowSums<kFormat>& sums) {
+                          const bool* valid, float4* staging, RowSums<kFormat>& sums) {
   constexpr int kInFlight = RowSums<kFormat>::kInFlight;
 #pragma unroll 1
   for (int p = 0; p < count; p += kInFlight, row += kInFlight * stride) {
@@ -85,7 +85,7 @@ __device__ void add_ranks(const uint8_t* row, int64_t stride, int count, int row
     uint32_t used = 0;
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
-      if (p + k >= count || !sound[p + k]) continue;
+      if (p + k >= count || !valid[p + k]) continue;
       loaded[k] = RowSums<kFormat>::load(row + k * stride, rows);
       used |= 1u << k;
     }
@@ -123,7 +123,7 @@ __device__ void sum_rows(const RankPayloads& payloads, const RangeTiles& blocks,
       const uint8_t* row =
           payloads.data + (begin * payloads.ranges + block.range) * payloads.nbytes +
           sizeof(PayloadHeader) + (int64_t{block.index} * kBlockRows + first) * row_bytes(kFormat);
-      add_ranks(row, payloads.ranges * payloads.nbytes, count, rows, shared.sound, staging, sums);
+      add_ranks(row, payloads.ranges * payloads.nbytes, count, rows, shared.valid, staging, sums);
     }
     if (rows > 0) sums.stage(staging);
 #pragma unroll 1
