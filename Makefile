@@ -28,7 +28,7 @@ help:
 	@echo "make recipes    test examples/recipes with the current Lightning, Accelerate and HF Trainer"
 	@echo "make torchrec   test the adapters for TorchRec"
 	@echo "make wheel      build and audit one wheel with CPU and CUDA kernels (needs nvcc)"
-	@echo "make cuda       build and inspect the CUDA kernels, run them on the CPU and count (needs nvcc, no GPU)"
+	@echo "make cuda       build and inspect the CUDA kernels, run them on the CPU and count their work (needs nvcc, no GPU)"
 	@echo "make aot        compile and inspect the Triton kernels (no GPU)"
 	@echo "make triton     test the Triton kernels with every supported Triton (no GPU)"
 	@echo "make arm        run the native tests on an emulated Arm processor (needs a cross compiler and qemu)"
