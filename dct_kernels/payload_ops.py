@@ -195,7 +195,7 @@ def quantize_pack(
     """Error feedback and quantization of all entries, in one pass over memory.
 
     acc = residual + grad * inv_scale, or grad * inv_scale without a residual. The payload holds all
-    entries, and the residual becomes acc - value. value + residual == acc exactly, except that
+    entries, and the residual becomes acc - value. So value + residual == acc exactly, except that
     "ternary" rounds the residual once. Mutates `residual` and `payload`.
 
     Formats, with bits per entry: "float32" 32 (the residual becomes 0), "bfloat16" 16 (rounded to
