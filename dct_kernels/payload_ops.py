@@ -109,7 +109,7 @@ def mask_pack(
     Raises:
         ValueError, TypeError: an argument is invalid.
 
-    Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
+    Source: DCT (arXiv 2010.08899), data-parallel part. The payload format is ours.
 
     >>> residual, grad = torch.zeros(4), torch.tensor([0.1, -3.0, 0.2, 5.0])
     >>> layout = payload_layout(4, capacity=2, value_dtype=torch.float32)
@@ -170,7 +170,7 @@ def scatter_unpack(
     Raises:
         ValueError, TypeError: an argument is invalid.
 
-    Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
+    Source: DCT (arXiv 2010.08899), data-parallel part. The payload format is ours.
 
     >>> payload = torch.zeros(1, payload_layout(4, 2, torch.float32).nbytes, dtype=torch.uint8)
     >>> scatter_unpack(payload, torch.empty(4), 2, torch.float32)  # zeros are no header
