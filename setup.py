@@ -1,12 +1,12 @@
-"""Builds dct_kernels/_C.abi3.so against the stable ABI of the installed torch. A build with CUDA
-kernels adds dct_kernels/_cuda.abi3.so, which only a CUDA torch loads.
+"""Builds dct_kernels/_C.abi3.so against the stable ABI of the installed torch. With CUDA kernels it
+also builds dct_kernels/_cuda.abi3.so, which only a CUDA build of torch loads.
 
-    pip install --no-build-isolation .    CPU kernels, and CUDA's with a CUDA torch and nvcc
-    DCT_CUDA=0 or 1                       never build CUDA kernels, or stop if it cannot be done
-    DCT_BUILD=0                           pure Python, for correctness only: no compiler, no torch
-    DCT_DEBUG=1                           -O0 -g
-    DCT_SANITIZE=address,undefined        instrumented; runs under LD_PRELOAD of the runtimes
-    TORCH_CUDA_ARCH_LIST="9.0"            CUDA architectures; default 8.0;9.0;10.0+PTX
+    pip install --no-build-isolation .    CPU kernels, and CUDA kernels with a CUDA torch and nvcc
+    DCT_CUDA=0 or 1                       never build CUDA kernels, or fail if they cannot be built
+    DCT_BUILD=0                           pure Python, without compiler and torch; correct but slow
+    DCT_DEBUG=1                           compile with -O0 -g
+    DCT_SANITIZE=address,undefined        sanitizers; LD_PRELOAD their runtimes to run it
+    TORCH_CUDA_ARCH_LIST="9.0"            CUDA architectures; the default is 8.0;9.0;10.0+PTX
 """
 
 import importlib.metadata
@@ -32,7 +32,7 @@ def stop(text: str) -> NoReturn:
 
 
 def flag(name: str) -> bool | None:
-    """The value of an environment variable, or None if it is not set."""
+    """The value of an environment variable as a bool, or None if it is not set."""
     value = os.environ.get(name)
     if value not in (None, "0", "1"):
         stop(f"{name} must be 0 or 1, got {value!r}")
@@ -40,12 +40,12 @@ def flag(name: str) -> bool | None:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The major and the minor number."""
+    """The major and the minor version number."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def require(requirement: str, advice: str) -> None:
-    """Check an installed package, because without build isolation pip does not."""
+    """Check an installed package. Without build isolation, pip does not check it."""
     package, _, oldest = requirement.partition(">=")
     try:
         found = importlib.metadata.version(package)
@@ -94,7 +94,7 @@ def find_cuda(version: str | None) -> bool:
 
 
 def sources_of(library: str) -> list[str]:
-    """Of `_C` or `_cuda`: its kernels, and the bindings, which are compiled for each."""
+    """Return the kernels of `_C` or `_cuda`, and the bindings, which both libraries compile."""
     other = "csrc/cuda/" if library == "_C" else "csrc/cpu/"
     listed = (ROOT / "csrc/sources.txt").read_text().split()
     return [source for source in listed if not source.startswith(other)]
@@ -112,11 +112,11 @@ def extensions() -> dict:
     common = [target, "-std=c++17", *(["-O0", "-g"] if flag("DCT_DEBUG") else ["-O3"])]
     nvcc = [*common, "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
     cxx = ["-g0", *common, "-Wall", "-Wextra", "-fvisibility=hidden"]
-    # Equal bits on every backend: no fused multiply-add. No exceptions are trapped, so that loops
-    # with a choice become vector code on AVX2; values do not change.
+    # Without fused multiply-add, because all backends must return equal bits. Without trapping
+    # math, so that the compiler vectorizes loops with conditions on AVX2. This changes no value.
     cxx += ["-ffp-contract=off", "-fno-trapping-math"]
     cxx += [f"-isystem{path}" for path in include_paths()]  # no warnings from torch's headers
-    # Error messages contain no folder of this machine. The compiler resolves links to headers.
+    # Keep local folders out of error messages. The compiler resolves symbolic links to headers.
     headers = Path(torch.__file__).parent
     cxx += [f"-ffile-prefix-map={path}/=" for path in (ROOT, headers, headers.resolve())]
     sanitize = [f"-fsanitize={names}" for names in os.environ.get("DCT_SANITIZE", "").split()]
@@ -140,8 +140,8 @@ def extensions() -> dict:
 
 
 def link_packages() -> None:
-    """Collect all packages under python/, so that an editable install adds a folder to sys.path.
-    With an import finder, a folder dct_kernels beside the user's program would hide the package."""
+    """Link all packages into python/, so that an editable install adds that folder to sys.path.
+    With an import finder, a folder dct_kernels next to a program would hide the package."""
     link = ROOT / "python/dct_kernels"
     if not link.exists():
         link.symlink_to("../dct_kernels")
@@ -150,11 +150,11 @@ def link_packages() -> None:
 def main() -> None:
     tools = 'pip install "setuptools>=64,<82" wheel'  # torch 2.11 refuses setuptools 82
     require("setuptools>=64", tools)
-    if numbers(setuptools.__version__) < (70, 1):  # later versions make wheels without it
+    if numbers(setuptools.__version__) < (70, 1):  # later versions do not need it
         require("wheel", tools)
     link_packages()
     built = {} if flag("DCT_BUILD") is False else extensions()
-    # In pyproject.toml, setuptools before 77 want the license in a form that later ones warn of.
+    # Not in pyproject.toml, because the form that setuptools < 77 needs makes later versions warn.
     setuptools.setup(license="BSD-3-Clause", **built)
 
 

@@ -1,26 +1,28 @@
 """dct_kernels: fused kernels for Dynamic Communication Thresholding (arXiv 2010.08899).
 
-The ops live in `torch.ops.dct`; the functions here are the same ops behind argument checks that
-explain mistakes.
+The ops are in `torch.ops.dct`. The functions here call the same ops after checking the arguments,
+with clear error messages.
 
-Common to all of them
----------------------
-- Tensors are contiguous and on one device; arguments must not overlap in memory.
-- Every backend gives bitwise the same answer, run to run, whatever the number of threads.
-- No host synchronization, no data-dependent shape, current stream: safe in CUDA graphs and in
-  torch.compile(fullgraph=True). The eager backend (no compiled kernels for the device) may
-  synchronize, so on CUDA it cannot be captured.
-- The row ops are differentiable, in reverse mode. Forward mode is refused, and so are a written
-  argument that requires grad outside torch.no_grad() and torch.vmap of an op that writes.
-- Meta and fake tensors give shapes and dtypes.
-- numel 0 is legal, numel above 2**31 works, subnormals are kept, NaN and Inf are defined.
-- R ranges are equal, of whole blocks of 16,384 elements, in order; the last ones may be short or
-  empty. Each range has one threshold and one payload. `dct_kernels.layout.range_bounds` computes
-  their offsets.
-- `inv_scale` and `out_scale` are float32 tensors of one element on the device, a GradScaler's scale
-  without `.item()`.
-- Whatever tensors hold, no access is out of bounds.
-- Errors: TypeError for a wrong type or dtype, ValueError for a wrong value, worded
+Common to all ops
+-----------------
+- Tensors must be contiguous and on one device. Arguments must not overlap in memory.
+- All backends return bitwise equal results in every run, with any number of threads.
+- Ops run on the current stream, without host synchronization or data-dependent shapes. So they work
+  in CUDA graphs and in torch.compile(fullgraph=True). Only the eager backend may synchronize, so
+  CUDA graphs cannot capture it.
+- `row_pack`, `row_gather` and `row_unpack` support reverse-mode autograd. Forward mode raises an
+  error. An op that writes to an argument also raises an error in torch.vmap, and if that argument
+  requires grad outside torch.no_grad().
+- Meta and fake tensors are supported.
+- Empty tensors and tensors of more than 2**31 elements work. Subnormals are kept. The results for
+  NaN and Inf are defined.
+- A tensor may be split into R equal ranges of whole blocks of 16,384 elements. The last ranges may
+  be short or empty. Each range has one threshold and one payload. `dct_kernels.layout.range_bounds`
+  computes the offsets.
+- `inv_scale` and `out_scale` are float32 tensors of one element on the device, for example the
+  scale of a GradScaler without `.item()`.
+- No access is out of bounds, even if payloads or positions are invalid.
+- A wrong type or dtype raises TypeError, and a wrong value raises ValueError. The message is
   `dct::<op>: <argument> must be <rule>, got <value>`. Nothing is written before the checks pass.
 
 docs/reference/ops.md has the details.

@@ -1,4 +1,4 @@
-"""`python -m dct_kernels`: versions, backends found, and why the others are not there."""
+"""`python -m dct_kernels` prints versions, the available backends, and why others are missing."""
 
 import platform
 

@@ -1,8 +1,8 @@
-"""Which backends this process has, and why it lacks the others.
+"""Loads the backends, and reports which ones are available and why others are missing.
 
-`DCT_BACKEND=eager|cpp|cuda|triton` forces one: then no other replaces it, and importing fails if it
-is not there. Without it the dispatcher takes the best: compiled kernels for the devices they were
-built for, eager PyTorch for the rest.
+`DCT_BACKEND=eager|cpp|cuda|triton` selects one backend, and the import fails if that backend is not
+available. Otherwise the dispatcher uses the best one: compiled kernels on the devices they were
+built for, and eager PyTorch on other devices.
 """
 
 import importlib
@@ -22,32 +22,32 @@ from ._ops import OPS, checked, library, schemas_digest
 BACKENDS = ("eager", "cpp", "cuda", "triton")
 REQUESTED = os.environ.get("DCT_BACKEND")
 
-_COMPILED = {"CPU": "cpp", "CUDA": "cuda"}  # backends, by the dispatch keys of their kernels
+_COMPILED = {"CPU": "cpp", "CUDA": "cuda"}  # dispatch key -> backend
 _PACKAGE = Path(__file__).parent
 _FILES = {
     backend: next(_PACKAGE.glob(f"{library}.*so"), None)
     for backend, library in (("cpp", "_C"), ("cuda", "_cuda"))
 }
-_missing: dict[str, str] = {}  # backend -> why this process does not have it
+_missing: dict[str, str] = {}  # backend -> why it is not available
 
 
 def available() -> dict[str, str]:
-    """{backend: "" if it is there, else the reason why not}, in the order of `BACKENDS`."""
+    """{backend: "" if it is available, else the reason}, in the order of `BACKENDS`."""
     return {**{name: _missing.get(name, "") for name in BACKENDS}, "triton": _why_no_triton()}
 
 
 def built_with() -> dict[str, str]:
-    """{backend: torch that its library was built against}, of those that are there."""
+    """{backend: the torch version that its library was built with}, for libraries that exist."""
     return {backend: _built_with(file)[0] for backend, file in _FILES.items() if file is not None}
 
 
 def backend_of(device: torch.device | str) -> str:
-    """Which backend serves the ops for tensors on this device: "cpp", "cuda", "triton" or "eager".
+    """Return the backend for tensors on a device: "cpp", "cuda", "triton" or "eager".
 
-    The same for the life of the process. Whether the device is there is not looked at.
+    The result does not change during the process. The device need not exist.
 
     Raises:
-        ValueError: torch knows no such device.
+        ValueError: `device` is not a valid torch device.
 
     >>> backend_of("cpu")
     'cpp'
@@ -75,7 +75,7 @@ def setup() -> None:
 
 
 def _why_not_loaded(backend: str, file: Path | None) -> str:
-    """Load the library: the reason why it cannot be, or ""."""
+    """Load a library. Return the reason if it cannot be loaded, else ""."""
     if REQUESTED not in (None, *_FILES):
         return f"DCT_BACKEND={REQUESTED}"
     if file is None:
@@ -87,24 +87,24 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
     built_with = "unknown"
     try:
         built_with, schemas = _built_with(file)
-        if schemas != schemas_digest() and built_with != "unknown":  # it would misread arguments
-            return f"{file.name} was compiled for other schemas of the ops: build it again"
+        if schemas != schemas_digest() and built_with != "unknown":  # it would read wrong arguments
+            return f"{file.name} was compiled for other schemas of the ops: rebuild it"
         if backend == "cuda" and not _is_for_cuda(file, cuda):
-            return f"{file.name} is for another CUDA version than torch's ({cuda})"
+            return f"{file.name} was built for another CUDA version than this torch ({cuda})"
         torch.ops.load_library(file)
-    except OSError as error:  # a different torch or libstdc++: the eager kernels still work
+    except OSError as error:  # for example built with another torch or libstdc++
         return f"{file.name}, built with torch {built_with}, does not load: {error}"
     return ""
 
 
 def _is_for_cuda(file: Path, version: str | None) -> bool:
-    """Whether it needs the CUDA runtime of this version: a process cannot use two."""
+    """Whether the library needs this version of the CUDA runtime. A process cannot use two."""
     runtime = f"libcudart.so.{str(version).partition('.')[0]}\0"
     return runtime.encode() in file.read_bytes()
 
 
 def _built_with(file: Path) -> tuple[str, str]:
-    """The torch that it was built against and its schemas, from csrc/bindings/built_with.cpp."""
+    """The torch version and the schemas of a library, from csrc/bindings/built_with.cpp."""
     text = rb"dct_kernels built with torch ([\w.+]+)(?: for schemas (\w+))?"
     found = re.search(text, file.read_bytes())
     return (found[1].decode(), (found[2] or b"").decode()) if found else ("unknown", "")
@@ -113,12 +113,12 @@ def _built_with(file: Path) -> tuple[str, str]:
 def _why_no_extension() -> str:
     checkout = _PACKAGE.parent
     if (checkout / "setup.py").exists():
-        return f"nothing is compiled in this checkout, {checkout}: leave it, or build in place"
+        return f"nothing is compiled in this checkout, {checkout}: run elsewhere, or build in place"
     return f"nothing is compiled in {_PACKAGE}: install again without DCT_BUILD=0"
 
 
 def _register_triton() -> None:
-    """For CUDA tensors if no compiled kernel takes them; if forced and interpreted, for all."""
+    """Register Triton if it is selected, or if no compiled kernel supports CUDA tensors."""
     keys = []
     if REQUESTED == "triton" and not _why_no_triton():
         keys = ["CUDA", "CPU"] if _triton().INTERPRETED else ["CUDA"]
@@ -130,7 +130,7 @@ def _register_triton() -> None:
 
 
 def _call_triton(name: str) -> Callable[..., Any]:
-    # Triton is imported by the first call: most processes that could use it never do.
+    # The first call imports Triton, because most processes never use it.
     return lambda *args, **kwargs: checked(getattr(_triton(), name), name)(*args, **kwargs)
 
 

@@ -1,16 +1,15 @@
-"""How an op is defined: its schema, the shapes of its results, its checks and its autograd.
+"""Defines an op: its schema, the shapes of its results, its checks and its autograd.
 
-Schemas are defined in Python, so that the ops exist (and run eagerly) even where no compiled
-library could be built. Sizes are SymInt, because a plain int would make torch.compile recompile for
-every new value.
+Schemas are defined in Python, so the ops exist and run eagerly without a compiled library. Sizes
+are SymInt, because torch.compile would recompile for every new value of a plain int.
 
-Backends in Python run behind the same checks as the public functions. The compiled backends check
-again what memory safety needs, and say only a short rule (csrc/bindings/ops.cpp).
+The Python backends run after the same checks as the public functions. The compiled backends repeat
+the checks that memory safety needs, with short messages (csrc/bindings/ops.cpp).
 
-The row ops are linear once the positions are chosen, and their gradients are the row ops again:
-pack and gather go back through unpack, unpack through gather, always at the same positions. So the
-backward message is k values per row and no positions (DCT, arXiv 2010.08899: one mask, both ways).
-Quantized rows have no gradient, because their bytes are integers.
+For fixed positions the row ops are linear, and their gradients are row ops at the same positions:
+unpack for pack and gather, gather for unpack. So the message of the backward pass has k values per
+row and no positions (DCT, arXiv 2010.08899, also uses one mask in both directions). Quantized rows
+have no gradient, because their bytes are integers.
 """
 
 import functools
@@ -28,7 +27,7 @@ from ._torch import AFTER_INPLACE, BelowInplace, DispatchKeySet, Op
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Kept alive for the life of the process: a Library takes its registrations with it when collected.
+# Kept alive, because a Library that is garbage-collected removes its registrations.
 library = torch.library.Library("dct", "DEF")
 
 SCHEMAS: list[str] = []
@@ -37,14 +36,14 @@ OPS = CHECKS.keys()
 
 
 def schemas_digest() -> str:
-    """A compiled library holds the digest of the schemas that it was written for."""
+    """The digest of the schemas. A compiled library contains the digest that it was built for."""
     return f"{zlib.crc32(' '.join(SCHEMAS).encode()):08x}"
 
 
 def define(
     schema: str, fake: Callable[..., Any] = lambda *_: None, differentiable: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Define the op that the decorated function checks. The result checks and then runs it."""
+    """Define an op. The decorated function checks its arguments; the result also runs the op."""
 
     def with_check(check: Callable[P, R]) -> Callable[P, R]:
         name = check.__name__
@@ -53,7 +52,7 @@ def define(
         SCHEMAS.append(name + schema)
         CHECKS[name] = check
         torch.library.register_fake(f"dct::{name}", fake, lib=library)
-        run = getattr(torch.ops.dct, name).default  # which also makes dir(torch.ops.dct) list it
+        run = getattr(torch.ops.dct, name).default  # this also adds the op to dir(torch.ops.dct)
         (_differentiate if differentiable else _guard)(run)
 
         return checked(run, name)
@@ -62,7 +61,7 @@ def define(
 
 
 def checked(run: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`run`, but only with arguments that pass the checks of the op `name`."""
+    """Return a function that checks the arguments of the op `name` and then calls `run`."""
     check = CHECKS[name]
 
     @functools.wraps(check)
@@ -74,15 +73,15 @@ def checked(run: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class _RowOp(_torch.SingleLevelFunction):
-    """A row op whose first argument requires grad, differentiated one level.
+    """One level of autograd for a row op whose first argument requires grad.
 
-    Not torch.library.register_autograd, which torch.func refuses: the dispatcher calls the kernel
-    below once per transform.
+    torch.func does not support torch.library.register_autograd. With this class, the dispatcher
+    calls the kernel below once per transform.
     """
 
     @staticmethod
     def forward(ctx: Any, keyset: DispatchKeySet, op: Op, x: Tensor, *args: Any) -> Any:
-        # Autograd disabled grad mode; an outer transform needs it.
+        # Autograd has disabled grad mode, but an outer transform needs it.
         with torch.enable_grad(), BelowInplace():
             output = op.redispatch(keyset & AFTER_INPLACE, x, *args)
         ctx.save_for_backward(output[1] if isinstance(output, tuple) else args[0])
@@ -93,10 +92,10 @@ class _RowOp(_torch.SingleLevelFunction):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
         ops = torch.ops.dct
-        back = ops.row_gather if ctx.op is ops.row_unpack.default else ops.row_unpack
-        # An incoming gradient may be an expanded view (of a sum, say). Ops take contiguous tensors.
-        moved = back.default(grad.contiguous(), positions, ctx.size, ctx.dtype)
-        return None, None, moved, None, None, None
+        gradient_op = ops.row_gather if ctx.op is ops.row_unpack.default else ops.row_unpack
+        # The incoming gradient may be an expanded view, but the ops take contiguous tensors.
+        result = gradient_op.default(grad.contiguous(), positions, ctx.size, ctx.dtype)
+        return None, None, result, None, None, None
 
 
 def _differentiate(op: Op) -> None:
@@ -115,10 +114,10 @@ def _differentiate(op: Op) -> None:
 
 
 def _guard(op: Op) -> None:
-    """Before the kernel: refuse uses that autograd would silently get wrong, and count writes.
+    """Before the kernel, reject calls that autograd would silently get wrong, and count writes.
 
-    Torch asks a formula about forward mode only if a tensor requires grad, and it does not know
-    which arguments an op made by define + impl writes.
+    Torch checks for a forward-mode formula only if a tensor requires grad. It does not know which
+    arguments an op defined with define and impl writes to.
     """
     infos = [argument.alias_info for argument in op._schema.arguments]
     written = [i for i, info in enumerate(infos) if info is not None and info.is_write]
@@ -148,7 +147,7 @@ def _guard(op: Op) -> None:
 
 def _refuse_tangents(op: Op, args: tuple[Any, ...]) -> None:
     for index, value in enumerate(args):
-        # The tensors inside torch.func.jvp are wrapped, and do not show their tangents to an op.
+        # Inside torch.func.jvp, tensors are wrapped and hide their tangents.
         if isinstance(value, Tensor) and (
             _torch.is_wrapped(value) or forward_ad.unpack_dual(value).tangent is not None
         ):

@@ -1,6 +1,6 @@
-"""The private names of torch that this package uses. No other file here may use one.
+"""All private names of torch that this package uses. No other file of the package may use one.
 
-Tested with torch 2.11 (the oldest that is supported), 2.13.0 and 2.14.1.
+Tested with torch 2.11 (the oldest supported version), 2.13.0 and 2.14.1.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ any_requires_grad = _C._any_requires_grad
 has_kernel = _C._dispatch_has_kernel_for_dispatch_key
 increment_versions = _C._increment_version
 is_functional = _is_functional_tensor
-is_wrapped = _C._functorch.is_functorch_wrapped_tensor  # by a transform such as torch.vmap
+is_wrapped = _C._functorch.is_functorch_wrapped_tensor  # wrapped by a transform such as torch.vmap
 
 
 def redispatch_of(op: Op) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Argument checks of the ops, in one form: `dct::<op>: <arg> must be <rule>, got <value>`.
+"""Argument checks of the ops. The message is `dct::<op>: <arg> must be <rule>, got <value>`.
 
-Shared by the public functions, the backends in Python and packages that use the ops. The metadata
-checks trace under torch.compile; `memory` checks addresses, which exist only when the op runs.
+The public functions, the Python backends and packages that use the ops share these checks.
+torch.compile traces the metadata checks. `memory` needs addresses, which exist only at run time.
 """
 
 import functools
@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 def names_keywords(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorates a public function: the error for keyword arguments given by position names them."""
+    """Decorate a public function: if keyword-only arguments are given by position, name them."""
     parameters = inspect.signature(function).parameters.values()
     positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -51,7 +51,7 @@ def fail(
 def require_type(
     op: str, arg: str, value: object, kind: type | tuple[type, ...], rule: str
 ) -> None:
-    """`value` is of this kind, which `rule` says in words."""
+    """Check that `value` is of this type. `rule` describes the type in words."""
     if not isinstance(value, kind):
         fail(op, arg, rule, shown(value), TypeError)
 
@@ -70,7 +70,7 @@ def require_number(op: str, arg: str, value: object) -> None:
 
 def require_density(op: str, density: float) -> None:
     require_number(op, "density", density)
-    if not 0 < density <= 1:  # false of a NaN as well
+    if not 0 < density <= 1:  # also false for NaN
         fail(op, "density", "in (0, 1]", f"{float(density):.9g}")
 
 
@@ -97,7 +97,7 @@ def require_device(op: str, device: torch.device | str) -> torch.device:
 
 def require_dense(op: str, arg: str, tensor: torch.Tensor) -> None:
     require_type(op, arg, tensor, torch.Tensor, "a tensor")
-    # Dynamo does not read the layout of a tensor in the backward pass of an autograd.Function.
+    # Dynamo cannot read the layout of a tensor in the backward pass of an autograd.Function.
     if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:
         fail(op, arg, "dense", str(tensor.layout).removeprefix("torch."), TypeError)
 
@@ -110,7 +110,8 @@ def require_tensor(
     dims: tuple[int, ...] = (1,),
     like: tuple[str, torch.Tensor] | None = None,
 ) -> None:
-    """`tensor` is contiguous, of one of `dtypes` and `dims`, on the device of the tensor `like`."""
+    """Check that `tensor` is contiguous, has one of `dtypes` and `dims`, and the device of
+    `like`."""
     require_dense(op, arg, tensor)
     if tensor.dtype not in dtypes:
         fail(op, arg, either([_name(dtype) for dtype in dtypes]), tensor.dtype, TypeError)
@@ -123,7 +124,7 @@ def require_tensor(
 
 
 def is_plain(value: object) -> bool:
-    """Whether it is a dense tensor or parameter with memory, and of no other class."""
+    """Whether `value` is a dense torch.Tensor or Parameter with memory, and not a subclass."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return False
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
@@ -138,7 +139,7 @@ def require_plain(op: str, arg: str, value: object) -> None:
 
 
 def require_numel(op: str, arg: str, tensor: torch.Tensor, numel: int, why: str) -> None:
-    """`tensor` has `numel` elements; `why` is such as "like x" or "(one per segment)"."""
+    """Check that `tensor` has `numel` elements. `why` is such as "like x" or "(one per range)"."""
     if tensor.numel() != numel:
         elements = "1 element" if numel == 1 else f"{numel} elements"
         fail(op, arg, f"{elements} {why}", tensor.numel(), verb="have")
@@ -159,7 +160,7 @@ def memory(
     read: Mapping[str, torch.Tensor | None],
     aligned: Sequence[str] = (),
 ) -> None:
-    """Check that written tensors share no memory, and that those `aligned` start at 16 bytes."""
+    """Check that `written` tensors share no memory, and that `aligned` ones are 16-byte aligned."""
     given = [(name, tensor) for name, tensor in {**written, **read}.items() if tensor is not None]
     if torch.compiler.is_compiling() or not all(_has_memory(tensor) for _, tensor in given):
         return
@@ -172,7 +173,7 @@ def memory(
             spans.append((name, tensor.device, start, start + nbytes))
     for index, (name, device, start, end) in enumerate(spans):
         if name not in written:
-            break  # and the tensors after it are only read
+            break  # this tensor and the later ones are only read
         for other, other_device, other_start, other_end in spans[index + 1 :]:
             shared = min(end, other_end) - max(start, other_start)
             if shared > 0 and device == other_device:
@@ -180,10 +181,10 @@ def memory(
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Unlike meta and fake tensors, and those that transforms such as torch.vmap wrap."""
+    """False for meta and fake tensors, and for those that transforms such as torch.vmap wrap."""
     if tensor.is_meta or _torch.is_wrapped(tensor) or _torch.is_functional(tensor):
         return False
-    return type(tensor) is torch.Tensor or not _torch.is_fake(tensor)  # which takes a microsecond
+    return type(tensor) is torch.Tensor or not _torch.is_fake(tensor)  # is_fake takes a microsecond
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -191,11 +192,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def shown(value: object) -> str:
-    """A value, for errors: a number, string, dtype, device or None as given, otherwise the type."""
+    """The value for an error message: numbers, strings, dtypes, devices and None, else the type."""
     short = isinstance(value, (Number, str, torch.dtype, torch.device, type(None)))
     return repr(value) if short else type(value).__name__
 
 
 def either(names: Sequence[str]) -> str:
-    """Names as a rule lists them: the last one after an "or"."""
+    """Join names for a rule, with "or" before the last one."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,15 +1,15 @@
-"""The payloads: messages of a fixed size, little-endian.
+"""The payload formats: little-endian messages of a fixed size.
 
-Of the entries that passed a threshold, from mask_pack to scatter_unpack:
+The sparse payload of mask_pack and scatter_unpack holds the entries that pass a threshold:
 
     header (64 bytes) | u32 starts[blocks + 1] | u16 positions[capacity] | value[capacity]
 
 Each section begins at a multiple of 16 bytes. `starts[b]` is the index of the first entry of block
-b (16,384 elements), so a reader finds any block without a search.
+b (16,384 elements), so a reader can locate any block without a search.
 
-Of every entry, from quantize_pack to dequantize_sum:
+The dense payload of quantize_pack and dequantize_sum holds all entries:
 
-    header (64 bytes) | rows of 1,024 entries: codes, then a bfloat16 scale for every 64 of them
+    header (64 bytes) | rows of 1,024 entries: codes, then a bfloat16 scale per 64 entries
 """
 
 import struct
@@ -27,24 +27,24 @@ FLAG_OVERFLOW = 1
 FLAG_NON_FINITE = 2
 VALUE_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
-FLAGS_BYTE = 7  # of the header
+FLAGS_BYTE = 7  # offset of the flags in the header
 HEADER = struct.Struct("<IHBBQII40s")  # magic, version, value dtype, flags, numel, capacity, count
 
-# Every entry. (Versions 2 and 3 are no longer read.)
+# Dense payloads. Versions 2 and 3 are no longer supported.
 QUANTIZED_VERSION = 4
 QUANTIZED_CODES = {"float32": 0, "bfloat16": 1, "int8": 4, "int4": 5, "ternary": 6}
-ROW = 1024  # elements; a block is whole rows
-SCALED = 64  # elements that have a scale together, in the formats that have scales
+ROW = 1024  # elements; a block consists of whole rows
+SCALED = 64  # elements that share a scale, in the formats that have scales
 CODE_BYTES = {"float32": 256, "bfloat16": 128, "int8": 64, "int4": 32, "ternary": 13}  # of these
 UNSCALED = ("float32", "bfloat16")
 
 
 class PayloadLayout(NamedTuple):
-    """Size and sections of one range of a payload, in bytes.
+    """The size and the sections of one range of a payload, in bytes.
 
     Attributes:
         nbytes: size, a multiple of 16.
-        starts: offset of the blocks' starts.
+        starts: offset of the block starts.
         positions: offset of the positions.
         values: offset of the values.
     """
@@ -59,54 +59,54 @@ class PayloadInfo(NamedTuple):
     """The header of a payload, or of one of its ranges.
 
     Attributes:
-        value_dtype: torch.float32 or torch.bfloat16; of a payload of every entry its format.
-        numel: elements of the tensor, or of the range.
-        capacity: entries of room.
-        count: entries packed.
-        overflow: more entries passed than had room.
-        non_finite: some entry was NaN or infinite.
+        value_dtype: torch.float32 or torch.bfloat16; for a dense payload, its format as a string.
+        numel: number of elements of the tensor or of the range.
+        capacity: the most entries that fit.
+        count: number of packed entries.
+        overflow: more entries passed than fit.
+        non_finite: at least one entry was NaN or infinite.
     """
 
     value_dtype: torch.dtype | str
     numel: int
     capacity: int
-    count: int  # type: ignore[assignment]  # in place of tuple.count
+    count: int  # type: ignore[assignment]  # replaces tuple.count
     overflow: bool
     non_finite: bool
 
 
 def range_blocks(numel: int, ranges: int) -> int:
-    """Blocks that one of `ranges` equal ranges owns; the last ranges may own fewer, or none."""
+    """The blocks in one of `ranges` equal ranges. The last ranges may have fewer, or none."""
     blocks = (numel + BLOCK - 1) // BLOCK
     return (blocks + ranges - 1) // ranges
 
 
 def range_bounds(numel: int, ranges: int, index: int) -> tuple[int, int]:
-    """First and past-the-last element of range `index`."""
+    """The first element of range `index`, and the element past its last."""
     length = range_blocks(numel, ranges) * BLOCK
     return min(index * length, numel), min((index + 1) * length, numel)
 
 
 def header_kind(value_dtype: torch.dtype) -> int:
-    """A header's first 8 bytes as a number: magic, version and value dtype, no flags."""
+    """The first 8 bytes of a header as a number: magic, version and value dtype, no flags."""
     return MAGIC | VERSION << 32 | VALUE_DTYPE_CODES[value_dtype] << 48
 
 
 def payload_layout(
     numel: int, capacity: int, value_dtype: torch.dtype, ranges: int = 1
 ) -> PayloadLayout:
-    """Size and section offsets, in bytes, of a payload for `numel` elements. Only arithmetic.
+    """Return the size and the section offsets, in bytes, of a sparse payload.
 
-    With `ranges` R > 1 the payload tensor is [R, nbytes] and the layout is that of every row.
+    With `ranges` R > 1 the payload tensor is [R, nbytes], and the layout applies to every row.
 
     Args:
-        numel: elements of the tensor that is packed (of all ranges together), >= 0.
-        capacity: entries of room in each range, 1 to 2**32 - 1.
+        numel: number of elements of the tensor (of all ranges together), >= 0.
+        capacity: the most entries that fit into each range, 1 to 2**32 - 1.
         value_dtype: torch.float32 or torch.bfloat16.
-        ranges: how many equal ranges of whole 16,384-element blocks the tensor is cut into.
+        ranges: number of equal ranges that the tensor is split into, 1 to 2**31 - 1.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError, TypeError: an argument is invalid.
 
     >>> payload_layout(1_000_000, 6_250, torch.bfloat16)
     PayloadLayout(nbytes=25344, starts=64, positions=320, values=12832)
@@ -122,15 +122,15 @@ def payload_layout(
 
 
 def quantized_payload_bytes(numel: int, format: str, ranges: int = 1) -> int:
-    """Bytes of the payload of every one of `numel` elements, or of each of its ranges.
+    """Return the size, in bytes, of a dense payload, or of each of its ranges.
 
     Args:
-        numel: elements of the tensor that is packed (of all ranges together), >= 0.
+        numel: number of elements of the tensor (of all ranges together), >= 0.
         format: "float32", "bfloat16", "int8", "int4" or "ternary".
-        ranges: how many equal ranges of whole 16,384-element blocks the tensor is cut into.
+        ranges: number of equal ranges that the tensor is split into, 1 to 2**31 - 1.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError, TypeError: an argument is invalid.
 
     >>> quantized_payload_bytes(1_000_000, "int4")
     531552
@@ -143,17 +143,17 @@ def quantized_payload_bytes(numel: int, format: str, ranges: int = 1) -> int:
 
 
 def quantized_row_bytes(format: str) -> int:
-    """Bytes of a row of 1,024 entries, a multiple of 16."""
+    """The bytes of a row of 1,024 entries, a multiple of 16."""
     return ROW // SCALED * (CODE_BYTES[format] + (0 if format in UNSCALED else 2))
 
 
 def payload_info(payload: torch.Tensor) -> PayloadInfo:
-    """Read the header of one payload, uint8 [nbytes].
+    """Return the contents of the header of one payload, uint8 [nbytes].
 
-    Copies 64 bytes to the host, and so synchronizes with it: not for CUDA graphs or torch.compile.
+    Copies 64 bytes to the host and synchronizes. It cannot run in CUDA graphs or torch.compile.
 
     Raises:
-        ValueError, TypeError: not a payload; the text says what is wrong.
+        ValueError, TypeError: `payload` is not a payload of this library.
     """
     require_type("payload_info", "payload", payload, torch.Tensor, "a tensor")
     if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < HEADER_BYTES:
@@ -167,7 +167,7 @@ def payload_info(payload: torch.Tensor) -> PayloadInfo:
     kinds |= {(QUANTIZED_VERSION, code): format for format, code in QUANTIZED_CODES.items()}
     if magic != MAGIC or (version, code) not in kinds:
         got = f"magic {magic:#010x}, version {version}, value dtype code {code}"
-        versions = f"{VERSION} or {QUANTIZED_VERSION} (2 and 3 are no longer read)"
+        versions = f"{VERSION} or {QUANTIZED_VERSION} (2 and 3 are no longer supported)"
         fail("payload_info", "payload", f"a DCT payload of version {versions}", got)
     overflow, non_finite = bool(flags & FLAG_OVERFLOW), bool(flags & FLAG_NON_FINITE)
     return PayloadInfo(kinds[version, code], numel, capacity, count, overflow, non_finite)

@@ -1,4 +1,4 @@
-"""The ops on payloads: of the entries that pass a threshold, and of every entry in few bits.
+"""The ops on payloads: sparse ones with the entries that pass a threshold, and dense ones.
 
 The body of each function checks its arguments; `define` then runs the op and returns its result.
 """
@@ -31,12 +31,12 @@ def sample_threshold(
     seed: int = 0,
     inv_scale: Tensor | None = None,
 ) -> Tensor:
-    """For each range, the magnitude that a fraction `density` of its entries reaches.
+    """Return, per range, the magnitude that a fraction `density` of its entries reaches.
 
-    Looks at |residual + grad * inv_scale|. For a range of up to `max_samples` elements the result
-    is the exact k-th largest magnitude, k = clamp(ceil(density * n), 1, n). A longer range is
-    sampled: one hashed pick in each of `max_samples` equal strata. docs/reference/ops.md has the
-    error of a sampled threshold.
+    The magnitudes are |residual + grad * inv_scale|. For a range of n <= `max_samples` elements the
+    result is exact: the k-th largest magnitude, k = clamp(ceil(density * n), 1, n). A longer range
+    is sampled: one hashed pick in each of `max_samples` equal strata. docs/reference/ops.md states
+    the error of a sampled threshold.
 
     Args:
         grad: float32, bfloat16 or float16 [numel].
@@ -44,17 +44,17 @@ def sample_threshold(
         density: fraction to select, in (0, 1].
         ranges: number of ranges R, 1 to 2**31 - 1.
         max_samples: samples per range, 1 to 2**31 - 1.
-        seed: of the picks, taken modulo 2**32. Frozen by a CUDA graph.
+        seed: seed of the picks, modulo 2**32. A CUDA graph captures its value.
         inv_scale: float32, one element, or None.
 
     Returns:
-        float32 [R]. NaN ranks as infinity; an empty range gives +inf.
+        float32 [R]. NaN ranks as infinity. The threshold of an empty range is +inf.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: DCT (arXiv 2010.08899) sets a threshold once in thousands of steps; sampling it is DGC's
-    idea (arXiv 1712.01887), the stratified hash ours.
+    Source: DCT (arXiv 2010.08899) sets a threshold once in thousands of steps. Sampling is from DGC
+    (arXiv 1712.01887). The stratified hash is ours.
 
     >>> sample_threshold(torch.arange(10.0), torch.zeros(10), density=0.2)
     tensor([8.])
@@ -87,11 +87,11 @@ def mask_pack(
     """Error feedback, threshold mask and compaction in one pass over memory.
 
     acc = residual + grad * inv_scale. An entry passes if not (|acc| < the threshold of its range)
-    and acc != 0, so NaN and Inf always pass and zeros never. The first `capacity` entries that pass
-    in a range go into its payload in ascending order. The residual becomes acc - value for them and
-    acc for all others, so value + residual == acc, bit for bit: an entry that does not fit is sent
-    later. Where acc is not finite the residual keeps its old value (0 if that is not finite). A
-    threshold that is negative or NaN lets every entry pass that is not zero. Mutates `residual`,
+    and acc != 0. So NaN and Inf always pass, and zeros never do. The payload of a range holds its
+    first `capacity` entries that pass, in ascending order. The residual becomes acc - value for
+    these entries and acc for all others. So value + residual == acc, bit for bit, and an entry that
+    does not fit is sent later. If acc is not finite, the residual keeps its old value (0 if that is
+    not finite). If the threshold is negative or NaN, all nonzero entries pass. Mutates `residual`,
     `payload` and `seen`.
 
     Args:
@@ -99,17 +99,17 @@ def mask_pack(
         grad: float32, bfloat16 or float16 [numel].
         threshold: float32 [R].
         payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from `payload_layout`. Bytes
-            past the entries are kept.
-        seen: int32 [R], written: how many entries passed, packed or not; at most 2**31 - 1.
-        capacity: the most entries that each payload holds, 1 to 2**32 - 1.
-        value_dtype: torch.float32, or torch.bfloat16 (nearest even; a finite acc that would round
-            to infinity saturates).
+            past the entries are not written.
+        seen: int32 [R], written: number of entries that passed, at most 2**31 - 1.
+        capacity: the most entries that fit into each range, 1 to 2**32 - 1.
+        value_dtype: torch.float32, or torch.bfloat16 (rounded to nearest even; finite values
+            saturate).
         inv_scale: float32, one element, or None.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
+    Source: DCT (arXiv 2010.08899), data-parallel part. The payload format is ours.
 
     >>> residual, grad = torch.zeros(4), torch.tensor([0.1, -3.0, 0.2, 5.0])
     >>> layout = payload_layout(4, capacity=2, value_dtype=torch.float32)
@@ -147,12 +147,13 @@ def scatter_unpack(
     scale: float = 1.0,
     out_scale: Tensor | None = None,
 ) -> Tensor:
-    """Sum P ranks' payloads into a dense tensor, in rank order: every rank computes the same bits.
+    """Sum the sparse payloads of P ranks into a tensor. Every rank computes the same bits.
 
-    out[i] = +0.0 + factor * sum: the sum in float32 over ranks in order from +0.0, factor =
-    float32(scale) * out_scale, rounded once to out's dtype. If a payload says both "overflow" and
-    "non-finite", element 0 of its range becomes NaN. Payloads are not trusted: a payload with a bad
-    header is ignored, and a bad block adds nothing. Mutates `out` (every element is written).
+    out[i] = +0.0 + factor * sum, rounded once to the dtype of `out`. The sum is in float32, over
+    ranks in order from +0.0, and factor = float32(scale) * out_scale. If a header has both flags,
+    overflow and non-finite, element 0 of its range becomes NaN. Payloads are not trusted: a payload
+    with an invalid header is ignored, and an invalid block adds nothing. Mutates `out` (all
+    elements are written).
 
     Args:
         payloads: uint8 [P, nbytes] or [P, R, nbytes], 16-byte aligned.
@@ -163,13 +164,13 @@ def scatter_unpack(
         out_scale: float32, one element, or None.
 
     Returns:
-        status int32 [P]: 0, or the sum of 1 (header wrong: all of it ignored), 2 (block starts not
-        ascending or past the count) and 4 (positions not ascending or outside their block).
+        status int32 [P]: 0, or the sum of 1 (invalid header), 2 (block starts not ascending or past
+        the count) and 4 (positions not ascending or outside their block).
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
+    Source: DCT (arXiv 2010.08899), data-parallel part. The payload format is ours.
 
     >>> payload = torch.zeros(1, payload_layout(4, 2, torch.float32).nbytes, dtype=torch.uint8)
     >>> scatter_unpack(payload, torch.empty(4), 2, torch.float32)  # zeros are no header
@@ -191,32 +192,33 @@ def quantize_pack(
     format: str,
     inv_scale: Tensor | None = None,
 ) -> None:
-    """Error feedback and every entry in few bits, in one pass over memory.
+    """Error feedback and quantization of all entries, in one pass over memory.
 
-    acc = residual + grad * inv_scale, or grad * inv_scale without a residual. Every entry goes into
-    the payload, and the residual becomes acc - value: value + residual == acc exactly, except that
+    acc = residual + grad * inv_scale, or grad * inv_scale without a residual. The payload holds all
+    entries, and the residual becomes acc - value. So value + residual == acc exactly, except that
     "ternary" rounds the residual once. Mutates `residual` and `payload`.
 
-    Formats, with bits an entry: "float32" 32 (nothing is left), "bfloat16" 16 (nearest even; a
-    finite acc that would round to infinity saturates), and by codes with a bfloat16 scale for every
-    64 entries "int8" 8.25, "int4" 4.25 and "ternary" 1.875, each 64 as a row of `row_quantize`.
+    Formats, with bits per entry: "float32" 32 (the residual becomes 0), "bfloat16" 16 (rounded to
+    nearest even; finite values saturate), "int8" 8.25, "int4" 4.25 and "ternary" 1.875. The last
+    three encode each group of 64 entries like a row of `row_quantize`, with one bfloat16 scale.
 
-    NaN and Inf are sent in "float32" and "bfloat16", else all 64 become NaN. The
-    residual keeps its old values there (0 where that is not finite), and the header says
-    "non-finite".
+    "float32" and "bfloat16" send NaN and Inf. In the other formats a group with a NaN or Inf
+    becomes NaN. The residuals of such entries keep their old values (0 if not finite), and the
+    header gets the flag non-finite.
 
     Args:
-        residual: float32 [numel], read and written, or None: no error feedback.
+        residual: float32 [numel], read and written, or None for no error feedback.
         grad: float32, bfloat16 or float16 [numel].
         payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from
-            `quantized_payload_bytes` or a larger multiple of 16. Bytes past the last row are kept.
-        format: one of the above.
+            `quantized_payload_bytes` or a larger multiple of 16. Bytes past the last row are not
+            written.
+        format: one of the formats above.
         inv_scale: float32, one element, or None.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: error feedback after 1-bit SGD (Interspeech 2014) and EF-SGD (arXiv 1901.09847); the
+    Source: error feedback as in 1-bit SGD (Interspeech 2014) and EF-SGD (arXiv 1901.09847). The
     formats are ours.
 
     >>> residual, payload = torch.zeros(2), torch.empty(608, dtype=torch.uint8)
@@ -245,12 +247,12 @@ def quantize_pack(
 def dequantize_sum(
     payloads: Tensor, out: Tensor, format: str, scale: float = 1.0, out_scale: Tensor | None = None
 ) -> Tensor:
-    """Sum P ranks' payloads of every entry, in rank order: every rank computes the same bits.
+    """Sum the dense payloads of P ranks into a tensor. Every rank computes the same bits.
 
-    out[i] = factor * sum: the sum in float32 over ranks in order from +0.0, factor =
-    float32(scale) * out_scale, rounded once to out's dtype. Payloads are not trusted: one with a
-    bad header adds nothing; any other bytes give some number, NaN or infinity. Mutates `out` (every
-    element is written).
+    out[i] = factor * sum, rounded once to the dtype of `out`. The sum is in float32, over ranks in
+    order from +0.0, and factor = float32(scale) * out_scale. Payloads are not trusted: a payload
+    with an invalid header adds nothing, and any other bytes decode to some value. Mutates `out`
+    (all elements are written).
 
     Args:
         payloads: uint8 [P, nbytes] or [P, R, nbytes], 16-byte aligned.
@@ -260,12 +262,12 @@ def dequantize_sum(
         out_scale: float32, one element, or None.
 
     Returns:
-        status int32 [P]: 0, or 1 if the header (of a range) is wrong.
+        status int32 [P]: 0, or 1 if a header is invalid.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: that of `quantize_pack`.
+    Source: see `quantize_pack`.
 
     >>> payload = torch.zeros(1, quantized_payload_bytes(4, "int8"), dtype=torch.uint8)
     >>> dequantize_sum(payload, torch.empty(4), "int8")  # zeros are no header
@@ -284,25 +286,25 @@ def dequantize_sum(
 def dequantize_sum_pack(
     payloads: Tensor, residual: Tensor, payload: Tensor, format: str, scale: float = 1.0
 ) -> Tensor:
-    """Sum P ranks' payloads and pack the sum again: the owner's part of a reduce-scatter.
+    """Sum the dense payloads of P ranks and pack the sum, for a reduce-scatter.
 
-    `dequantize_sum` and then `quantize_pack` of what it wrote, bit for bit, without the float32 sum
-    in memory. Mutates `residual` and `payload`.
+    The result is bitwise equal to `dequantize_sum` and then `quantize_pack`, but the float32 sum is
+    not written to memory. Mutates `residual` and `payload`.
 
     Args:
         payloads: uint8 [P, nbytes], 16-byte aligned.
-        residual: float32 [numel], the owner's, in units of the sum times `scale`.
+        residual: float32 [numel], the residual of the owner, in units of the sum times `scale`.
         payload: uint8 [nbytes], 16-byte aligned.
-        format: of all payloads, as given to `quantize_pack`.
+        format: the format of all payloads, as given to `quantize_pack`.
         scale: 1 / P for a mean. Rounded to float32 once.
 
     Returns:
-        status int32 [P], as of `dequantize_sum`.
+        status int32 [P], as in `dequantize_sum`.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: that of `quantize_pack`.
+    Source: see `quantize_pack`.
 
     >>> payloads = torch.zeros(1, quantized_payload_bytes(4, "int8"), dtype=torch.uint8)
     >>> dequantize_sum_pack(payloads, torch.zeros(4), torch.empty_like(payloads[0]), "int8")
@@ -331,7 +333,7 @@ def _require_sum(
 
 
 def _require_ranges(op: str, arg: str, payload: Tensor, dims: int) -> int:
-    """The number of ranges of a payload, which has `dims` dimensions if it has ranges."""
+    """The number of ranges of a payload. A payload with ranges has `dims` dimensions."""
     ranges = payload.shape[-2] if payload.dim() == dims else 1
     if ranges < 1:
         checks.fail(op, arg, "at least 1 range", ranges, verb="have")
@@ -341,7 +343,7 @@ def _require_ranges(op: str, arg: str, payload: Tensor, dims: int) -> int:
 def _require_entries(
     op: str, arg: str, payload: Tensor, dims: int, numel: int, capacity: int, dtype: torch.dtype
 ) -> int:
-    """A payload of the entries that pass a threshold. Returns its number of ranges."""
+    """Check a sparse payload and return its number of ranges."""
     ranges = _require_ranges(op, arg, payload, dims)
     checks.require_int(op, "capacity", capacity, 1, 2**32 - 1)
     checks.require_dtype(op, "value_dtype", dtype, tuple(layout.VALUE_DTYPE_CODES))
@@ -353,7 +355,7 @@ def _require_entries(
 
 
 def _require_rows(op: str, arg: str, payload: Tensor, dims: int, numel: int, format: str) -> None:
-    """A payload of every entry. It may have room for more rows than the range has."""
+    """Check a dense payload, which may be larger than necessary."""
     ranges = _require_ranges(op, arg, payload, dims)
     checks.require_choice(op, "format", format, tuple(layout.QUANTIZED_CODES))
     nbytes = layout.quantized_payload_bytes(numel, format, ranges)

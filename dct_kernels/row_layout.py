@@ -1,7 +1,7 @@
-"""The bytes of a row in a message: positions of its k entries, or all its entries in few bits.
+"""The bytes of a row in a message: the positions of its k entries, or all its entries quantized.
 
-Positions take the smallest of three encodings, decided by (width, k) alone; a quantized row's size
-is decided by (width, format). Both sides know these, so no message ever says how it is encoded.
+Positions use the smallest of three encodings, which depends on (width, k) only. The size of a
+quantized row depends on (width, format) only. Both sides know these numbers.
 """
 
 import enum
@@ -14,7 +14,7 @@ class Encoding(enum.Enum):
 
 
 def position_encoding(width: int, k: int) -> Encoding:
-    """The smallest encoding; the first of the list above on a tie."""
+    """The smallest encoding. On a tie, the one that is first in the list above."""
     best, best_bytes = Encoding.BITMAP, (width + 7) // 8
     if width <= 256 and k < best_bytes:
         best, best_bytes = Encoding.UINT8, k
@@ -24,7 +24,7 @@ def position_encoding(width: int, k: int) -> Encoding:
 
 
 def position_bytes(width: int, k: int) -> int:
-    """Bytes of one row's positions."""
+    """The bytes of the positions of one row."""
     sizes = {Encoding.BITMAP: (width + 7) // 8, Encoding.UINT8: k, Encoding.UINT16: 2 * k}
     return sizes[position_encoding(width, k)]
 
@@ -35,10 +35,10 @@ CODES_PER_BYTE = {"int8": 1, "int4": 2, "ternary": 5, "sign": 8}
 
 
 def code_bytes(width: int, format: str) -> int:
-    """Bytes of one quantized row's codes, which come first."""
+    """The bytes of the codes of one quantized row. The scale follows them."""
     return (width - 1) // CODES_PER_BYTE[format] + 1
 
 
 def row_bytes(width: int, format: str) -> int:
-    """Bytes of one quantized row."""
+    """The bytes of one quantized row."""
     return code_bytes(width, format) + 2

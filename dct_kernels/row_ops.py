@@ -1,4 +1,4 @@
-"""The ops on rows: the k largest entries of each, or all of them in few bits.
+"""The ops on rows: the k largest entries of each row, or all entries quantized.
 
 The body of each function checks its arguments; `define` then runs the op and returns its result.
 """
@@ -22,10 +22,10 @@ from .checks import FLOATS, UINT8
     differentiable=True,
 )
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The k entries of largest magnitude of every row, with their positions. Differentiable in x.
+    """Return the k entries of largest magnitude per row. Differentiable in x.
 
-    Exactly k per row, in column order (ties: the lower column; NaN ranks as infinity). The gradient
-    is `row_unpack` at the same positions.
+    The result has exactly k entries per row, in column order. On ties the lower column wins, and
+    NaN ranks as infinity. The gradient is `row_unpack` at the same positions.
 
     Args:
         x: float32, bfloat16 or float16 [B, d].
@@ -35,12 +35,12 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
     Returns:
         values [B, k] of value_dtype, and positions uint8 [B, w]: the smallest of a bitmap
         (ceil(d / 8) bytes, least significant bit first), uint8 columns (d <= 256) and little-endian
-        uint16 columns (d <= 65,536), the first of these on a tie, by (d, k) alone.
+        uint16 columns (d <= 65,536). On a tie, the first of these. It depends on (d, k) only.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: DCT (arXiv 2010.08899), model-parallel side; exact top-k per row is our reconstruction.
+    Source: DCT (arXiv 2010.08899), model-parallel part. Exact top-k per row is our reconstruction.
 
     >>> row_pack(torch.tensor([[0.0, -2.0, 1.0, 3.0]]), 2, torch.float32)
     (tensor([[-2.,  3.]]), tensor([[10]], dtype=torch.uint8))
@@ -54,11 +54,11 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
     differentiable=True,
 )
 def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
-    """The entries of x at the positions of an earlier `row_pack`: a backward pass's message.
+    """Return the entries of x at the positions of an earlier `row_pack`.
 
-    Positions are not trusted: a column that is not above every column accepted before it in its
-    row, or is >= d, gathers 0; bits past the k-th are ignored. The gradient is `row_unpack` at the
-    same positions.
+    Positions are not trusted. A column is accepted if it is < d and above all columns accepted
+    before it in its row. Other columns gather 0, and bits past the k-th are ignored. The gradient
+    is `row_unpack` at the same positions.
 
     Args:
         x: float32, bfloat16 or float16 [B, d].
@@ -70,9 +70,9 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
         [B, k] of value_dtype.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: DCT (arXiv 2010.08899), model-parallel side: one mask for both directions.
+    Source: DCT (arXiv 2010.08899), model-parallel part: one mask for both directions.
 
     >>> row_gather(torch.tensor([[0.0, 5.0, 6.0, 7.0]]), torch.tensor([[10]], dtype=torch.uint8), 2,
     ...            torch.float32)
@@ -88,24 +88,24 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
     differentiable=True,
 )
 def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Put packed rows back in place, zeros elsewhere. Differentiable in values.
+    """Scatter packed rows to their columns, zeros elsewhere. Differentiable in values.
 
-    Positions are not trusted, as in `row_gather`: a column that cannot be accepted scatters
-    nothing. The gradient is `row_gather` at the same positions.
+    Positions are not trusted, as in `row_gather`: a column that is not accepted is skipped. The
+    gradient is `row_gather` at the same positions.
 
     Args:
         values: float32, bfloat16 or float16 [B, k].
         positions: uint8 [B, w] for this width and k.
         width: d, at least k.
-        dtype: of the result, float32, bfloat16 or float16.
+        dtype: dtype of the result, float32, bfloat16 or float16.
 
     Returns:
         [B, width] of dtype.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: DCT (arXiv 2010.08899), model-parallel side.
+    Source: DCT (arXiv 2010.08899), model-parallel part.
 
     >>> row_unpack(torch.tensor([[5.0, 7.0]]), torch.tensor([[10]], dtype=torch.uint8), 4,
     ...            torch.float32)
@@ -126,31 +126,31 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
     ),
 )
 def row_quantize(x: Tensor, format: str) -> Tensor:
-    """Every entry of every row in a few bits, with a scale per row. Not differentiable.
+    """Quantize all entries of every row, with one scale per row. Not differentiable.
 
-    Formats, with bytes per row (docs/reference/ops.md has every bit):
+    Formats, with bytes per row (docs/reference/ops.md specifies every bit):
 
-    - "int8", d + 2, and "int4", ceil(d / 2) + 2: 127 (or 7) steps up to the largest magnitude.
-    - "ternary", ceil(d / 5) + 2: -1, 0 or 1 times the mean of the magnitudes above .75 of the mean
-      of all; the others are 0.
-    - "sign", ceil(d / 8) + 2: -1 or 1 times the mean of all magnitudes.
+    - "int8", d + 2, and "int4", ceil(d / 2) + 2: the largest magnitude gets the code 127 or 7.
+    - "ternary", ceil(d / 5) + 2: entries with a magnitude above 0.75 times the mean become plus or
+      minus the mean of these magnitudes. The other entries become 0.
+    - "sign", ceil(d / 8) + 2: all entries become plus or minus the mean of all magnitudes.
 
-    A row with a NaN or an infinity dequantizes to NaN everywhere. A scale below 2**-126 is 0: such
-    a row becomes zeros.
+    A row with a NaN or an infinity dequantizes to NaN everywhere. A row whose scale is below
+    2**-126 becomes zeros.
 
     Args:
         x: float32, bfloat16 or float16 [B, d], d in 1 to 2**31 - 1.
-        format: one of the above.
+        format: one of the formats above.
 
     Returns:
         uint8 [B, w], w = dct_kernels.row_layout.row_bytes(d, format).
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: row-wise quantized exchange is FBGEMM's; ternary after TWN (arXiv 1605.04711), sign
-    after signSGD with a scale (arXiv 1901.09847); a bfloat16 scale and the order-free sums are our
-    reconstruction.
+    Source: row-wise quantized exchange is from FBGEMM, ternary from TWN (arXiv 1605.04711), and
+    sign from signSGD with a scale (arXiv 1901.09847). The bfloat16 scale and the order-free sums
+    are our reconstruction.
 
     >>> row_quantize(torch.tensor([[0.0, -2.0, 1.0, 7.0]]), "int4")
     tensor([[224, 113, 128,  63]], dtype=torch.uint8)
@@ -166,24 +166,25 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
     lambda rows, width, format, dtype: rows.new_empty(rows.shape[0], width, dtype=dtype),
 )
 def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
-    """The rows that `row_quantize` made: code times scale, rounded once. Not differentiable.
+    """Dequantize the rows of `row_quantize`. Not differentiable.
 
-    Rows are not trusted: any bytes give some number, NaN or infinity (docs/reference/ops.md).
+    An entry is its code times the scale, rounded once. Rows are not trusted: all bytes decode to
+    some value (docs/reference/ops.md).
 
     Args:
         rows: uint8 [B, w] for this width and format, at any address.
         width: d, 1 to 2**31 - 1.
         format: as given to `row_quantize`.
-        dtype: of the result, float32, bfloat16 or float16; rounded as `.to(dtype)` does, so
-            float16 overflows to infinity.
+        dtype: dtype of the result, float32, bfloat16 or float16. Values are rounded as `.to(dtype)`
+            does, so float16 overflows to infinity.
 
     Returns:
         [B, width] of dtype.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: that of `row_quantize`.
+    Source: see `row_quantize`.
 
     >>> row_dequantize(torch.tensor([[224, 113, 128, 63]], dtype=torch.uint8), 4, "int4",
     ...                torch.float32)

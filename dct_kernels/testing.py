@@ -1,4 +1,4 @@
-"""For tests and benches: every backend's ops side by side in one process."""
+"""For tests and benchmarks: the ops of all backends in one process."""
 
 from types import SimpleNamespace
 
@@ -12,10 +12,10 @@ __all__ = ["available", "backends"]
 
 
 def backends() -> dict[str, SimpleNamespace]:
-    """{name: its ops as callables, and `.device`, the device whose tensors they take}.
+    """{backend: its ops as callables, and `.device`, the device of the tensors they take}.
 
-    Only those that this process can run. `eager` takes any device and is listed on the CPU; so is
-    `triton` where its kernels are interpreted (TRITON_INTERPRET=1).
+    Only backends that this process can run. `eager` takes any device but is listed with the CPU.
+    `triton` is listed with the CPU if its kernels are interpreted (TRITON_INTERPRET=1).
     """
 
     def python(backend: object, device: str) -> SimpleNamespace:
@@ -29,7 +29,7 @@ def backends() -> dict[str, SimpleNamespace]:
             ops = {op: getattr(torch.ops.dct, op).default for op in OPS}
             found[name] = SimpleNamespace(**ops, device=device)
     if not available()["triton"]:
-        from . import triton  # only here: it is not everywhere
+        from . import triton  # not every installation has it
 
         found["triton"] = python(triton, "cpu" if triton.INTERPRETED else "cuda")
     return found

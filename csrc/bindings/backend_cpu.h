@@ -1,6 +1,6 @@
 #pragma once
 
-// How ops.cpp runs a kernel on CPU tensors: on torch's threads.
+// Runs the kernels of ops.cpp on CPU tensors, with torch's threads.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -20,7 +20,7 @@ void run(const Checks&, Kernel kernel, const Args& args) {
       for (int64_t task = begin; task < end; ++task) body(task);
     });
   };
-  // As many tasks as torch.set_num_threads allows.
+  // torch.set_num_threads limits the number of tasks.
   kernel(args, Parallel{torch::stable::get_num_threads(), run_tasks});
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// How ops.cpp runs a kernel on CUDA tensors: on the current stream of their device, with scratch
-// from torch's caching allocator. Never synchronizes.
+// Runs the kernels of ops.cpp on CUDA tensors, on the current stream of their device. Scratch
+// memory comes from torch's caching allocator. Nothing here synchronizes with the host.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -19,7 +19,7 @@ namespace dct::backend {
 
 using namespace cuda;
 
-// The current stream of a tensor's device, which is the current device meanwhile.
+// The current stream of a tensor's device. This object also makes that device the current one.
 class Stream {
  public:
   explicit Stream(const Tensor& tensor) : tensor_(tensor), guard_(tensor.get_device_index()) {
@@ -55,7 +55,7 @@ template <typename Kernel, typename Args>
 void run(const Checks& checks, Kernel kernel, const Args& args) {
   const cudaError_t error = kernel(args, Stream(checks.like));
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // cleared, or the next check of another library would report it
+  cudaGetLastError();  // or another library's next check would report this error
   throw std::runtime_error(std::string("dct::") + checks.op +
                            ": CUDA error: " + cudaGetErrorString(error));
 }

@@ -1,5 +1,5 @@
-// dct_kernels/_load.py reads this text in the file, even if the library does not load, and refuses
-// a library whose digest is not that of the schemas in dct_kernels.
+// dct_kernels/_load.py finds this text in the file, even if the library cannot be loaded. It
+// refuses a library whose digest differs from the digest of the schemas in dct_kernels.
 
 #include <torch/headeronly/version.h>
 

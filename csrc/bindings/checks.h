@@ -1,6 +1,6 @@
 #pragma once
 
-// The rules that several ops have, as ops.cpp applies them.
+// Argument checks that the ops in ops.cpp share.
 
 #include <torch/csrc/stable/tensor.h>
 
@@ -48,18 +48,17 @@ struct Checks {
   Checks(const char* op, const Tensor& like) : op(op), like(like) {}
 
   const char* op;
-  const Tensor& like;  // all tensors must be on its device
+  const Tensor& like;  // every tensor must be on the device of this one
 
-  // Not STD_TORCH_CHECK, which puts the source file in front of the text. Nor a stream: writing an
-  // integer to one crashes in a process that has loaded another C++ library than we were built
-  // with.
+  // STD_TORCH_CHECK would put the source file in front of the text. A stream would crash when it
+  // writes an integer, if the process has loaded another C++ library than this build used.
   [[noreturn]] void fail(const std::string& arg, const std::string& rule,
                          const std::string& got) const {
     throw std::runtime_error(std::string("dct::") + op + ": " + arg + " must " + rule + ", got " +
                              got);
   }
 
-  // `part`: of the argument, such as ".dim()", or "" where the argument itself is the value.
+  // `part` is the checked property, such as ".dim()", or "" if the argument itself is the value.
   void require_in(const char* arg, const char* part, int64_t value, Interval allowed) const {
     if (value >= allowed.low && value <= allowed.high) return;
     std::string rule = "be " + std::to_string(allowed.low);
@@ -92,14 +91,14 @@ struct Checks {
     return dtype;
   }
 
-  // Returns the address of the scale, or null if it is absent.
+  // Returns the address of the scale, or null if the scale is absent.
   const float* require_scale(const char* arg, const OptionalTensor& scale) const {
     if (!scale.has_value()) return nullptr;
     require_tensor(arg, *scale, {ScalarType::Float}, {0, 1}, 1);
     return scale->const_data_ptr<float>();
   }
 
-  // Checks payloads [.., nbytes] and returns their number of ranges.
+  // Checks payloads [.., nbytes] and returns the number of ranges.
   int64_t require_payload(const char* arg, const Tensor& payload, int64_t dims_with_ranges,
                           int64_t numel, int64_t capacity, DType value_dtype) const {
     const int64_t ranges = require_ranges(arg, payload, dims_with_ranges);
@@ -108,7 +107,7 @@ struct Checks {
     return ranges;
   }
 
-  // The same for payloads of every entry.
+  // As require_payload, for the dense payloads of quantize_pack.
   int64_t require_quantized(const char* arg, const Tensor& payload, int64_t dims_with_ranges,
                             int64_t numel, PayloadFormat format) const {
     const int64_t ranges = require_ranges(arg, payload, dims_with_ranges);
@@ -121,7 +120,7 @@ struct Checks {
     return ranges;
   }
 
-  // Checks the address, and returns the number of ranges.
+  // Checks the alignment and returns the number of ranges.
   int64_t require_ranges(const char* arg, const Tensor& payload, int64_t dims_with_ranges) const {
     const int64_t dims = payload.dim();
     const int64_t ranges = dims == dims_with_ranges ? payload.size(dims - 2) : 1;
@@ -162,7 +161,7 @@ struct Checks {
     fail("format", "be float32, bfloat16, int8, int4 or ternary", "'" + format + "'");
   }
 
-  // The first `written` tensors share memory with no other.
+  // The first `written` tensors must not share memory with any other tensor.
   void require_apart(std::initializer_list<NamedTensor> tensors, int written) const {
     for (auto a = tensors.begin(); a != tensors.begin() + written; ++a) {
       if (a->tensor == nullptr) continue;
@@ -181,7 +180,7 @@ struct Checks {
     return device.is_cuda() ? "cuda:" + std::to_string(device.index()) : "cpu";
   }
 
-  // The bytes that both have, 0 or less if none.
+  // The number of bytes that both tensors cover. 0 or negative if they do not overlap.
   static int64_t overlap(const Tensor& a, const Tensor& b) {
     const auto* start_a = static_cast<const uint8_t*>(a.const_data_ptr());
     const auto* start_b = static_cast<const uint8_t*>(b.const_data_ptr());

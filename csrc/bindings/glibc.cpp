@@ -1,6 +1,6 @@
-// libstdc++'s shared_ptr reads this variable of glibc 2.32 to leave out atomic operations in a
-// process of one thread. Here it always says that there may be more: so the library loads with the
-// glibc 2.28 of manylinux_2_28 as well.
+// libstdc++'s shared_ptr reads this variable of glibc 2.32 to skip atomic operations in a process
+// with one thread. This definition always reports several threads. With it, the library also loads
+// with glibc 2.28 (manylinux_2_28).
 
 extern "C" {
 __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;

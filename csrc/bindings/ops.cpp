@@ -1,6 +1,6 @@
-// The ops: check what makes them safe to call, allocate what they return, run the kernel. Compiled
-// twice: for CPU tensors, and with USE_CUDA for CUDA tensors. Errors name the argument and its
-// value; dct_kernels/checks.py has the full sentences.
+// Each op checks that the call is safe, allocates the results and runs the kernel. This file is
+// compiled for CPU tensors and, with USE_CUDA, for CUDA tensors. An error names the argument and
+// its value. dct_kernels/checks.py has the full error messages.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -20,7 +20,7 @@ namespace {
 
 using torch::stable::new_empty;
 
-// The arguments that scatter_unpack and dequantize_sum have in common.
+// Checks and fills the arguments that scatter_unpack and dequantize_sum share.
 template <typename Args>
 Args sum_args(const Checks& checks, const Tensor& payloads, const Tensor& out, double scale,
               const OptionalTensor& out_scale) {
@@ -44,7 +44,7 @@ Tensor new_status(Args& args, const Tensor& payloads) {
   return status;
 }
 
-// The arguments that row_pack and row_gather have in common: k entries of each row.
+// Checks and fills the arguments that row_pack and row_gather share. Both return k entries per row.
 template <typename Args>
 Args top_k_args(const Checks& checks, const Tensor& x, int64_t k, ScalarType value_dtype) {
   Args args{};

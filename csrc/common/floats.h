@@ -1,13 +1,13 @@
 #pragma once
 
-// The floating-point types of elements, and conversions between them. These are bit-exact, by
-// integer arithmetic: hardware casts differ in what they do to NaNs, and between backends in what
-// they do to subnormals. Free of branches, so that loops over them vectorize.
+// The floating-point types of elements, and conversions between them. The conversions use integer
+// arithmetic to be bit-exact, because hardware casts treat NaNs differently, and backends treat
+// subnormals differently. They have no branches, so loops over them vectorize.
 
 #include <cstdint>
 #include <cstring>
 
-// Shared headers are compiled by the host compiler and by nvcc; only nvcc knows the two attributes.
+// The host compiler and nvcc both compile the shared headers. Only nvcc knows the two attributes.
 #if defined(__CUDACC__) || defined(__HIPCC__)
 #define DCT_HOST_DEVICE __host__ __device__
 #else
@@ -20,7 +20,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the payload is little-
 
 namespace dct {
 
-// 0 and 1 are also the payload's codes of its value dtype.
+// 0 and 1 are also the codes of the value dtype in a payload header.
 enum class DType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 struct BFloat16 {
@@ -33,8 +33,7 @@ struct Float16 {
 
 DCT_HOST_DEVICE constexpr int64_t itemsize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// Calls `function` with a value of the C++ type of `dtype`: the one way from a run-time dtype to a
-// template argument.
+// Calls `function` with a value of the C++ type of `dtype`, to make it a template argument.
 template <typename Function>
 decltype(auto) dispatch(DType dtype, Function&& function) {
   switch (dtype) {
@@ -47,13 +46,13 @@ decltype(auto) dispatch(DType dtype, Function&& function) {
   }
 }
 
-// The same for values in a payload, which are float32 or bfloat16.
+// As dispatch, for the values in a payload, which are float32 or bfloat16.
 template <typename Function>
 decltype(auto) dispatch_payload_value(DType dtype, Function&& function) {
   return dtype == DType::kBFloat16 ? function(BFloat16{}) : function(float{});
 }
 
-constexpr uint32_t kFloat32Nan = 0x7fc00000;  // the one NaN that leaves a kernel
+constexpr uint32_t kFloat32Nan = 0x7fc00000;  // kernels write no other NaN
 constexpr uint32_t kFloat32Infinity = 0x7f800000;
 
 DCT_HOST_DEVICE inline uint32_t float_to_bits(float x) {
@@ -72,14 +71,13 @@ DCT_HOST_DEVICE inline bool is_finite(float x) {
   return (float_to_bits(x) & kFloat32Infinity) != kFloat32Infinity;
 }
 
-// What a residual keeps where its sum with the gradient is not finite.
+// The value of a residual whose sum with the gradient is not finite.
 DCT_HOST_DEVICE inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
 
-// Orders float32 by magnitude; NaN ranks above infinity, which makes no difference to bounds up to
-// it.
+// Orders float32 by magnitude, with NaN above infinity. Bounds up to infinity treat both the same.
 DCT_HOST_DEVICE inline int32_t magnitude_bits(float x) { return float_to_bits(x) & 0x7fffffff; }
 
-// The same; NaN ranks as infinity.
+// As magnitude_bits, but NaN ranks as infinity.
 DCT_HOST_DEVICE inline int32_t magnitude_key(float x) {
   constexpr int32_t infinity = kFloat32Infinity;
   return magnitude_bits(x) < infinity ? magnitude_bits(x) : infinity;
@@ -91,17 +89,18 @@ DCT_HOST_DEVICE inline float to_float(BFloat16 x) { return bits_to_float(uint32_
 
 DCT_HOST_DEVICE inline float to_float(Float16 x) {
   const uint32_t sign = (x.bits & 0x8000u) << 16;
-  const uint32_t shifted = (x.bits & 0x7fffu) << 13;  // exponent and mantissa, in float32's places
+  const uint32_t shifted = (x.bits & 0x7fffu) << 13;  // exponent and mantissa of a float32
   const uint32_t exponent = shifted & 0x0f800000u;
   const uint32_t normal = shifted + (112u << 23);  // 112 = 127 - 15, the difference of the biases
   const uint32_t special = shifted + (224u << 23);
-  // A subnormal is mantissa * 2^-24: made the low bits of a float in [2^-14, 2^-13), less 2^-14.
+  // A subnormal is mantissa * 2^-24. The mantissa becomes the low bits of a float in [2^-14,
+  // 2^-13); subtracting 2^-14 leaves the value.
   const float subnormal = bits_to_float(shifted + (113u << 23)) - bits_to_float(113u << 23);
   const uint32_t finite = exponent == 0 ? float_to_bits(subnormal) : normal;
   return bits_to_float(sign | (exponent == 0x0f800000u ? special : finite));
 }
 
-// Rounds to nearest even; what is too large becomes infinity, every NaN the positive quiet NaN.
+// Rounds to nearest even. Too large values become infinity, NaNs become the positive quiet NaN.
 template <typename T>
 DCT_HOST_DEVICE T round_to(float x);
 
@@ -123,14 +122,14 @@ DCT_HOST_DEVICE inline Float16 round_to<Float16>(float x) {
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // Below 2^-14 the unit is 2^-24, the last place of 0.5: adding 0.5 rounds to it.
+  // Below 2^-14 the unit is 2^-24, which is the last place of 0.5. So adding 0.5 rounds to it.
   const uint32_t subnormal = float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000u;
   uint32_t rounded = magnitude < 0x38800000u ? subnormal : normal;
   rounded = magnitude >= 0x477ff000u ? 0x7c00u : rounded;  // 65520 and above: infinity
   return {static_cast<uint16_t>(x != x ? 0x7e00u : sign | rounded)};
 }
 
-// As round_to, but a finite x stays finite: it saturates at the largest finite value.
+// As round_to, but a finite x saturates at the largest finite value.
 template <typename T>
 DCT_HOST_DEVICE T round_saturating(float x);
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Where sample_threshold looks: one hashed pick in each of `picks` equal strata of a segment.
+// The samples of sample_threshold: one hashed pick in each of `picks` equal strata of a range.
 
 #include <cstdint>
 
@@ -18,21 +18,21 @@ DCT_HOST_DEVICE inline uint32_t hash32(uint32_t seed, uint32_t segment, uint32_t
   return x;
 }
 
-// floor(index * numel / picks) for index <= picks < 2^31, without the product's overflow.
+// floor(index * numel / picks) for index <= picks < 2^31, without overflow of the product.
 DCT_HOST_DEVICE inline int64_t stratum_start(int64_t index, int64_t numel, int64_t picks) {
   return index * (numel / picks) + index * (numel % picks) / picks;
 }
 
-// Which of a stratum's `length` elements it contributes.
+// The index, within a stratum of `length` elements, of the element to sample.
 DCT_HOST_DEVICE inline int64_t pick_offset(uint64_t length, uint32_t seed, uint32_t segment,
                                            uint32_t index) {
   const uint64_t hash = hash32(seed, segment, index);
-  // (hash * length) >> 32; the halves of hash apart keep both products within 64 bits.
+  // (hash * length) >> 32. The two halves of the hash keep both products within 64 bits.
   return ((hash >> 16) * length + (((hash & 0xffff) * length) >> 16)) >> 16;
 }
 
-// The element that stratum `index` of a segment of `numel` elements contributes. The stratum ends
-// where the next begins: the remainders say whether it is one longer, without another division.
+// The sampled element of stratum `index`, in a range of `numel` elements. The remainders show
+// whether the stratum has one element more, which saves another division.
 DCT_HOST_DEVICE inline int64_t stratified_pick(int64_t index, int64_t numel, int64_t picks,
                                                uint32_t seed, uint32_t segment) {
   const int64_t length = numel / picks, rest = numel % picks;

@@ -1,7 +1,7 @@
 #pragma once
 
-// The arguments of the ops as kernels see them: raw pointers and sizes, already checked. Shared by
-// the CPU and the CUDA functions of the same names; pointers are to the memory of that device.
+// The checked arguments of the ops, as raw pointers and sizes. The CPU and the CUDA function of an
+// op take the same struct. Pointers are to the memory of that device.
 
 #include <cstdint>
 
@@ -9,7 +9,7 @@
 
 namespace dct {
 
-// A scale that is one element, or null for 1.
+// Loads a scale of one element. A null pointer stands for 1.
 DCT_HOST_DEVICE inline float load_scale(const float* scale) {
   return scale != nullptr ? *scale : 1.0f;
 }
@@ -65,7 +65,7 @@ struct QuantizePackArgs {
   int64_t numel;
   uint8_t* payload;  // out: [ranges, nbytes], 16-byte aligned
   int64_t ranges;
-  int64_t nbytes;  // a multiple of 16, for the longest range or more
+  int64_t nbytes;  // a multiple of 16, enough for the longest range
   PayloadFormat format;
   const float* inv_scale;  // one element, or null for 1
 };
@@ -74,7 +74,7 @@ struct DequantizeSumArgs {
   const uint8_t* payloads;  // [ranks, ranges, nbytes], 16-byte aligned
   int64_t ranks;
   int64_t ranges;
-  int64_t nbytes;  // as of QuantizePackArgs
+  int64_t nbytes;  // as in QuantizePackArgs
   PayloadFormat format;
   void* out;  // out: [numel] of out_dtype
   DType out_dtype;

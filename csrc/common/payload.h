@@ -1,7 +1,7 @@
 #pragma once
 
-// The payload: header | u32 starts[blocks + 1] | u16 positions[capacity] | value[capacity]. One per
-// range; docs/reference/payload.md describes it.
+// The sparse payload of one range: header | u32 starts[blocks + 1] | u16 positions[capacity] |
+// value[capacity]. docs/reference/payload.md describes it.
 
 #include <cstdint>
 
@@ -9,7 +9,7 @@
 
 namespace dct {
 
-constexpr int64_t kBlock = 16384;  // elements; positions inside a block fit 16 bits
+constexpr int64_t kBlock = 16384;  // elements; a position in a block fits 16 bits
 
 constexpr uint32_t kPayloadMagic = 0x31544344;  // "DCT1"
 constexpr uint16_t kPayloadVersion = 1;
@@ -32,7 +32,7 @@ struct PayloadHeader {
 };
 static_assert(sizeof(PayloadHeader) == 64, "the header is 64 bytes without padding");
 
-// Byte offsets of one range's sections, and its size.
+// Byte offsets of the sections of one range, and its size.
 struct PayloadLayout {
   int64_t starts, positions, values, nbytes;
 };
@@ -48,7 +48,7 @@ DCT_HOST_DEVICE constexpr int64_t align16(int64_t offset) { return (offset + 15)
 
 DCT_HOST_DEVICE constexpr int64_t num_blocks(int64_t numel) { return ceil_div(numel, kBlock); }
 
-// Blocks that one of `ranges` equal ranges owns; the last ranges may own fewer, or none.
+// The blocks in one of `ranges` equal ranges. The last ranges may have fewer blocks, or none.
 DCT_HOST_DEVICE constexpr int64_t range_blocks(int64_t numel, int64_t ranges) {
   return ceil_div(num_blocks(numel), ranges);
 }
@@ -67,7 +67,7 @@ DCT_HOST_DEVICE constexpr PayloadLayout payload_layout(int64_t numel, int64_t ca
   return {starts, positions, values, align16(values + itemsize(value_dtype) * capacity)};
 }
 
-// The header of a range in which `kept` entries pass, whether or not they fit.
+// The header of a range in which `kept` entries pass the threshold. They may exceed the capacity.
 DCT_HOST_DEVICE inline PayloadHeader payload_header(int64_t numel, int64_t capacity,
                                                     DType value_dtype, uint64_t kept,
                                                     bool non_finite) {
@@ -95,7 +95,7 @@ DCT_HOST_DEVICE inline bool header_ok(const PayloadHeader& header, int64_t numel
          header.count <= header.capacity && header.count <= header.numel && reserved == 0;
 }
 
-// Whether non-finite entries may have been dropped: the reader must see them all the same.
+// Whether the payload may lack non-finite entries. The receiver must still report them as NaN.
 DCT_HOST_DEVICE inline bool lost_non_finite(const PayloadHeader& header) {
   constexpr int kBoth = kFlagOverflow | kFlagNonFinite;
   return (header.flags & kBoth) == kBoth;

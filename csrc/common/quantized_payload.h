@@ -1,7 +1,7 @@
 #pragma once
 
-// The payload of every entry: header | rows of 1,024 entries, each its codes, then a bfloat16 scale
-// for every 64 of them. One per range; docs/reference/payload.md describes it.
+// The dense payload of one range, which holds all entries: header | rows of 1,024 entries. A row
+// has its codes, then a bfloat16 scale per 64 entries. docs/reference/payload.md describes it.
 
 #include <cstdint>
 #include <type_traits>
@@ -12,7 +12,7 @@
 
 namespace dct {
 
-// The header's codes of them.
+// The values are the codes of the formats in the header.
 enum class PayloadFormat : uint8_t {
   kFloat32 = 0,
   kBFloat16 = 1,
@@ -39,29 +39,29 @@ decltype(auto) dispatch(PayloadFormat format, Function&& function) {
 }
 
 constexpr uint16_t kQuantizedVersion = 4;
-constexpr int64_t kRow = 1024;               // elements; a block is whole rows
-constexpr int64_t kScaled = 64;              // elements that have a scale together
-constexpr int64_t kScales = kRow / kScaled;  // of a row
+constexpr int64_t kRow = 1024;               // elements; a block consists of whole rows
+constexpr int64_t kScaled = 64;              // elements that share a scale
+constexpr int64_t kScales = kRow / kScaled;  // per row
 
 DCT_HOST_DEVICE constexpr bool has_scales(PayloadFormat format) {
   return format != PayloadFormat::kFloat32 && format != PayloadFormat::kBFloat16;
 }
 
-// Of a format with scales: that of 64 entries as a row of row_quantize.
+// For a format with scales, the format of row_quantize that encodes each group of 64 entries.
 DCT_HOST_DEVICE constexpr RowFormat row_format(PayloadFormat format) {
   return format == PayloadFormat::kInt8   ? RowFormat::kInt8
          : format == PayloadFormat::kInt4 ? RowFormat::kInt4
                                           : RowFormat::kTernary;
 }
 
-// Bytes of the codes of 64 entries: 256, 128, 64, 32 or 13.
+// Bytes that hold the codes of 64 entries: 256, 128, 64, 32 or 13.
 DCT_HOST_DEVICE constexpr int64_t scaled_code_bytes(PayloadFormat format) {
   return format == PayloadFormat::kFloat32    ? 4 * kScaled
          : format == PayloadFormat::kBFloat16 ? 2 * kScaled
                                               : code_bytes(kScaled, row_format(format));
 }
 
-// Bytes of a row's codes, which come first, and of a whole row: multiples of 16.
+// Bytes of the codes of a row, which precede its scales. A multiple of 16, like row_bytes().
 DCT_HOST_DEVICE constexpr int64_t row_code_bytes(PayloadFormat format) {
   return kScales * scaled_code_bytes(format);
 }
@@ -72,13 +72,13 @@ DCT_HOST_DEVICE constexpr int64_t row_bytes(PayloadFormat format) {
 
 DCT_HOST_DEVICE constexpr int64_t num_rows(int64_t numel) { return ceil_div(numel, kRow); }
 
-// The least bytes of the payload of one of `ranges` equal ranges of so many elements together.
+// The minimum payload size of each range, for `numel` elements split into `ranges` equal ranges.
 constexpr int64_t quantized_payload_bytes(int64_t numel, PayloadFormat format, int64_t ranges) {
   const Range longest = range_bounds(numel, ranges, 0);
   return static_cast<int64_t>(sizeof(PayloadHeader)) + num_rows(longest.end) * row_bytes(format);
 }
 
-// Of a range of so many elements.
+// The header of a range with `numel` elements.
 DCT_HOST_DEVICE inline PayloadHeader quantized_header(int64_t numel, PayloadFormat format,
                                                       bool non_finite) {
   PayloadHeader header = {};
@@ -95,13 +95,13 @@ DCT_HOST_DEVICE inline PayloadHeader quantized_header(int64_t numel, PayloadForm
 // Validates an untrusted header against its range.
 DCT_HOST_DEVICE inline bool quantized_header_ok(const PayloadHeader& header, int64_t numel,
                                                 PayloadFormat format) {
-  const PayloadHeader right = quantized_header(numel, format, false);
+  const PayloadHeader expected = quantized_header(numel, format, false);
   uint64_t reserved = 0;
   for (uint64_t word : header.reserved) reserved |= word;
-  return header.magic == right.magic && header.version == right.version &&
-         header.value_dtype == right.value_dtype && (header.flags & ~kFlagNonFinite) == 0 &&
-         header.numel == right.numel && header.capacity == right.capacity &&
-         header.count == right.count && reserved == 0;
+  return header.magic == expected.magic && header.version == expected.version &&
+         header.value_dtype == expected.value_dtype && (header.flags & ~kFlagNonFinite) == 0 &&
+         header.numel == expected.numel && header.capacity == expected.capacity &&
+         header.count == expected.count && reserved == 0;
 }
 
 }  // namespace dct

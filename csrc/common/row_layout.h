@@ -1,7 +1,7 @@
 #pragma once
 
-// The bytes of a row in a message: positions of its k entries, or all its entries in few bits.
-// docs/reference/ops.md states every bit.
+// The bytes of a row in a message: the positions of its k entries, or all its entries quantized.
+// docs/reference/ops.md specifies every bit.
 
 #include <cstdint>
 #include <type_traits>
@@ -10,15 +10,15 @@
 
 namespace dct {
 
-// Encoding of a row's k positions: the smallest of three, by (width, k) alone. Both sides know
-// these, so it is not part of the message.
+// The encoding of the k positions of a row: the smallest of three. It depends on (width, k) only.
+// Both sides know these numbers, so the encoding is not part of the message.
 enum class PositionEncoding {
   kBitmap,  // ceil(width / 8) bytes, least significant bit first
   kUint8,   // k columns of one byte, width <= 256
   kUint16,  // k columns of two bytes, little-endian, width <= 65,536
 };
 
-// The smallest; the first of the list above on a tie.
+// The smallest encoding. On a tie, the one that is first in the list above.
 DCT_HOST_DEVICE constexpr PositionEncoding position_encoding(int64_t width, int64_t k) {
   const int64_t bitmap = width / 8 + (width % 8 != 0);
   if (width <= 256 && k < bitmap) return PositionEncoding::kUint8;
@@ -38,10 +38,10 @@ DCT_HOST_DEVICE constexpr int64_t position_bytes(int64_t width, int64_t k) {
   }
 }
 
-// Quantized rows: codes of all columns, then their scale.
+// A quantized row has the codes of all columns, then one scale.
 enum class RowFormat : uint8_t { kInt8, kInt4, kTernary, kSign };
 
-// Calls `function` with the format as a type: the one way from it to a template argument.
+// Calls `function` with the format as a type, to make it a template argument.
 template <typename Function>
 decltype(auto) dispatch(RowFormat format, Function&& function) {
   switch (format) {
@@ -73,7 +73,7 @@ DCT_HOST_DEVICE constexpr int codes_per_byte(RowFormat format) {
 
 constexpr int kTrits = codes_per_byte(RowFormat::kTernary);
 
-// Bytes of one row's codes, which come first.
+// Bytes of the codes of one row, which precede the scale.
 DCT_HOST_DEVICE constexpr int64_t code_bytes(int64_t width, RowFormat format) {
   return (width - 1) / codes_per_byte(format) + 1;
 }
@@ -83,22 +83,22 @@ DCT_HOST_DEVICE constexpr int64_t row_bytes(int64_t width, RowFormat format) {
   return code_bytes(width, format) + kScaleBytes;
 }
 
-// The code of a row's largest magnitude in the integer formats.
+// The code of the largest magnitude of a row in the integer formats.
 DCT_HOST_DEVICE constexpr float levels(RowFormat format) {
   return format == RowFormat::kInt8 ? 127.0f : 7.0f;
 }
 
-// Added to a float32 below 2^22, it leaves the nearest integer, ties to even, in the low bits, as
-// two's complement.
+// Adding it to a float32 below 2^22 rounds to the nearest integer, ties to even. The low bits of
+// the sum hold that integer in two's complement.
 constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23
 
-// Row sums are of integers, so that they do not depend on their order: magnitudes in units that
-// make the row's largest one have 22 bits, truncated. 2^10 of them fit 32 bits.
+// Row sums add integers, so they do not depend on the order. The integers are truncated magnitudes,
+// in units that give the largest one 22 bits. A sum of 2^10 of them fits 32 bits.
 constexpr int kUnitBits = 22;
 constexpr int64_t kUnitsInWord = 1024;
 
 struct Units {
-  float inverse_unit, unit;  // powers of two, inverse to each other and normal
+  float inverse_unit, unit;  // powers of two, normal, whose product is 1
 };
 
 DCT_HOST_DEVICE inline Units units_of(int32_t largest_key) {
@@ -108,17 +108,17 @@ DCT_HOST_DEVICE inline Units units_of(int32_t largest_key) {
           bits_to_float((exponent - (kUnitBits - 1)) << 23)};
 }
 
-// Of a magnitude in units.
+// Truncates a magnitude in units to an integer.
 DCT_HOST_DEVICE inline uint32_t whole_units(float magnitude) {
   return static_cast<uint32_t>(static_cast<int32_t>(magnitude));
 }
 
-// The scale that travels: finite, and normal or 0. `x` is not negative.
+// The scale that is sent: finite, and normal or 0. `x` is not negative.
 DCT_HOST_DEVICE inline BFloat16 row_scale(float x) {
   const BFloat16 scale = round_saturating<BFloat16>(x);
   return {static_cast<uint16_t>(scale.bits < 0x0080 ? 0 : scale.bits)};
 }
 
-constexpr BFloat16 kNanScale = {kFloat32Nan >> 16};  // of a row with a NaN or an infinity
+constexpr BFloat16 kNanScale = {kFloat32Nan >> 16};  // the scale of a row with a NaN or an infinity
 
 }  // namespace dct

@@ -1,7 +1,7 @@
 #pragma once
 
-// Rows of 1,024 entries out of payloads of every entry, added up 64 at a time in registers: what
-// dequantize_sum and dequantize_sum_pack have in common.
+// Sums rows of 1,024 entries from dense payloads, 64 entries at a time in registers. Shared by
+// dequantize_sum and dequantize_sum_pack.
 
 #include <cstring>
 #include <vector>
@@ -13,7 +13,7 @@
 
 namespace dct::cpu {
 
-// Which of the payloads [ranks, ranges, nbytes] have a right header; `status` [ranks] says it.
+// Returns which payloads [ranks, ranges, nbytes] have a valid header. Writes `status` [ranks].
 inline std::vector<uint8_t> check_headers(const uint8_t* payloads, int64_t ranks, int64_t ranges,
                                           int64_t nbytes, int64_t numel, PayloadFormat format,
                                           int32_t* status) {
@@ -31,7 +31,7 @@ inline std::vector<uint8_t> check_headers(const uint8_t* payloads, int64_t ranks
   return intact;
 }
 
-// Adds the values of group `g` of a row to `sum`, in registers.
+// Adds the values of group `g` of a row to `sum`, which stays in registers.
 template <PayloadFormat kFormat, typename Unpack, typename Sum>
 void add_group(Unpack, const uint8_t* row, int64_t g, Sum& sum) {
   using Floats = typename Sum::Floats;
@@ -54,7 +54,7 @@ void add_group(Unpack, const uint8_t* row, int64_t g, Sum& sum) {
     if constexpr (kFormat == PayloadFormat::kInt8) {
       add(reinterpret_cast<const int8_t*>(codes), scale);
     } else {
-      // The table stays in registers: each load takes exactly what one store wrote.
+      // The table stays in registers, because each load reads exactly what one store wrote.
       constexpr RowFormat kRowFormat = row_format(kFormat);
       Entries entries;
       for (int i = 0; i < kMostEntries; i += Sum::Own::kCount) {
@@ -72,15 +72,15 @@ void add_group(Unpack, const uint8_t* row, int64_t g, Sum& sum) {
   }
 }
 
-// Calls function(begin, sum) for every 64 elements of rows [begin, end), with the number of the
-// first and the sum of the payloads' values, a Group, in the payloads' order, from +0.0.
+// Calls function(begin, sum) for every 64 elements of `rows`. `begin` is the index of the first
+// element. `sum` is a Group: the values of the payloads, added in rank order from +0.0.
 template <PayloadFormat kFormat, typename Function>
 void for_each_sum(const uint8_t* payloads, const std::vector<uint8_t>& intact, int64_t ranks,
                   int64_t ranges, int64_t nbytes, int64_t rows_per_range, Share rows,
                   const Function& function) {
-  // The hardware does not prefetch several streams of few bytes far enough.
+  // The hardware does not prefetch far enough ahead in several narrow streams.
   constexpr int64_t kAheadBytes = 2048;
-  std::vector<const uint8_t*> row(ranks);  // of each payload that is summed
+  std::vector<const uint8_t*> row(ranks);  // the current row of each payload with a valid header
   vectorize_unpacking([&](auto how) {
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       const int64_t range = r / rows_per_range;
@@ -101,7 +101,7 @@ void for_each_sum(const uint8_t* payloads, const std::vector<uint8_t>& intact, i
           }
           add_group<kFormat>(how, row[p], g, registers);
         }
-        Sum sum = registers;  // the function takes its address, which would keep it in memory
+        Sum sum = registers;  // `function` takes the address of the copy, not of `registers`
         function(r * kRow + g * kScaled, sum);
       }
     }

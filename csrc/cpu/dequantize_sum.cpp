@@ -1,4 +1,4 @@
-// 64 entries at a time: their sum stays in registers until it is written.
+// Sums 64 entries at a time. The sum stays in registers until it is written.
 
 #include <algorithm>
 

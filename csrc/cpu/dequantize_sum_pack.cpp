@@ -1,4 +1,4 @@
-// As dequantize_sum and quantize_pack together: the sum never leaves the L1 cache.
+// dequantize_sum and quantize_pack in one pass. The sum never leaves the L1 cache.
 
 #include <algorithm>
 #include <vector>

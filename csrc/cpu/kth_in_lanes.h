@@ -1,7 +1,7 @@
 #pragma once
 
-// The k-th largest key of sixteen rows at once, one row per lane: each step of the bisection is one
-// counting loop, without divergence or horizontal sums. Call it inside vectorize_rows().
+// The k-th largest keys of sixteen rows together, one row per lane. Each step of the bisection is
+// one counting loop, without divergence or horizontal sums. To be called inside vectorize_rows().
 
 #include <cstdint>
 
@@ -10,7 +10,7 @@
 
 namespace dct::cpu {
 
-// Separate loops, because the compiler vectorizes only uniform ones.
+// Separate functions, because the compiler vectorizes only uniform loops.
 inline Lanes least_keys(const int32_t* keys, int64_t n) {
   Lanes least;
   for (int l = 0; l < kLanes; ++l) least.at[l] = kFloat32Infinity;
@@ -35,10 +35,11 @@ inline Lanes largest_keys(const int32_t* keys, int64_t n) {
   return largest;
 }
 
-// Raises each lane's bound, which at least k of its n keys reach, and at least k reach the result.
-// If rounds suffice, no more do, or else the bound is the k-th key itself, or infinity if that is
-// above. Keys and bounds are multiples of `unit`, a power of two. Rounds come in threes: which one
-// is the last follows no pattern, and to one that found all nothing happens.
+// Raises the bound of each lane. At least k of the lane's n keys reach the bound, before and after.
+// If `rounds` suffices, either exactly k keys reach the result, or the result is the k-th key
+// itself, or infinity if that key is above it. Keys and bounds are multiples of `unit`, a power of
+// two. Rounds run in groups of three, because the branch predictor cannot predict which round is
+// the last. A further round does not change a finished lane.
 template <typename Rows>
 void raise_bounds(Rows, const int32_t* keys, int64_t n, int32_t k, int32_t unit, int rounds,
                   Lanes& bound) {
@@ -46,15 +47,14 @@ void raise_bounds(Rows, const int32_t* keys, int64_t n, int32_t k, int32_t unit,
   Lanes low = bound, high = largest_keys(keys, n), middle, count;  // k reach low, and not high
   for (int l = 0; l < kLanes; ++l) {
     high.at[l] = (high.at[l] < infinity ? high.at[l] : infinity) + unit;
-    // First whether the bound is the k-th already: so it is where all of a row are zeros but a few.
+    // The first round tests whether the bound is the k-th key already, as in a row of mostly zeros.
     middle.at[l] = low.at[l] < infinity ? low.at[l] + unit : infinity;
   }
   int32_t open = 1;
   const auto halve = [&] {
     Rows::reach(keys, n, middle, count);
     open = 0;
-    // Sums of masks rather than branches or nested choices: these the compiler does not make
-    // vectors.
+    // Masked additions, because the compiler does not vectorize branches or nested selects.
     for (int l = 0; l < kLanes; ++l) {
       const int32_t enough = -(count.at[l] >= k), exact = -(count.at[l] == k);
       low.at[l] += (middle.at[l] - low.at[l]) & enough;

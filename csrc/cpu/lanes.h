@@ -1,8 +1,8 @@
 #pragma once
 
-// 64 floats in registers. GNU vectors have arithmetic and comparisons of their own; what compilers
-// make badly of them, widening of bytes and stores past the caches, is here for each width. By
-// reference: functions without a target may not return wide vectors.
+// 64 floats in registers. GNU vectors provide arithmetic and comparisons. Compilers generate poor
+// code for widening bytes and for non-temporal stores, so this file has both for each width.
+// Vectors are returned by reference, because functions without a target cannot return wide ones.
 
 #include <cstdint>
 #include <cstring>
@@ -54,7 +54,7 @@ struct Lanes<64> {
 #define DCT_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
   static constexpr int kCount = 16;
   typedef float Floats __attribute__((vector_size(64)));
-  // With masks of all lanes: gcc 12 warns of a value not set in the forms without.
+  // The masks select all lanes. gcc 12 warns of an uninitialized value in the forms without a mask.
   DCT_AVX512 static void widen(const int8_t* x, Floats& out) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
     out = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes));
@@ -71,14 +71,14 @@ struct Lanes<64> {
 
 #endif
 
-// The 64, as vectors of so many bytes.
+// 64 floats as vectors of kBytes bytes each.
 template <int kBytes>
 struct Group {
   using Own = Lanes<kBytes>;
   using Floats = typename Own::Floats;
   Floats of[64 / Own::kCount];
 
-  // Calls function(floats, i) for each vector, with the number of its first entry.
+  // Calls function(floats, i) for each vector. `i` is the index of its first entry.
   template <typename Function>
   void for_each(const Function& function) {
     for (int v = 0; v < 64 / Own::kCount; ++v) function(of[v], v * Own::kCount);

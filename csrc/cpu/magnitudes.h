@@ -1,6 +1,6 @@
 #pragma once
 
-// What scales are made of: a row's largest magnitude, and sums for means that no order changes.
+// Inputs of the scales: the largest magnitude of a row, and sums that do not depend on the order.
 
 #include <algorithm>
 #include <cmath>

@@ -1,8 +1,8 @@
-// The tensor is cut into one chunk of whole blocks per thread. A chunk is packed in one pass over
-// memory, strip by strip: a vector loop stores acc where nothing passes and flags the entries that
-// pass; the few flagged entries then go through scalar code one by one. The first chunk of a range
-// packs straight into the payload. The others pack into scratch memory, and finish() moves their
-// entries into place once the number of entries before them is known.
+// The tensor is split into chunks of whole blocks, about one per thread. A chunk is packed in one
+// pass over memory, strip by strip. A vector loop flags the entries that pass the threshold, and
+// stores acc for the other entries. Scalar code then packs the few flagged entries one by one. The
+// first chunk of a range is packed directly into the payload. The other chunks are packed into
+// scratch memory. finish() moves their entries into place once the preceding entries are counted.
 
 #include <algorithm>
 #include <cmath>
@@ -21,12 +21,12 @@
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kStrip = 4096;  // its residual, gradient and flags fit the first-level cache
-constexpr int64_t kParallelEntries = 1 << 18;  // fewer are moved sooner than threads are woken
+constexpr int64_t kStrip = 4096;               // its residual, gradient and flags fit the L1 cache
+constexpr int64_t kParallelEntries = 1 << 18;  // one thread moves fewer entries faster
 static_assert(kBlock % kStrip == 0, "a strip is in one block");
 
-// Stores acc where an entry stays; leaves the entries that pass unchanged, and lists them. Returns
-// their number.
+// Stores acc for the entries that do not pass. Leaves the entries that pass unchanged, lists them
+// in `passing` and returns their number.
 template <typename Grad>
 int64_t mask_strip(float* residual, const Grad* grad, int64_t n, float inv_scale, float threshold,
                    uint16_t* passing) {
@@ -46,23 +46,23 @@ int64_t mask_strip(float* residual, const Grad* grad, int64_t n, float inv_scale
   return count;
 }
 
-// Whole blocks of one range, packed by one task. Entries beyond `room` cannot fit the payload
-// whatever comes before them.
+// Whole blocks of one range, packed by one task. Entries beyond `capacity` cannot fit the payload,
+// even if the chunk is its first.
 template <typename Value>
 struct Chunk {
   int64_t range;
   int64_t begin, end;   // elements
-  uint32_t* starts;     // the range's, at this chunk's first block; until finish() from 0
-  uint16_t* positions;  // of the entries: in the payload or in scratch
+  uint32_t* starts;     // of this chunk's blocks; relative to the chunk until finish()
+  uint16_t* positions;  // of the entries, in the payload or in scratch memory
   Value* values;
-  int64_t room;
+  int64_t capacity;
   std::unique_ptr<uint16_t[]> scratch_positions;
   std::unique_ptr<Value[]> scratch_values;
   int64_t passed = 0;
   int64_t before = 0;  // entries that passed in earlier chunks of the range
   bool non_finite = false;
 
-  int64_t stored() const { return std::min(passed, room); }
+  int64_t stored() const { return std::min(passed, capacity); }
 };
 
 template <typename Grad, typename Value>
@@ -115,11 +115,11 @@ class Packer {
         chunk.starts = starts(r) + span.begin;
         chunk.positions = positions(r);
         chunk.values = values(r);
-        chunk.room = std::min(chunk.end - chunk.begin, args_.capacity);
+        chunk.capacity = std::min(chunk.end - chunk.begin, args_.capacity);
         if (part > 0) {
-          // Not initialized: pages that no entry reaches are never touched.
-          chunk.scratch_positions.reset(new uint16_t[chunk.room]);
-          chunk.scratch_values.reset(new Value[chunk.room]);
+          // Uninitialized, so pages that hold no entry are never touched.
+          chunk.scratch_positions.reset(new uint16_t[chunk.capacity]);
+          chunk.scratch_values.reset(new Value[chunk.capacity]);
           chunk.positions = chunk.scratch_positions.get();
           chunk.values = chunk.scratch_values.get();
         }
@@ -145,9 +145,9 @@ class Packer {
     const float old = args_.residual[i];
     const float acc = accumulate(old, grad_, i, inv_scale_);
     const bool finite = is_finite(acc);
-    // An overflowed step must not destroy what the residual held.
+    // An overflowed step must not destroy the residual.
     float left = finite ? acc : finite_or_zero(old);
-    if (chunk.passed < chunk.room) {
+    if (chunk.passed < chunk.capacity) {
       const Value value = round_saturating<Value>(acc);
       chunk.positions[chunk.passed] = static_cast<uint16_t>(i % kBlock);
       chunk.values[chunk.passed] = value;
@@ -178,8 +178,8 @@ class Packer {
     }
   }
 
-  // Moves a chunk's entries to their place in the payload. Adds the entries that do not fit back to
-  // the residual: value + residual is acc again, exactly.
+  // Moves the entries of a chunk to their place in the payload. Adds the entries that do not fit
+  // back to the residual: value + residual restores acc exactly.
   void finish(const Chunk<Value>& chunk) const {
     const int64_t fits = std::clamp<int64_t>(args_.capacity - chunk.before, 0, chunk.stored());
     if (fits > 0 && chunk.scratch_positions != nullptr) {

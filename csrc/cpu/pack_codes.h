@@ -1,7 +1,7 @@
 #pragma once
 
-// Codes into a row's bytes (layout: docs/reference/ops.md), by the instructions that make bits of
-// comparisons and move bytes: the compiler has no loop for them.
+// Packs codes into the bytes of a row (layout: docs/reference/ops.md). Compilers do not generate
+// the instructions that turn comparisons into bits and shuffle bytes.
 
 #include <cmath>
 #include <cstdint>
@@ -15,13 +15,14 @@
 
 namespace dct::cpu {
 
-// The five codes of a ternary byte are bits of two planes, of columns above 0 and of those below.
-constexpr int64_t kTritBytes = 16;  // packed at a time: 80 columns, 10 bytes of a plane
-constexpr int64_t kTritPlane = 16;  // bytes of a plane that are read for them
+// The five codes of a ternary byte come from two bit planes: one marks the columns above 0, the
+// other the columns below 0.
+constexpr int64_t kTritBytes = 16;  // packed together, from 80 columns: 10 bytes of a plane
+constexpr int64_t kTritPlane = 16;  // bytes that are read of each plane
 struct TritFields {
-  uint8_t value[32];             // of five bits: their sum, times 1, 3, 9, 27, 81
-  uint8_t byte[2 * kTritBytes];  // of a plane, that hold the bits: two each
-  uint16_t factor[kTritBytes];   // that shifts the bits to the top of those 16
+  uint8_t value[32];             // for five bits: the sum of the bits times 1, 3, 9, 27, 81
+  uint8_t byte[2 * kTritBytes];  // the two bytes of a plane that hold the bits of an output byte
+  uint16_t factor[kTritBytes];   // shifts these bits to the top of the 16
 };
 constexpr TritFields kTritFields = [] {
   TritFields fields{};
@@ -38,9 +39,10 @@ constexpr TritFields kTritFields = [] {
   return fields;
 }();
 
-// For each instruction set: `mark` makes bit i of two words x[i] * factor > bound and < -bound, of
-// 64 columns, bound >= 0, and returns the sum of these magnitudes in whole units; `pack_trits`
-// makes kTritBytes bytes of two planes of such bits.
+// For each instruction set there are two functions. `mark` compares 64 columns: bit i of `above` is
+// x[i] * factor > bound, bit i of `below` is x[i] * factor < -bound. `mark` returns the sum of the
+// magnitudes above the bound (>= 0), in whole units. `pack_trits` packs two bit planes into
+// kTritBytes bytes.
 struct PlainPack {
   static uint32_t mark(const float* x, float factor, float bound, uint64_t* above,
                        uint64_t* below) {
@@ -108,7 +110,7 @@ struct Avx2Pack {
   }
 
  private:
-  // The sums of 16 times five bits, times 1, 3, 9, 27, 81, in 16 bits each.
+  // 16 sums of five bits times 1, 3, 9, 27, 81, in 16 bits each.
   DCT_AVX2 static __m256i trit_sums(const uint8_t* plane) {
     const __m256i bits =
         _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(plane)));
@@ -149,7 +151,7 @@ struct Avx512Pack : Avx2Pack {
 
 #endif
 
-// vectorize() for a loop that takes PlainPack, Avx2Pack or Avx512Pack.
+// vectorize() for a loop that takes a PlainPack, Avx2Pack or Avx512Pack argument.
 template <typename Loop>
 void vectorize_packing(const Loop& loop) {
   vectorize_by<PlainPack, Avx2Pack, Avx512Pack>(loop);

@@ -1,7 +1,7 @@
 #pragma once
 
-// How a kernel runs in parallel, without knowing whose threads these are: torch's pool in the
-// bindings, std::thread in the native tests.
+// Runs a kernel in parallel, independent of the thread pool. The bindings use torch's threads, and
+// the native tests use std::thread.
 
 #include <cstdint>
 #include <memory>
@@ -13,7 +13,7 @@ namespace dct::cpu {
 template <typename Signature>
 class FunctionRef;
 
-// Refers to a callable that outlives the call. Unlike std::function it never allocates.
+// A reference to a callable, which must outlive it. Unlike std::function it never allocates.
 template <typename Result, typename... Args>
 class FunctionRef<Result(Args...)> {
  public:
@@ -34,9 +34,9 @@ class FunctionRef<Result(Args...)> {
 };
 
 struct Parallel {
-  int64_t threads;  // worth using: how many tasks to cut the work into
-  // Calls body(task) once for every task in [0, tasks), in any order and on any threads, and
-  // returns when all are done. A body must not throw.
+  int64_t threads;  // the number of tasks to split the work into
+  // Calls body(task) once for every task in [0, tasks), in any order and on any thread. Returns
+  // when all tasks are done. `body` must not throw.
   FunctionRef<void(int64_t tasks, FunctionRef<void(int64_t task)> body)> run;
 };
 
@@ -44,7 +44,7 @@ struct Share {
   int64_t begin, end;
 };
 
-// Part `index` of [0, total) cut into `parts` equal parts.
+// Part `index` of [0, total), split into `parts` parts of nearly equal size.
 inline Share share(int64_t total, int64_t parts, int64_t index) {
   const int64_t each = total / parts, rest = total % parts;
   const int64_t begin = index * each + (index < rest ? index : rest);

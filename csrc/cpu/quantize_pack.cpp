@@ -1,5 +1,5 @@
-// A row of 1,024 entries at a time: gradient and residual are read once, and the new residual is
-// written while it is in the L1 cache.
+// Quantizes one row of 1,024 entries at a time. The gradient and the residual are read once. The
+// new residual is written while it is in the L1 cache.
 
 #include <algorithm>
 #include <vector>
@@ -11,7 +11,7 @@
 namespace dct::cpu {
 namespace {
 
-// acc of `n` entries, then zeros up to the row's end.
+// Writes acc for `n` entries, then zeros up to the end of the row.
 template <typename Grad>
 void accumulate_row(const QuantizePackArgs& args, int64_t begin, int64_t n, float* acc) {
   const float inv_scale = load_scale(args.inv_scale);

@@ -1,8 +1,8 @@
 #pragma once
 
-// A row of 1,024 accumulated entries into its bytes, and what is left of them: what quantize_pack
-// and dequantize_sum_pack have in common. Several passes over memory that is in the L1 cache;
-// between them the row's 16 scales are computed together, so that their latency is paid once.
+// Quantizes a row of 1,024 accumulated entries and computes the new residual. Shared by
+// quantize_pack and dequantize_sum_pack. It takes several passes over memory in the L1 cache.
+// Between the passes, the 16 scales of the row are computed together, which hides their latency.
 
 #include <algorithm>
 #include <cmath>
@@ -15,16 +15,16 @@
 
 namespace dct::cpu {
 
-// One row's working memory.
+// Working memory for one row.
 struct alignas(64) RowScratch {
   float acc[kRow];
-  float residual[kRow];  // of a row that is not whole, or of none
-  float old[kRow];       // the residual, where some of it stays
-  int32_t top[kScales];  // keys of the largest magnitudes
+  float residual[kRow];  // used if the row is not whole, or there is no residual
+  float old[kRow];       // the old residual, if some of it must be kept
+  int32_t top[kScales];  // keys of the largest magnitude per group
   float scale[kScales], inverse[kScales];
-  float inverse_unit[kScales], unit[kScales], bound[kScales];  // of ternary
+  float inverse_unit[kScales], unit[kScales], bound[kScales];  // for ternary
   uint64_t above[kScales + 1], below[kScales + 1];             // pack_trits reads past its word
-  uint8_t codes[kScaled];                                      // of int4, one a byte
+  uint8_t codes[kScaled];                                      // for int4, one per byte
 };
 
 inline void integer_scales(RowScratch& row, float levels) {
@@ -34,7 +34,7 @@ inline void integer_scales(RowScratch& row, float levels) {
   }
 }
 
-// With the planes of what is above the bound, or below its negative.
+// Also computes the bit planes of the entries above the bound and below its negative.
 template <typename Pack>
 void ternary_scales(Pack, RowScratch& row) {
   int64_t total[kScales], kept[kScales];
@@ -93,10 +93,10 @@ void write_ternary(Pack, RowScratch& row, int64_t g, uint8_t* out, float* residu
   uint8_t plane[2][kTritPlane] = {};
   std::memcpy(plane[0], &row.above[g], sizeof(uint64_t));
   std::memcpy(plane[1], &row.below[g], sizeof(uint64_t));
-  Pack::pack_trits(plane[0], plane[1], out);  // three bytes more, which are written next
+  Pack::pack_trits(plane[0], plane[1], out);  // the next write replaces the last three bytes
 }
 
-// The values that travel as they are: each is finite or not on its own.
+// float32 and bfloat16, whose values are sent without a scale. Each value may be non-finite.
 template <typename Value>
 bool write_values(const RowScratch& row, uint8_t* out, float* residual) {
   auto* values = reinterpret_cast<Value*>(out);  // rows are aligned to 16 bytes
@@ -111,8 +111,8 @@ bool write_values(const RowScratch& row, uint8_t* out, float* residual) {
   return top < static_cast<int32_t>(kFloat32Infinity);
 }
 
-// Of row.acc, which it may change. `residual` [kRow] holds the old one. Returns whether all of it
-// was finite.
+// Quantizes row.acc, which it may change. Replaces the old `residual` [kRow] by the new one.
+// Returns whether all entries of row.acc were finite.
 template <PayloadFormat kFormat, typename Pack>
 bool quantize_row(Pack how, RowScratch& row, float* residual, uint8_t* out) {
   if constexpr (kFormat == PayloadFormat::kFloat32) {

@@ -1,4 +1,4 @@
-// A piece of a row at a time. Codes of few bits are looked up among the entries that they can be.
+// Dequantizes rows piece by piece. The codes of int4, ternary and sign index a table of entries.
 
 #include <algorithm>
 #include <cstring>
@@ -12,10 +12,10 @@
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kPiece = 256;  // columns: whole groups of codes
+constexpr int64_t kPiece = 256;  // columns; a multiple of kCodeGroup
 
-// Lookup tables are built for a few rows at a time: a wide load right after the narrow stores that
-// it covers would stall on store forwarding.
+// Lookup tables are built for several rows together. A wide load directly after the narrow stores
+// that it covers would stall on store forwarding.
 constexpr int64_t kRows = 16;
 
 template <RowFormat kFormat>
@@ -25,14 +25,14 @@ float scale_of(const uint8_t* row, int64_t width) {
   return to_float(scale);
 }
 
-// An entry of a narrower dtype is in the low bits of a float: looking up does not compute.
+// An entry of a narrower dtype occupies the low bits of a float. A lookup only copies bits.
 inline float in_low_bits(float x) { return x; }
 template <typename Out>
 float in_low_bits(Out x) {
   return bits_to_float(x.bits);
 }
 
-// The entries of a whole group.
+// Looks up the entries of a whole group.
 template <RowFormat kFormat, typename Unpack, typename Out>
 void look_up_group(Unpack, const uint8_t* row, int64_t column, const Entries& entries, Out* out) {
   alignas(64) float group[kCodeGroup];
@@ -48,7 +48,7 @@ void look_up_group(Unpack, const uint8_t* row, int64_t column, const Entries& en
   }
 }
 
-// The entries of columns [begin, end) of a row.
+// Looks up the entries of columns [begin, end) of a row.
 template <RowFormat kFormat, typename Unpack, typename Out>
 void look_up(Unpack how, const uint8_t* row, int64_t begin, int64_t end, const Entries& entries,
              Out* out) {
@@ -89,7 +89,7 @@ void dequantize_rows(const RowDequantizeArgs& args, const Parallel& parallel) {
   auto* out = static_cast<Out*>(args.out);
   const int64_t width = args.width, bytes = row_bytes(width, kFormat);
   const bool streams = args.rows * width * static_cast<int64_t>(sizeof(Out)) >= kStreamBytes;
-  // Read at run time: a loop of constant length would be taken apart, then joined over rows.
+  // A run-time value. The compiler would unroll a loop of constant length and merge it over rows.
   const int num_entries = entries_of(args.format);
   const int64_t tasks = std::min(parallel.threads, args.rows);
   parallel.run(tasks, [&](int64_t task) {

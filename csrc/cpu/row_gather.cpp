@@ -17,7 +17,7 @@ void gather_rows(const RowGatherArgs& args, const Parallel& parallel) {
     for (int64_t row = span.begin; row < span.end; ++row) {
       const X* x = static_cast<const X*>(args.x) + row * args.width;
       Value* values = static_cast<Value*>(args.values) + row * args.k;
-      std::fill_n(values, args.k, Value{});  // what a slot that is not accepted gathers
+      std::fill_n(values, args.k, Value{});  // the value of slots that are not accepted
       for_each_position(args.positions + row * bytes, encoding, args.width, args.k,
                         [&](int64_t slot, int64_t column) {
                           values[slot] = round_to<Value>(to_float(x[column]));

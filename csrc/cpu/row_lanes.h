@@ -1,7 +1,7 @@
 #pragma once
 
-// Steps of row_pack that compilers do not vectorize: compaction of a row's entries that reach a
-// bound, and a transpose that gives each row a lane.
+// Steps of row_pack that compilers do not vectorize: compaction of the entries that reach a bound,
+// and a transpose that assigns each row to a lane.
 
 #include <cstdint>
 
@@ -22,14 +22,14 @@ struct Lanes {
 
 // For each instruction set:
 //
-// `list` copies those of n entries that reach a bound >= 0, and their columns, in order, and
-// returns their number. Input is padded with 0.0 to whole vectors, and the padding may be copied as
-// well. Output has room for kLanes more.
+// `list` copies those of the n entries that reach a bound >= 0, with their columns, in order. It
+// returns their number. The input is padded with 0.0 to whole vectors, and the padding may also be
+// copied. The output needs space for kLanes more entries.
 //
-// `turn` transposes: keys[j][lane] is the magnitude of entry j of a lane's row, or 0 past the row's
-// count, for j < n. n is rounded up to kLanes.
+// `turn` transposes. For j < n, keys[j][lane] becomes the magnitude of entry j of the lane's row,
+// or 0 past the row's count. n is rounded up to a multiple of kLanes.
 //
-// `reach` counts each lane's keys >= its bound.
+// `reach` counts, per lane, the keys that are >= the lane's bound.
 struct PlainRows {
   static int64_t list(const float* x, const int32_t* columns, int64_t n, int32_t bound, float* kept,
                       int32_t* kept_columns) {
@@ -68,7 +68,7 @@ struct Avx512Rows;
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-// The indices of a byte's set bits, in its bytes.
+// For each byte value, the indices of its set bits, one per byte of a word.
 struct SetBits {
   constexpr SetBits() : of() {
     for (int byte = 0; byte < 256; ++byte) {
@@ -82,7 +82,7 @@ struct SetBits {
 };
 inline constexpr SetBits kSetBits;
 
-// Moves the lanes whose bits are set to the front, in order; the other lanes are unspecified.
+// Moves the lanes whose bits are set to the front, in order. The other lanes are unspecified.
 __attribute__((target("avx2"))) inline __m256i compress(__m256i lanes, uint32_t mask) {
   const __m256i from = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(kSetBits.of[mask]));
   return _mm256_permutevar8x32_epi32(lanes, from);
@@ -171,7 +171,7 @@ struct Avx512Rows {
         a[r] = _mm512_maskz_and_epi32(_mm512_cmpgt_epi32_mask(left, iota), magnitude,
                                       _mm512_loadu_si512(rows + r * stride + j));
       }
-      // Rows r and r + 8 interleaved, four times, are columns.
+      // Interleaving rows r and r + 8 four times transposes the tile.
       for (int round = 0; round < 2; ++round) {
         for (int r = 0; r < 8; ++r) {
           b[2 * r] = _mm512_permutex2var_epi32(a[r], low, a[r + 8]);
@@ -200,7 +200,7 @@ struct Avx512Rows {
 
 #endif
 
-// vectorize() for a loop that takes PlainRows, Avx2Rows or Avx512Rows.
+// vectorize() for a loop that takes a PlainRows, Avx2Rows or Avx512Rows argument.
 template <typename Loop>
 void vectorize_rows(const Loop& loop) {
   vectorize_by<PlainRows, Avx2Rows, Avx512Rows>(loop);

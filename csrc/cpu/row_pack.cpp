@@ -14,7 +14,7 @@
 namespace dct::cpu {
 namespace {
 
-// One task's working memory, for rows of `width` columns.
+// Working memory of one task, for rows of `width` columns.
 template <typename X>
 struct Scratch {
   Scratch(int64_t width, int64_t k)
@@ -22,7 +22,7 @@ struct Scratch {
         flags(new uint8_t[64 * bitmask_words(width)]),
         bits(new uint64_t[bitmask_words(width)]) {}
   RowSelector<X> selector;
-  std::unique_ptr<uint8_t[]> flags;  // of one row, 1 where a column is kept
+  std::unique_ptr<uint8_t[]> flags;  // for one row: 1 where a column is kept
   std::unique_ptr<uint64_t[]> bits;
 };
 

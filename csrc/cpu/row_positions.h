@@ -1,7 +1,6 @@
 #pragma once
 
-// Reading and writing one row's positions in their three encodings. Rows of bytes have no
-// alignment.
+// Reads and writes the positions of one row in their three encodings. The bytes are not aligned.
 
 #include <cstdint>
 #include <cstring>
@@ -22,8 +21,8 @@ inline void store_uint16(uint8_t* bytes, int64_t value) {
   std::memcpy(bytes, &narrow, sizeof(narrow));
 }
 
-// Calls function(slot, column) for every accepted slot of a row: its column is below `width` and
-// above every column accepted before. Positions come from a peer and may be anything.
+// Calls function(slot, column) for every accepted slot of a row. A slot is accepted if its column
+// is below `width` and above all columns accepted before. Positions are not trusted.
 template <typename Function>
 void for_each_position(const uint8_t* positions, PositionEncoding encoding, int64_t width,
                        int64_t k, Function&& function) {
@@ -40,7 +39,7 @@ void for_each_position(const uint8_t* positions, PositionEncoding encoding, int6
     }
     return;
   }
-  int64_t lowest = 0;  // acceptable column
+  int64_t lowest = 0;  // the lowest column to accept next
   for (int64_t slot = 0; slot < k; ++slot) {
     const int64_t column =
         encoding == PositionEncoding::kUint8 ? positions[slot] : load_uint16(positions + 2 * slot);

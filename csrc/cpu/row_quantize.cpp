@@ -1,6 +1,6 @@
-// Several passes over a row: its largest magnitude, the sums for means, its codes; after the first
-// it is in the L1 cache. Each pass depends on the previous one's result, so short rows take each
-// pass together, to hide latency.
+// A row takes several passes: one for its largest magnitude, one for each sum, one for its codes.
+// After the first pass, it is in the L1 cache. Each pass depends on the result of the previous one,
+// so short rows take each pass together to hide the latency.
 
 #include <algorithm>
 #include <array>
@@ -18,34 +18,34 @@
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kMostRows = 16;    // rows that take passes together,
-constexpr int64_t kTogether = 1024;  // of at most so many columns in all
+constexpr int64_t kMostRows = 16;    // the most rows that take passes together
+constexpr int64_t kTogether = 1024;  // the most columns in these rows, unless one row is wider
 constexpr int64_t kWord = 64;        // columns per word of bits
 
 constexpr int64_t rows_together(int64_t width) {
   return std::clamp<int64_t>(kTogether / width, 1, kMostRows);
 }
 
-// Words of a plane of bits, with what pack_trits reads past its last.
+// Words of a bit plane, including the words that pack_trits reads past the end.
 constexpr int64_t plane_words(int64_t width) { return width / kWord + 3; }
 
-// One task's working memory, for rows of `width` columns.
+// Working memory of one task, for rows of `width` columns.
 struct Scratch {
   explicit Scratch(int64_t width)
       : floats(new float[rows_together(width) * width]),
         codes(new uint8_t[width + 1]),
         planes(new uint64_t[rows_together(width) * 2 * plane_words(width)]()) {}
-  std::unique_ptr<float[]> floats;     // rows of a narrower dtype, in float32
-  std::unique_ptr<uint8_t[]> codes;    // of int4, one a byte
-  std::unique_ptr<uint64_t[]> planes;  // of ternary, two a row: a code is above 0, or below
+  std::unique_ptr<float[]> floats;     // float32 copies of rows of a narrower dtype
+  std::unique_ptr<uint8_t[]> codes;    // for int4, one per byte
+  std::unique_ptr<uint64_t[]> planes;  // for ternary, two per row: columns above 0, columns below 0
 };
 
 struct Row {
   const float* x;
   int32_t top;  // the key of its largest magnitude
-  float bound;  // of ternary, in units: only above the bound is not 0
+  float bound;  // for ternary, in units: magnitudes up to the bound become 0
   BFloat16 scale;
-  uint64_t *above, *below;  // its planes
+  uint64_t *above, *below;  // the bit planes of the row
 
   bool finite() const { return top < static_cast<int32_t>(kFloat32Infinity); }
 };
@@ -58,8 +58,8 @@ const float* as_floats(const X* x, int64_t width, float* floats) {
   return floats;
 }
 
-// Calls function(word, above, below) for a row's columns, 64 at a time, with the bits of
-// Pack::mark; those past the last column are 0. Returns the sum of its sums.
+// Calls function(word, above, below) for 64 columns of a row at a time, with the bits of
+// Pack::mark. Bits past the last column are 0. Returns the sum of the results of Pack::mark.
 template <typename Pack, typename Function>
 int64_t for_each_word(Pack, const float* x, int64_t width, float factor, float bound,
                       Function&& function) {
@@ -78,7 +78,8 @@ int64_t for_each_word(Pack, const float* x, int64_t width, float factor, float b
   return total;
 }
 
-// Writes a whole vector, past `bytes` too, unless the task's rows end there: later writes follow.
+// Writes a whole vector, of which only `bytes` bytes are needed, unless it crosses the end of the
+// task's rows. Later writes replace the excess.
 template <typename Vector>
 void put(uint8_t* out, const Vector& vector, int64_t bytes, const uint8_t* end) {
   if (end - out >= static_cast<int64_t>(sizeof(vector))) {
@@ -88,14 +89,14 @@ void put(uint8_t* out, const Vector& vector, int64_t bytes, const uint8_t* end) 
   }
 }
 
-// Of codes in two's complement, the first of two in the low half.
+// Packs two codes in two's complement per byte, the first one in the low half.
 void pack_nibbles(const uint8_t* codes, int64_t bytes, uint8_t* out) {
   for (int64_t i = 0; i < bytes; ++i) {
     out[i] = static_cast<uint8_t>((codes[2 * i] & 15) | codes[2 * i + 1] << 4);
   }
 }
 
-// The scale, before it is rounded.
+// The scale before rounding.
 template <RowFormat kFormat, typename Pack>
 float exact_scale(Pack how, const Row& row, int64_t width) {
   const Units units = units_of(row.top);
@@ -140,15 +141,15 @@ void write_row(Pack how, const Row& row, int64_t width, uint8_t* codes, uint8_t*
       target[i] = static_cast<uint8_t>(float_to_bits(row.x[i] * inverse + kRoundToInteger));
     }
     if constexpr (kFormat == RowFormat::kInt4) {
-      codes[width] = 0;  // of a byte that is half full
+      codes[width] = 0;  // the second code of a last byte with only one column
       pack_nibbles(codes, bytes, out);
     }
   }
   std::memcpy(out + bytes, &row.scale, kScaleBytes);
 }
 
-// Quantizes up to rows_together rows, and prefetches those from `next` on meanwhile. Nothing is
-// written from `end` on.
+// Quantizes up to rows_together(width) rows. Meanwhile it prefetches the rows from `next` on. It
+// writes nothing at or past `end`.
 template <RowFormat kFormat, typename Pack, typename X>
 void quantize_together(Pack how, const X* x, int64_t count, int64_t width, const Scratch& scratch,
                        const Prefetch<X>& prefetch, int64_t next, uint8_t* out,

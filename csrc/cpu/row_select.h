@@ -1,10 +1,10 @@
 #pragma once
 
-// Which k columns of a row have the largest magnitudes, for sixteen rows at a time. A bound that k
-// columns of a row reach, and few more, leaves few to look for the k-th among, and that is done in
-// all rows at once (kth_in_lanes.h). Rows are mostly like those before: their bound is tried first.
-// Where too few or many reach it, the k-th largest of the maxima of disjoint groups of columns is
-// one.
+// Selects the k columns of largest magnitude in each row, for up to sixteen rows together. First a
+// bound narrows each row to slightly more than k columns. Then the k-th largest key is found among
+// them, in all rows together (kth_in_lanes.h). Rows mostly resemble the previous ones, so their
+// bound is tried first. If too few or too many columns reach that bound, the k-th largest of the
+// maxima of disjoint column groups replaces it.
 
 #include <algorithm>
 #include <cstdint>
@@ -20,7 +20,7 @@ namespace dct::cpu {
 
 constexpr int64_t whole_lanes(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
-// What the bits of every X are multiples of in float32.
+// The bits of any X, converted to float32, are a multiple of this unit.
 template <typename X>
 constexpr int32_t kUnit = std::is_same_v<X, float>      ? 1
                           : std::is_same_v<X, BFloat16> ? 1 << 16
@@ -46,7 +46,7 @@ class RowSelector {
     std::iota(all_columns_.get(), all_columns_.get() + padded_, 0);
   }
 
-  // x: [rows, width], 1 <= rows <= kLanes. Up to `ahead` rows after them are prefetched meanwhile.
+  // x: [rows, width], 1 <= rows <= kLanes. Also prefetches up to `ahead` of the rows after them.
   void select(const X* x, int64_t rows, int64_t ahead) {
     vectorize_rows([&](auto how) {
       narrow(how, x, rows, ahead);
@@ -55,7 +55,7 @@ class RowSelector {
       how.turn(listed_.get(), stride_, count, most, keys_.get());
       raise_bounds(how, keys_.get(), most, k_, kUnit<X>, INT32_MAX, bound);
       for (int64_t row = 0; row < rows; ++row) {
-        // The excess is overwritten by the next row.
+        // The next row overwrites the excess.
         float* kept = kept_.get() + row * k_;
         int32_t* columns = columns_.get() + row * k_;
         const int64_t n =
@@ -66,12 +66,12 @@ class RowSelector {
     });
   }
 
-  // Of the rows selected last: [rows, k], columns ascending.
+  // The result of the last select(): [rows, k], columns ascending.
   const float* kept() const { return kept_.get(); }
   const int32_t* columns() const { return columns_.get(); }
 
  private:
-  // Number of groups: fewer are searched sooner, but more columns reach the k-th largest maximum.
+  // Fewer groups are searched faster, but then more columns reach the k-th largest maximum.
   static int64_t group_count(int64_t padded, int64_t k) {
     int64_t groups = padded;
     while (groups > kLanes && whole_lanes(groups / 2) >= k + k / 5) {
@@ -80,8 +80,7 @@ class RowSelector {
     return groups;
   }
 
-  // A row in float32, filled up to whole vectors with 0.0: that ties with no column but one of 0.0,
-  // and these are before it.
+  // A row in float32, padded to whole vectors with 0.0, which ties only with columns before it.
   const float* as_floats(const X* x) const {
     if constexpr (std::is_same_v<X, float>) {
       if (width_ == padded_) return x;
@@ -93,7 +92,7 @@ class RowSelector {
   float* listed(int64_t row) const { return listed_.get() + row * stride_; }
   int32_t* listed_columns(int64_t row) const { return listed_columns_.get() + row * stride_; }
 
-  // Lists what reaches a row's bound; whether it is enough, and few enough to have been worth it.
+  // Lists the columns that reach the bound of a row. Returns false if they are too few or too many.
   template <typename Rows>
   bool list(Rows, const X* x, int64_t row) {
     const int64_t n = Rows::list(as_floats(x + row * width_), all_columns_.get(), padded_,
@@ -122,7 +121,7 @@ class RowSelector {
     if (misses_ == 0) return;
     Lanes bound = {};
     if (groups_ < padded_) {
-      constexpr int kRoughly = 6;  // rounds, for a bound that a few more reach
+      constexpr int kRoughly = 6;  // rounds; the bound may let a few more columns pass
       Lanes count = {};
       for (int64_t row = 0; row < rows; ++row) {
         if (!missed[row]) continue;
@@ -140,7 +139,7 @@ class RowSelector {
     }
   }
 
-  // What is past the last whole vector is left out: it could only raise them.
+  // Skips the columns past the last whole vector, because they could only raise the maxima.
   void group_maxima(const X* x, float* out) const {
     const int64_t whole = width_ / kLanes * kLanes;
     for (int64_t group = 0; group < groups_; group += kLanes) {
@@ -156,7 +155,7 @@ class RowSelector {
     }
   }
 
-  // Of n entries that reach the bound, more than k, keeps what is above and the first that tie.
+  // Reduces the n > k entries that reach the bound to those above it and the first ones that tie.
   void drop_ties(float* x, int32_t* columns, int64_t n, int32_t bound) const {
     const int32_t tie = bound < static_cast<int32_t>(kFloat32Infinity) ? bound : INT32_MAX;
     int64_t ties = k_;  // to keep
@@ -171,8 +170,8 @@ class RowSelector {
     }
   }
 
-  // The bound to try next sinks at once and rises slowly, so that next to no row like these has
-  // fewer than k above it. Where rows are not alike it is given up for a while.
+  // The bound to try next falls immediately and rises slowly, so that very few similar rows have
+  // fewer than k columns above it. If the rows differ too much, the next eight calls skip it.
   void learn(const Lanes& kth, int64_t rows) {
     const int32_t least = *std::min_element(kth.at, kth.at + rows);
     near_ = least < near_ ? least : near_ + ((least - near_) / 8 & -kUnit<X>);
@@ -180,15 +179,15 @@ class RowSelector {
   }
 
   int64_t width_, k_, padded_, stride_, groups_;
-  std::unique_ptr<int32_t[]> all_columns_;     // [padded]: 0 and up
+  std::unique_ptr<int32_t[]> all_columns_;     // [padded]: 0, 1, 2, ...
   std::unique_ptr<float[]> row_;               // [padded], in float32
   std::unique_ptr<float[]> maxima_;            // [kLanes, groups]
-  std::unique_ptr<float[]> listed_;            // [kLanes, stride], what reaches a row's bound
-  std::unique_ptr<int32_t[]> listed_columns_;  // and where
-  std::unique_ptr<int32_t[]> keys_;            // [padded, kLanes], of either
-  std::unique_ptr<float[]> kept_;              // [kLanes, k], and room for more of the last row
+  std::unique_ptr<float[]> listed_;            // [kLanes, stride]: entries that reach the bound
+  std::unique_ptr<int32_t[]> listed_columns_;  // [kLanes, stride]: their columns
+  std::unique_ptr<int32_t[]> keys_;  // [padded, kLanes]: of the maxima or the listed entries
+  std::unique_ptr<float[]> kept_;    // [kLanes, k], and space for the excess of the last row
   std::unique_ptr<int32_t[]> columns_;
-  Lanes bound_, count_;  // of what is listed
+  Lanes bound_, count_;  // per row: the bound, and the number of listed entries
   int32_t near_ = INT32_MAX;
   int64_t misses_ = 0, pause_ = 1;
 };

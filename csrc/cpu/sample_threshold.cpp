@@ -1,5 +1,5 @@
-// First the keys of every range's samples are gathered, in parallel over the samples; then each
-// range's k-th largest key is found, in parallel over the ranges.
+// First the keys of all samples are gathered, in parallel over the samples. Then the k-th largest
+// key of each range is selected, in parallel over the ranges.
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,7 @@
 namespace dct::cpu {
 namespace {
 
-// n below 2^31, so that the count is as wide as the keys.
+// n is below 2^31, so the count is as wide as the keys.
 int32_t count_keys(const int32_t* keys, int64_t n, int32_t bound) {
   int32_t count = 0;
   for (int64_t i = 0; i < n; ++i) count += keys[i] >= bound;
@@ -33,11 +33,11 @@ int64_t keep_keys(int32_t* keys, int64_t n, int32_t bound) {
   return count;
 }
 
-// The k-th largest of n keys, 1 <= k <= n, bit by bit from the highest: whether at least k keys
-// reach a bound is one vector loop that counts. Discards other keys. Call it inside vectorize().
+// The k-th largest of n keys, 1 <= k <= n, found bit by bit from the highest. One vector loop per
+// bit counts the keys that reach a bound. Overwrites the keys. Call it inside vectorize().
 int32_t kth_largest(int32_t* keys, int64_t n, int64_t k) {
   int32_t bound = 0;
-  int64_t found = n;  // keys >= bound, always k or more
+  int64_t found = n;  // the number of keys >= bound, always at least k
   for (int32_t bit = 1 << 30; bit != 0 && found > k; bit >>= 1) {
     const int64_t count = count_keys(keys, n, bound | bit);
     if (count < k) continue;
@@ -52,8 +52,8 @@ int32_t kth_largest(int32_t* keys, int64_t n, int64_t k) {
   return smallest;
 }
 
-constexpr int64_t kPicks = 256;   // picks whose cache misses overlap
-constexpr int64_t kGrain = 8192;  // samples worth a task of their own
+constexpr int64_t kPicks = 256;   // picks that are prefetched together
+constexpr int64_t kGrain = 8192;  // samples that justify another task
 
 template <typename Grad>
 class Sampler {
@@ -86,7 +86,7 @@ class Sampler {
     return magnitude_key(accumulate(args_.residual[i], grad_, i, inv_scale_));
   }
 
-  // The keys of some samples of range r.
+  // Gathers the keys of the samples `span` of range r.
   void gather(int64_t r, Share span) const {
     int32_t* out = keys(r) + span.begin;
     if (numel(r) > args_.max_samples) return gather_picks(r, span, out);
@@ -95,7 +95,7 @@ class Sampler {
     });
   }
 
-  // Incremental stratified_pick(): consecutive strata need no division.
+  // An incremental stratified_pick(), because consecutive strata need no division.
   void gather_picks(int64_t r, Share span, int32_t* out) const {
     const int64_t length = numel(r) / args_.max_samples, rest = numel(r) % args_.max_samples;
     int64_t start = bounds(r).begin + stratum_start(span.begin, numel(r), args_.max_samples);
@@ -129,8 +129,8 @@ class Sampler {
   SampleThresholdArgs args_;
   const Grad* grad_;
   float inv_scale_;
-  int64_t stride_;  // keys of the first range, the longest
-  int64_t ranges_;  // that are not empty
+  int64_t stride_;  // keys per range, sized for the first range, which is the longest
+  int64_t ranges_;  // the number of ranges that are not empty
   std::unique_ptr<int32_t[]> keys_;
 };
 

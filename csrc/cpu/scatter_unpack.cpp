@@ -1,8 +1,10 @@
-// Output is built tile by tile: a tile's sum in a buffer, rank after rank, then out written once.
-// Payloads are not trusted: a block of a payload is validated before any of it is added.
+// The output is built tile by tile. A buffer accumulates the sum of a tile, rank by rank, and then
+// the tile is written once. Payloads are not trusted: a block of a payload is validated before any
+// entry is added.
 //
-// Stores wait for memory: non-temporal ones for a write buffer, others for their line. So the
-// previous tile is written a slice at a time while entries of this one are added, after a prefetch.
+// Stores wait for memory: non-temporal stores for a write buffer, other stores for their cache
+// line. So the previous tile is prefetched and written in slices, between the ranks of the current
+// tile.
 
 #include <algorithm>
 #include <limits>
@@ -19,7 +21,7 @@ namespace dct::cpu {
 namespace {
 
 constexpr int64_t kTile = 4096;  // elements: the sums of two tiles fit the L1 cache
-constexpr int64_t kPiece = 32;   // elements; loops of 16 are unrolled before they become vectors
+constexpr int64_t kPiece = 32;   // elements; loops of 16 are unrolled instead of vectorized
 static_assert(kBlock % kTile == 0, "a tile is in one block");
 
 template <typename Value, typename Out>
@@ -40,7 +42,7 @@ class Unpacker {
     check_headers();
     const int64_t blocks = num_blocks(args_.numel);
     const int64_t tasks = std::min(parallel.threads, blocks);
-    // Padded against false sharing, also of adjacent lines.
+    // Padded to avoid false sharing, also of adjacent cache lines.
     const int64_t stride = turns_ + ceil_div(128, sizeof(Entries));
     std::vector<Entries> entries(tasks * stride);
     parallel.run(tasks, [&](int64_t task) {
@@ -51,14 +53,14 @@ class Unpacker {
  private:
   static constexpr int64_t kOutSize = sizeof(Out);
 
-  // One rank's entries of a block that are not added yet.
+  // The entries of one rank in a block that are not yet added.
   struct Entries {
     const uint16_t *position, *end;
     const Value* value;
     bool lost_non_finite;
   };
   struct Tile {
-    float* sum;  // zeros, until entries are added, and once it is written
+    float* sum;  // all zeros before entries are added and after the tile is written
     int64_t begin, length;
   };
 
@@ -83,7 +85,7 @@ class Unpacker {
         if (!ok) {
           args_.status[p] |= kStatusHeader;
         } else if (numel == 0 && starts(payload(p, r))[0] != 0) {
-          args_.status[p] |= kStatusStarts;  // no block of its own would notice
+          args_.status[p] |= kStatusStarts;  // an empty range has no block that checks this
         }
       }
     }
@@ -109,7 +111,7 @@ class Unpacker {
     stream_end();
   }
 
-  // None where the header or this block is wrong; then the rank's status says so.
+  // Returns no entries if the header or this block is invalid, as the status of the rank reports.
   Entries entries_of(int64_t rank, int64_t block, int64_t length) const {
     const int64_t range = block / range_blocks_;
     if (!header_ok_[rank * args_.ranges + range]) return {};
@@ -133,10 +135,10 @@ class Unpacker {
     return {nullptr, nullptr, nullptr, lost};
   }
 
-  // Adds the entries of `tile`, which begins at position `first` of its block.
+  // Adds the entries that lie in `tile`, which begins at position `first` of its block.
   void add(Entries& entries, int64_t first, const Tile& tile) const {
     if (entries.lost_non_finite) {
-      // The non-finite entry may be one that did not fit: the receiver must see it all the same.
+      // The non-finite entry may not have fit into the payload. The receiver must still get a NaN.
       tile.sum[0] = std::numeric_limits<float>::quiet_NaN();
       entries.lost_non_finite = false;
     }
@@ -151,8 +153,8 @@ class Unpacker {
 
   static bool ascending(const uint16_t* positions, int64_t entries, int64_t length) {
     if (entries == 0) return true;
-    // More entries than elements cannot ascend: refused unread, so no payload costs more than its
-    // share of time.
+    // More entries than elements cannot ascend. They are rejected unread, so an invalid payload
+    // takes no longer than a valid one.
     if (entries > length || positions[entries - 1] >= length) return false;
     bool descends = false;
     vectorize([&] {
@@ -163,7 +165,7 @@ class Unpacker {
     return !descends;
   }
 
-  // Prefetches the memory of a slice for writing.
+  // Prefetches the output of a slice for writing.
   void fetch_slice(const Tile& tile, int64_t index) const {
     const int64_t begin = index * slice_, end = std::min(begin + slice_, tile.length);
     const Out* out = out_ + tile.begin;
@@ -213,7 +215,7 @@ class Unpacker {
   int64_t range_blocks_;
   std::vector<uint8_t> header_ok_;
   bool streams_;
-  int64_t turns_;  // of a tile, one a rank: its entries are added, a slice of the last tile written
+  int64_t turns_;  // turns per tile, one per rank; a turn writes a slice of the previous tile
   int64_t slice_;  // elements
 };
 

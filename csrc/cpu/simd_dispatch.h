@@ -1,12 +1,11 @@
 #pragma once
 
-// Function multiversioning: one plain loop, compiled for several instruction sets, the best of
-// which is chosen at run time.
+// Function multiversioning: compiles a loop for several instruction sets, selects one at run time.
 //
-// vectorize([&] { for (...) ... }) calls its argument. On x86-64 the same code is inlined into
-// three functions that differ in their target attribute, and the compiler vectorizes each;
-// elsewhere it is called as it is. Loops get vector code if every iteration does the same work on
-// arrays: no early exit, no calls that cannot be inlined, selects rather than branches.
+// vectorize([&] { for (...) ... }) calls its argument. On x86-64 the code is inlined into three
+// functions that differ in their target attribute, and the compiler vectorizes each. On other
+// architectures the argument is called directly. The compiler vectorizes loops whose iterations all
+// do the same work on arrays: no early exit, only inlined calls, selects instead of branches.
 
 #include <cstdlib>
 #include <cstring>
@@ -17,7 +16,7 @@ namespace dct::cpu {
 
 enum class Isa { kBaseline, kAvx2, kAvx512 };
 
-// The processor's best, unless torch's own switch ATEN_CPU_CAPABILITY asks for less.
+// The best instruction set of the processor, or a lower one set in torch's ATEN_CPU_CAPABILITY.
 inline Isa isa() {
   static const Isa best = [] {
     const char* wanted = std::getenv("ATEN_CPU_CAPABILITY");
@@ -32,7 +31,7 @@ inline Isa isa() {
   return best;
 }
 
-// flatten inlines the loop, and all it calls, into a function of the wanted target.
+// flatten inlines the loop, and everything that it calls, into a function with this target.
 template <typename Loop>
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), flatten, noinline)) void run_avx512(
     const Loop& loop) {
@@ -56,7 +55,7 @@ void vectorize(const Loop& loop) {
   }
 }
 
-// The same for a loop that takes a class of intrinsics, one for each instruction set.
+// As vectorize, for a loop that takes a class of intrinsics, one per instruction set.
 template <typename Plain, typename Avx2, typename Avx512, typename Loop>
 void vectorize_by(const Loop& loop) {
   switch (isa()) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Memory that is read or written once: prefetching, and stores past the caches.
+// For memory that is read or written once: prefetching and non-temporal stores.
 
 #include <algorithm>
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace dct::cpu {
 
-// Prefetches rows that are read in order: each takes so long that the hardware prefetcher stops.
+// Prefetches rows that are read in order. A row takes so long that the hardware prefetcher stops.
 template <typename X>
 class Prefetch {
  public:
@@ -32,8 +32,8 @@ class Prefetch {
   int64_t width_, rows_, ahead_;
 };
 
-// Prefetches memory some distance ahead of `out` for writing: a store waits for its line, and the
-// hardware does not prefetch far enough for stores.
+// Prefetches memory ahead of `out` for writing. A store waits for its cache line, and the hardware
+// does not prefetch far enough ahead for stores.
 template <typename Out>
 void prefetch_ahead(const Out* out, int64_t n) {
   constexpr int64_t kAheadBytes = 4096, kLineBytes = 64;
@@ -43,13 +43,13 @@ void prefetch_ahead(const Out* out, int64_t n) {
   }
 }
 
-constexpr int64_t kStreamBytes = 32 << 20;  // an output that no cache will keep for its reader
+constexpr int64_t kStreamBytes = 32 << 20;  // larger outputs leave the caches before they are read
 
-// Non-temporal stores, for output that will have left the caches before it is read: they write
-// without fetching the lines first. Needs SSE2, which every x86-64 has. A task calls stream_end()
-// when it is done, to order them with ordinary stores.
+// Non-temporal stores, for output that does not stay in the caches until it is read. They write a
+// cache line without loading it first. They need SSE2, which every x86-64 processor has. A task
+// calls stream_end() at its end to order these stores before later ones.
 
-// `to` aligned to 16, nbytes a multiple of 16.
+// `to` is 16-byte aligned, and nbytes is a multiple of 16.
 inline void stream_aligned(void* to, const void* from, int64_t nbytes) {
 #if defined(__SSE2__)
   const auto* in = static_cast<const __m128i*>(from);

@@ -1,7 +1,7 @@
 #pragma once
 
-// Unpacking of rows with several codes per byte (layout: docs/reference/ops.md). A code has at most
-// 16 values, so entries come from a lookup table in registers, which compilers do not generate.
+// Unpacks rows with several codes per byte (layout: docs/reference/ops.md). A code has at most 16
+// values, so a lookup table in registers holds the entries. Compilers do not generate such code.
 
 #include <algorithm>
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace dct::cpu {
 
 constexpr int64_t kCodeGroup = 32;  // columns
 
-// An entry's index is what lies in the byte: int4's four bits, ternary's digit, sign's bit.
+// The index of an entry is its part of the byte: four bits (int4), a digit (ternary), a bit (sign).
 constexpr int kMostEntries = 16;
 constexpr int entries_of(RowFormat format) {
   switch (format) {
@@ -42,7 +42,7 @@ struct alignas(64) Entries {
   float of[kMostEntries];
 };
 
-// What a row's codes stand for, before its scale.
+// The values of the codes of a row, before multiplication by its scale.
 template <RowFormat kFormat>
 constexpr Entries kCodes = [] {
   Entries codes{};
@@ -50,17 +50,18 @@ constexpr Entries kCodes = [] {
   return codes;
 }();
 
-// A ternary byte + 121 is a number below 243 of five digits to the base of 3, the first column's
-// the lowest. As a fraction of 2^16 it is multiplied by 270, a little more than 2^16 / 243; by 3
-// to the right power, modulo 2^16, a column's digit is the next to come over the point.
-constexpr uint32_t kTopNumber = 242;  // as which bytes read that no codes add up to
+// A ternary byte + 121 is a number below 243 with five digits in base 3; the first column is the
+// lowest digit. Multiplied by 270, slightly more than 2^16 / 243, it becomes a fraction with
+// denominator 2^16. After a multiplication by a power of 3, modulo 2^16, a column's digit is the
+// integer part of three times the fraction.
+constexpr uint32_t kTopNumber = 242;  // replaces larger numbers, which no five codes add up to
 constexpr uint16_t kTritFactors[kTrits] = {270 * 81, 270 * 27, 270 * 9, 270 * 3, 270};
 
-// Of a group whose first column is in any place of its byte. Columns i and i + kApart, in each
-// 2 * kApart of them, are words side by side: 32 bits, of which either half is an index.
+// For a group whose first column has any place in its byte. Among each 2 * kApart columns, columns
+// i and i + kApart are adjacent words. Together they have 32 bits, and each half is an index.
 template <int kApart>
 struct TritColumns {
-  uint16_t byte[kTrits][kCodeGroup];  // that holds the column, for the shuffle into 16 bits
+  uint16_t byte[kTrits][kCodeGroup];  // the byte that holds the column, as shuffle indices
   uint16_t factor[kTrits][kCodeGroup];
 };
 template <int kApart>
@@ -78,8 +79,8 @@ constexpr TritColumns<kApart> kTritColumns = [] {
 }();
 
 // For each instruction set: `look_up` calls use(floats, i) with vectors of the entries of one group
-// of a row's columns, of the group's columns from the i-th on. It reads no further than the row if
-// the group is whole.
+// of columns, starting at the i-th column of the group. It reads nothing past the row if the group
+// is whole.
 struct PlainUnpack {
   static constexpr int kVectorBytes = 16;
   template <RowFormat kFormat, typename Use>
@@ -116,7 +117,7 @@ struct Avx2Unpack {
   DCT_AVX2 static void look_up(const uint8_t* row, int64_t column, const Entries& entries,
                                const Use& use) {
     if constexpr (kFormat == RowFormat::kTernary) {
-      // The two low bits of 32 are the index into a table of four.
+      // The low two bits of each 32 index a table of four.
       const __m256 table = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(entries.of));
       const __m256i numbers = numbers_of(row, column);
       const auto* byte = reinterpret_cast<const __m256i*>(kTritColumns<8>.byte[column % kTrits]);
@@ -130,7 +131,7 @@ struct Avx2Unpack {
         use(_mm256_permutevar_ps(table, _mm256_srli_epi32(digits, 16)), 16 * half + 8);
       }
     } else {
-      // Eight codes, each shifted to the low bits of its column's 32.
+      // Each of eight codes is shifted to the low bits of its 32-bit lane.
       constexpr int kBits = 8 / codes_per_byte(kFormat);
       const __m256i shift =
           _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(kBits));
@@ -142,7 +143,7 @@ struct Avx2Unpack {
           const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(entries.of), index);
           const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(entries.of + 8), index);
           use(_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28))), i);
-        } else {  // a table of two, twice
+        } else {  // a table of two entries, repeated
           const __m256 table =
               _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(entries.of)));
           use(_mm256_permutevar_ps(table, index), i);
@@ -152,9 +153,9 @@ struct Avx2Unpack {
   }
 
  protected:
-  // The numbers of a ternary group's bytes, and of one after them, in each 64 bits.
+  // The numbers of the bytes of a ternary group and of the next byte, repeated in each 64 bits.
   DCT_AVX2 static __m256i numbers_of(const uint8_t* row, int64_t column) {
-    int64_t eight;  // a whole group has at least seven, and a scale follows
+    int64_t eight;  // a whole group has at least seven bytes, and a scale follows it
     std::memcpy(&eight, row + column / kTrits, sizeof(eight));
     return _mm256_min_epu8(_mm256_add_epi8(_mm256_set1_epi64x(eight), _mm256_set1_epi8(121)),
                            _mm256_set1_epi8(static_cast<char>(kTopNumber)));
@@ -164,13 +165,13 @@ struct Avx2Unpack {
 
 struct Avx512Unpack : Avx2Unpack {
   static constexpr int kVectorBytes = 64;
-  // With masks of all lanes: gcc 12 warns of a value not set in the forms without.
+  // The masks select all lanes. gcc 12 warns of an uninitialized value in the forms without a mask.
   template <RowFormat kFormat, typename Use>
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static void look_up(
       const uint8_t* row, int64_t column, const Entries& entries, const Use& use) {
     constexpr __mmask16 kAll = 0xffff;
     const uint8_t* codes = row + column / codes_per_byte(kFormat);
-    if constexpr (kFormat == RowFormat::kTernary) {  // as with AVX2
+    if constexpr (kFormat == RowFormat::kTernary) {  // as in Avx2Unpack
       const __m512 table = _mm512_maskz_broadcast_f32x4(kAll, _mm_load_ps(entries.of));
       const __m512i numbers = _mm512_maskz_broadcast_i64x4(0xff, numbers_of(row, column));
       const __m512i bytes =
@@ -181,7 +182,7 @@ struct Avx512Unpack : Avx2Unpack {
       use(_mm512_maskz_permutevar_ps(kAll, table, digits), 0);
       use(_mm512_maskz_permutevar_ps(kAll, table, _mm512_maskz_srli_epi32(kAll, digits, 16)), 16);
     } else if constexpr (kFormat == RowFormat::kInt4) {
-      // A byte's halves are looked up, then interleaved.
+      // The halves of the bytes are looked up, then interleaved.
       const __m512 table = _mm512_load_ps(entries.of);
       const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
       const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -204,7 +205,7 @@ struct Avx512Unpack : Avx2Unpack {
 
 #endif
 
-// vectorize() for a loop that takes PlainUnpack, Avx2Unpack or Avx512Unpack.
+// vectorize() for a loop that takes a PlainUnpack, Avx2Unpack or Avx512Unpack argument.
 template <typename Loop>
 void vectorize_unpacking(const Loop& loop) {
   vectorize_by<PlainUnpack, Avx2Unpack, Avx512Unpack>(loop);

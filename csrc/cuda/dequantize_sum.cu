@@ -1,6 +1,6 @@
-// dequantize_sum.cu -- the sum of all ranks' payloads of every entry, times a factor. A row's sums
-// stay in the registers of a warp while it adds rank after rank, so that a payload is read once and
-// the output written once.
+// dequantize_sum.cu -- the sum of the dense payloads of all ranks, times a factor. The sums of a
+// row stay in the registers of a warp while it adds one rank after the other. So each payload is
+// read once, and the output is written once.
 #include "detail/sum_payloads.cuh"
 #include "kernels.cuh"
 
@@ -14,7 +14,7 @@ __device__ void write_row(const DequantizeSumArgs& args, int64_t begin, int leng
             [factor](float sum) { return round_result<Out>(__fmul_rn(factor, sum)); });
 }
 
-// int4's sums leave registers for a third block; Blackwell's compiler would spill some.
+// The int4 kernel has registers for a third block. On Blackwell, the compiler would spill some.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kInt4MinBlocks = kSumMinBlocks;
 #else

@@ -1,5 +1,5 @@
-// dequantize_sum_pack.cu -- dequantize_sum and quantize_pack of its result, of one range. The mean
-// of a row goes from the registers that it was summed in to those that it is quantized in.
+// dequantize_sum_pack.cu -- dequantize_sum and then quantize_pack of its result, for one range.
+// Between the two steps, a row stays in registers.
 #include "detail/quantize_entries.cuh"
 #include "detail/sum_payloads.cuh"
 #include "kernels.cuh"
@@ -28,7 +28,7 @@ __device__ void add_residual(const float* residual, int length, bool whole, floa
       const float* old = residual + column_of(v) + e;
       x[v][e] = is_within(v, e, length) ? accumulate(*old, x[v][e], scale) : 0.0f;
     }
-    __syncwarp();  // or the compiler loads all at once, for which there are no registers
+    __syncwarp();  // keeps the compiler from hoisting all loads, which would not fit the registers
   }
 }
 

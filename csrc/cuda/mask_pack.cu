@@ -1,14 +1,14 @@
 // mask_pack.cu -- error feedback, thresholding and stable stream compaction in two kernels.
 //
-// The first kernel reads every element once. A block has a tile, which lies in one range, and each
-// of its warps an equal part of the tile. A warp adds the gradient to the residual and compacts the
-// entries that pass the range's threshold into a slot of its own in scratch memory. It works in
-// passes of 1,024 elements. Elements of a pass that does not fit the slot, and those that do not
-// fill an aligned pass, are only counted.
+// The first kernel reads every element once. A block processes one tile, which lies in one range,
+// and each of its warps an equal part of the tile. A warp adds the gradient to the residual and
+// compacts the entries that pass the range's threshold into its slot in scratch memory. It works in
+// passes of 1,024 elements. If the entries of a pass do not fit the slot, this pass and the later
+// ones are only counted. So are elements that do not fill an aligned pass.
 //
 // When the second kernel runs, all counts are known. It copies the entries from the slots to the
-// payload, compacts the elements that the first kernel only counted into the payload, and writes
-// the headers. No block waits for another.
+// payload. It compacts the elements that the first kernel only counted, and it writes the headers.
+// No block waits for another.
 #include "detail/mask_pack_scatter.cuh"
 #include "kernels.cuh"
 
@@ -18,25 +18,26 @@ namespace {
 constexpr int kMinBlocks = 2;  // at most 128 registers per thread
 constexpr int kVectorElements = 4;
 constexpr int kWarpVector = kWarpSize * kVectorElements;  // elements of one vector load by a warp
-// Vectors of each tensor that a lane loads at once. Long runs of a tensor count for more than
-// resident warps: on an H200, half as many vectors at twice the occupancy are a tenth slower.
+// Vectors of each tensor that a lane loads together. Long contiguous loads matter more than
+// occupancy: on an H200, half as many vectors at twice the occupancy are 10 % slower.
 constexpr int kVectors = kPass / kWarpVector;
 constexpr int kLaneElements = kVectors * kVectorElements;
 static_assert(kLaneElements == 32, "one bit of a mask for each element of a lane");
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Vectors held back, compacted in element order until full warps can process them. Flushed before
-// the loads of a pass, when registers are free. A pass always fits, whatever its entries are.
+// Buffers compacted vectors in element order until full warps can process them. The buffer is
+// flushed before the loads of a pass, when registers are free. A whole pass always fits.
 constexpr uint32_t kFlushAt = 48, kBufferVectors = kFlushAt + kPass / kVectorElements;
 struct CompactionBuffer {
   alignas(16) float sums[kBufferVectors][kVectorElements];
   uint32_t offset_and_mask[kBufferVectors];  // offset in the warp's elements << 2 | mask of entries
 };
 
-// Stages the elements of one warp, one pass at a time: load, accumulate, compare, buffer the
-// vectors of 32-byte sectors with entries, store the others. A sector with an entry is stored when
-// it is flushed: until then the residual holds its old value, which it keeps where the sum is not
-// finite. Memory with error correction reads a sector before it writes a part of it.
+// Stages the elements of one warp, pass by pass: load, accumulate, compare. Vectors of 32-byte
+// sectors that contain an entry are buffered, and the other vectors are stored. A sector with an
+// entry is stored when it is flushed. Until then memory holds the old residual, which stays if the
+// sum is not finite. Whole sectors are stored, because memory with error correction reads a sector
+// before it writes a part of it.
 template <typename Grad>
 struct WarpStager {
   using Sums = float[kVectors][kVectorElements];  // of one lane
@@ -50,9 +51,9 @@ struct WarpStager {
   uint32_t kept = 0, staged = 0, buffered = 0;
   bool non_finite = false;
 
-  // Returns how many passes are staged: whole, aligned ones, until the entries of one do not fit.
-  // Nothing of such a pass is stored, because the second kernel must find it unchanged. With an
-  // infinite threshold no pass is staged, because the comparison in mark() needs a finite one.
+  // Returns the number of staged passes. Staging stops at the first pass whose entries do not fit.
+  // Nothing of that pass is stored, because the second kernel must find it unchanged. If the
+  // threshold is infinite, no pass is staged, because mark() needs a finite threshold.
   __device__ uint32_t run(bool aligned) {
     const int end = aligned && threshold < kInfinity ? length / kPass * kPass : 0;
     const float scale = load_scale(args.inv_scale);
@@ -79,7 +80,7 @@ struct WarpStager {
       const uint32_t kept_in_pass = __reduce_add_sync(kFullWarp, __popc(mask));
       if (kept + kept_in_pass > slot.capacity) break;
       kept += kept_in_pass;
-      // The vectors of two lanes are a sector.
+      // The vectors of two neighboring lanes form a sector.
       const uint32_t held = mask | __shfl_xor_sync(kFullWarp, mask, 1);
       if (kept_in_pass != 0) compact(sums, mask, held, pass + lane);
 #pragma unroll
@@ -88,7 +89,7 @@ struct WarpStager {
       }
     }
     flush();
-    // The second kernel packs the rest, but the entries after it and the header need its count.
+    // The second kernel packs the rest. The entries after it and the header need its count now.
     const auto count = [&](int, float sum, bool inside) {
       const bool keeps = inside && passes(sum, threshold);
       kept += __popc(__ballot_sync(kFullWarp, keeps));
@@ -99,7 +100,7 @@ struct WarpStager {
     return pass / kPass;
   }
 
-  // Prefetches a pass to the L2 cache, which needs no registers. A lane has a line or two.
+  // Prefetches a pass into the L2 cache, which needs no registers. A lane fetches one or two lines.
   __device__ void prefetch(int pass) const {
     const auto* residual = reinterpret_cast<const char*>(args.residual + begin + pass);
     const auto* grad =
@@ -109,9 +110,9 @@ struct WarpStager {
     if (at < kPass * int{sizeof(Grad)}) prefetch_line(grad + at);
   }
 
-  // Bit 4 * v + e is set where sums[v][e] passes: |sum| - threshold is negative only if the sum
-  // does not pass, and the difference of a NaN is a positive NaN. Costs one addition and one shift
-  // each. Needs gradual underflow.
+  // Bit 4 * v + e is set if sums[v][e] passes. |sum| - threshold is negative only if the sum does
+  // not pass; the difference is a positive NaN if the sum is NaN. This costs one addition and one
+  // shift per element. It relies on gradual underflow.
   __device__ uint32_t mark(const Sums& sums) const {
     uint32_t below = 0;
 #pragma unroll
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const bool non_finite = __any_sync(kFullWarp, stager.non_finite) != 0;
   if (lane_index() != 0) return;
   staging.counts[index] = {stager.kept, stager.staged, staged_passes};
-  // The last warp to arrive has the total of the tile, so no warp waits for the slowest.
+  // The last warp to arrive gets the total of the tile, so no warp waits for the slowest warp.
   const uint32_t added = stager.kept | 1u << 16 | uint32_t{non_finite} << 24;
   const uint32_t sum = atomicAdd(&block_sum, added) + added;
   if ((sum >> 16 & 255) == kWarps) {
@@ -210,7 +211,7 @@ cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Staging
   const cudaError_t staged = launch(mask_pack_stage_kernel<Grad>, tiles.total, kThreads, 0, stream,
                                     args, tiles, staging, aligned);
   if (staged != cudaSuccess) return staged;
-  // The blocks of a range: at most as many as are resident.
+  // The number of blocks per range is at most the number of resident blocks.
   const int64_t tiles_in_range = max(max(tiles.tiles_per_full, tiles.short_tiles), 1u);
   const int64_t tiles_per_warp =
       ceil_div(tiles_in_range, int64_t{kScatterMinBlocks} * multiprocessors() * kWarps);
@@ -225,11 +226,11 @@ cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Staging
 }  // namespace
 
 MaskPackSizes mask_pack_sizes(const MaskPackArgs& args) {
-  // Smaller tensors get small tiles: of large ones there are at least 8 for each resident block.
+  // Small tensors get small tiles. Large tiles are used if there are at least 8 per resident block.
   const int64_t large_tiles = args.numel / (2 * kPass * kWarps);
   const int warp_tile = kPass * (large_tiles < 8 * kMinBlocks * multiprocessors() ? 1 : 2);
-  // One and a half times a warp's share of the capacity, and a few more; past 256 the second kernel
-  // takes over.
+  // A slot holds one and a half times a warp's share of the capacity, and a few entries more.
+  // Beyond 256 entries, the second kernel packs the elements.
   const int64_t share =
       args.numel > 0 ? ceil_div(warp_tile * args.capacity * args.ranges, args.numel) : 0;
   return {warp_tile, static_cast<int>(min(ceil_div(share + share / 2 + 24, 8) * 8, int64_t{256}))};

@@ -1,7 +1,7 @@
-// quantize_pack.cu -- error feedback and every entry in few bits. A small kernel writes the
-// headers. Then a warp owns a row of 1,024 entries: it has all loads of residual and gradient in
-// flight before it uses the first, and stores codes, scales and the new residual from the same
-// registers. So every byte moves once, and no warp waits for another.
+// quantize_pack.cu -- error feedback and quantization of all entries. A small kernel writes the
+// headers. In the second kernel, a warp processes a row of 1,024 entries. It issues all loads of
+// residual and gradient before it uses the first value. It stores codes, scales and the new
+// residual from the same registers. So every byte moves once, and no warp waits for another.
 #include "detail/device.cuh"
 #include "detail/elements.cuh"
 #include "detail/quantize_entries.cuh"
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads)
       quantized_header(bounds.end - bounds.begin, format, false);
 }
 
-// A whole row's sums, by vectors.
+// Computes the sums of a whole row, by vectors.
 template <typename Grad>
 __device__ void accumulate_row(const float* residual, const Grad* grad, float scale,
                                RowEntries& x) {
@@ -46,8 +46,8 @@ __device__ void accumulate_row(const float* residual, const Grad* grad, float sc
   }
 }
 
-// The sums of `args` from element `begin` on, `length` of them: 0 past these. `whole` rows are read
-// by vectors.
+// Computes the sums of the `length` elements from `begin` on, and sets the rest of `x` to 0.
+// `whole` rows are read by vectors.
 __device__ void load_sums(const QuantizePackArgs& args, int64_t begin, int length, bool whole,
                           RowEntries& x) {
   const float scale = load_scale(args.inv_scale);

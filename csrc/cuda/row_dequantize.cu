@@ -1,8 +1,8 @@
-// row_dequantize.cu -- rows from codes of few bits.
+// row_dequantize.cu -- dequantizes rows.
 //
-// A row is decoded by 2 to 32 lanes. Rows have no alignment, but those of a warp are
-// contiguous, so the warp copies their bytes to shared memory by vectors of 16 bytes. There a lane
-// reads the codes of one output vector from any byte.
+// 2 to 32 lanes decode a row. Rows are not aligned, but the rows of a warp are contiguous. So the
+// warp copies their bytes to shared memory by vectors of 16 bytes. From there a lane reads the
+// codes of one output vector, at any byte offset.
 #include "detail/device.cuh"
 #include "detail/row_codes.cuh"
 #include "kernels.cuh"
@@ -17,9 +17,8 @@ struct Policy {
   static constexpr int kWarpColumns = kWarpSize * kColumns;
 };
 
-constexpr int kOverread = 7;  // bytes that four_bytes() reads past the first
-constexpr int
-    kStagedVectors =  // with what precedes and follows the bytes in the first and the last
+constexpr int kOverread = 7;    // bytes that four_bytes() reads past the first
+constexpr int kStagedVectors =  // including the bytes around the rows in the first and last vector
     (Policy::kWarpColumns + kScaleBytes + kOverread) / Policy::kVectorBytes + 2;
 
 struct WarpShared {
@@ -27,16 +26,15 @@ struct WarpShared {
   uint32_t trits[Policy::kWarpColumns / 4];
 };
 
-// Copies `count` of the tensor's bytes, `from` on, to shared memory and returns where they begin.
-// Also copies the bytes around them that share their vectors, or zeros outside the tensor. By one
-// warp.
+// Copies `count` bytes of the tensor, from `from` on, to shared memory. Returns where they begin.
+// Also copies the bytes that share vectors with them, or zeros outside the tensor. By one warp.
 __device__ int stage_bytes(const uint8_t* tensor, int64_t tensor_bytes, int64_t from, int count,
                            uint4* staged) {
   constexpr int kBytes = sizeof(uint4), kInFlight = (kStagedVectors + kWarpSize - 1) / kWarpSize;
   const int skip = static_cast<int>(reinterpret_cast<uintptr_t>(tensor + from) % kBytes);
   const int vectors = (skip + count + kOverread) / kBytes + 1;
   const uint8_t* source = tensor + (from - skip);
-  // Vectors from `begin` to `end` are inside the tensor.
+  // Vectors [begin, end) are inside the tensor.
   const int begin = from < skip ? 1 : 0;
   const int end = static_cast<int>(min((tensor_bytes - from + skip) / kBytes, int64_t{vectors}));
   uint4 read[kInFlight];
@@ -61,8 +59,7 @@ __device__ int stage_bytes(const uint8_t* tensor, int64_t tensor_bytes, int64_t 
   return skip;
 }
 
-// Dequantizes a warp's rows, `rows` from `first` on, each by 2^log_lanes lanes and in
-// `parts`.
+// Dequantizes a warp's rows [first, first + rows), each by 2^log_lanes lanes and in `parts` parts.
 template <RowFormat kFormat, typename Out>
 __device__ void dequantize_rows(const RowDequantizeArgs& args, int64_t first, int rows,
                                 int log_lanes, int64_t parts, bool aligned, WarpShared& shared) {
@@ -70,14 +67,14 @@ __device__ void dequantize_rows(const RowDequantizeArgs& args, int64_t first, in
   constexpr int kCodesPerByte = codes_per_byte(kFormat);
   const int lanes = 1 << log_lanes;
   const int lane = lane_index() & (lanes - 1), group = lane_index() >> log_lanes;
-  const bool active = group < rows;  // other lanes only copy
+  const bool active = group < rows;  // the other lanes only copy
   const int64_t width = args.width, bytes = row_bytes(width, kFormat);
   Out* out = static_cast<Out*>(args.out) + (first + group) * width;
   const int most = lanes * Policy::kColumns,
             most_bytes = lanes * (Policy::kColumns / kCodesPerByte);
   const UnitFloats unit_float;
   float scale = 0.0f;
-  // The last part of a wide row first, because the scale follows it.
+  // The last part of a wide row comes first, because the scale follows it.
   for (int64_t part = parts - 1; part >= 0; --part) {
     const int64_t begin = part * most, left = width - begin, skipped = part * most_bytes;
     const bool last = part == parts - 1;

@@ -1,5 +1,4 @@
-// row_gather.cu -- the values of each row at given positions, by one warp per row, or one block
-// where a row is wide.
+// row_gather.cu -- gathers values of each row at given positions, by a warp or, if wide, a block.
 #include "detail/device.cuh"
 #include "detail/positions.cuh"
 #include "detail/row_elements.cuh"

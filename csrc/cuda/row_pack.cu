@@ -1,9 +1,9 @@
 // row_pack.cu -- exact top-k of every row.
 //
-// The keys of a narrow row are held in registers by 4 to 32 lanes, which bisect for a threshold
-// that exactly k keys reach. The search ends as soon as one is found; if equal keys prevent that,
-// the lowest columns win. The selection is one bit per column, and only these bits are rearranged
-// from striped to blocked order, not the keys. Wide rows: detail/row_pack_wide.cuh.
+// 4 to 32 lanes hold the keys of a narrow row in registers. They bisect for a threshold that
+// exactly k keys reach, and stop when they find one. If equal keys prevent that, the lowest columns
+// win. The selection is one bit per column. Only these bits, not the keys, are rearranged from
+// striped to blocked order. detail/row_pack_wide.cuh handles wide rows.
 #include "detail/device.cuh"
 #include "detail/row_pack_wide.cuh"
 #include "kernels.cuh"
@@ -17,7 +17,7 @@ struct Policy {
 };
 constexpr int kVectorWords = 4;
 
-// A row's lanes, kLanes of a warp's. A warp has kWarpSize / kLanes rows.
+// The kLanes lanes of a row. A warp has kWarpSize / kLanes rows.
 template <int kLanes>
 struct Group {
   __device__ static int lane() { return static_cast<int>(threadIdx.x % kLanes); }
@@ -51,8 +51,8 @@ struct Group {
   }
 };
 
-// Striped load of vectors of four words: word c of a lane's vector j is word 4 * (j * kLanes +
-// lane) + c of the row.
+// Loads vectors of four words in striped order: word c of vector j of a lane is word 4 * (j *
+// kLanes + lane) + c of the row.
 template <typename T, int kLanes, int kWords>
 __device__ void load_words(const T* row, int width, bool aligned, uint32_t (&words)[kWords]) {
   using Keys = RowKeys<T>;
@@ -82,8 +82,8 @@ __device__ void load_words(const T* row, int width, bool aligned, uint32_t (&wor
   }
 }
 
-// Narrows [low, high) until it holds one key, or exactly k keys reach `high`: then only keys above
-// `low` are selected. Invariant: at least k keys reach `low`, and `above` < k keys reach `high`.
+// Narrows [low, high) until it holds one key, or until exactly k keys reach `high`. Then only keys
+// above `low` are selected. Invariant: at least k keys reach `low`; `above` < k reach `high`.
 template <typename Keys, int kLanes, int kWords>
 __device__ void bisect(const uint32_t (&words)[kWords], int k, int& low, int& high, int& above) {
   while (true) {
@@ -102,14 +102,14 @@ __device__ void bisect(const uint32_t (&words)[kWords], int k, int& low, int& hi
   }
 }
 
-// The same, from bounds of its own.
+// As bisect, but computes the initial bounds.
 template <typename Keys, int kLanes, int kWords>
 __device__ void search(const uint32_t (&words)[kWords], int k, int& low, int& high, int& above) {
-  int largest[kKeyGroups];  // per group of a lane's keys
+  int largest[kKeyGroups];  // per group of keys of a lane
   Keys::largest(words, largest);
-  // The initial low is the least of all groups' largest keys, which at least one key per group
-  // reaches. The larger the groups, the higher it is; but there must be more than k groups, since
-  // the search would end late at a low that exactly k keys reach.
+  // The initial `low` is the least of the largest keys of all groups, which at least one key per
+  // group reaches. Larger groups make it higher. There must be more than k groups, because the
+  // search would end late at a `low` that exactly k keys reach.
   int least = 0;
 #pragma unroll
   for (int groups = kKeyGroups; groups > 0; groups /= 2) {
@@ -138,7 +138,7 @@ __device__ TopK select_top_k(const uint32_t (&words)[kWords], int k) {
   if constexpr (Keys::kPerWord == 2) {
     search<Keys, kLanes>(words, k, low, high, above);
   } else {
-    // First by the upper halves of the keys, two per word, which often suffice.
+    // Searches the upper halves of the keys first, two per word, which often suffice.
     uint32_t halves[kWords / 2];
 #pragma unroll
     for (int j = 0; j < kWords / 2; ++j) halves[j] = Keys::halves(words[2 * j], words[2 * j + 1]);
@@ -150,7 +150,7 @@ __device__ TopK select_top_k(const uint32_t (&words)[kWords], int k) {
   return {low, k - above};
 }
 
-// Striped to blocked arrangement: bit i of the result is column lane * kWords * kPerWord + i.
+// Converts striped to blocked order: bit i of the result is column lane * kWords * kPerWord + i.
 template <int kLanes, int kWords, int kPerWord>
 __device__ KeyMask<kWords * kPerWord> striped_to_blocked(KeyMask<kWords * kPerWord> mask) {
   constexpr int kVectors = kWords / kVectorWords, kColumns = kVectorWords * kPerWord;
@@ -181,12 +181,12 @@ __device__ int lowest_bit(Mask mask) {
   return __ffs(low) - 1;
 }
 
-// Mask of the selected columns, in blocked arrangement. Columns past the row have key 0 and are
-// never selected, because ties go to the lowest columns.
+// The mask of the selected columns, in blocked order. Columns past the row have key 0 and are never
+// selected, because the lowest columns win ties.
 template <typename T, int kLanes, int kWords>
 __device__ auto selected_columns(const uint32_t (&words)[kWords], TopK top_k) {
   using Keys = RowKeys<T>;
-  // No key ranks above infinity, not even a NaN's.
+  // No key ranks above infinity, not even the key of a NaN.
   const bool infinite = top_k.threshold == Keys::kInfinity;
   const uint32_t above_from =
       infinite ? 1u << Keys::kBits : static_cast<uint32_t>(top_k.threshold + 1);
@@ -244,7 +244,7 @@ cudaError_t run_narrow(const RowPackArgs& args, cudaStream_t stream) {
                 aligned);
 }
 
-// With 32 columns per lane, the cost per lane is small and a lane's mask is one word.
+// With 32 columns per lane, the cost per lane is small, and the mask of a lane is one word.
 template <typename T>
 cudaError_t run(const RowPackArgs& args, cudaStream_t stream) {
   constexpr int kWords = 32 / RowKeys<T>::kPerWord;

@@ -1,8 +1,8 @@
-// row_quantize.cu -- rows to codes of few bits.
+// row_quantize.cu -- quantizes rows.
 //
-// A narrow row is held in registers by 4 to 64 lanes. Its codes are packed in shared memory, and
-// copied out by vectors for the whole block, since rows have no alignment. A wide row is read in
-// several passes by a block, all but the first from the cache.
+// 4 to 64 lanes hold a narrow row in registers. They pack its codes in shared memory. The block
+// copies its rows out together, by vectors, because single rows are not aligned. A block reads a
+// wide row in several passes; all except the first read from the cache.
 #include "detail/device.cuh"
 #include "detail/row_codes.cuh"
 #include "detail/row_quantize_wide.cuh"
@@ -13,13 +13,14 @@ namespace {
 
 struct Policy {
   static constexpr int kVectorBytes = 16;
-  // Columns per lane, and blocks per multiprocessor. Ternary and sign reduce a row of 1,024 more
-  // often, and by fewer lanes with fewer instructions; int8 and int4 wait for memory.
+  // Columns per lane, and blocks per multiprocessor. Ternary and sign reduce a row more often, so
+  // fewer lanes hold a row of 1,024, which takes fewer instructions. int8 and int4 are bound by
+  // memory.
   static constexpr int kColumns = 16, kManyColumns = 32;
   static constexpr int min_blocks(int columns) { return columns == kColumns ? 4 : 2; }
 };
 
-// Five trits or eight signs, which share a byte, are codes of several lanes: these are staged.
+// Five trits or eight signs share a byte but come from several lanes, so these codes are staged.
 template <RowFormat kFormat>
 constexpr bool kIsStaged = kFormat == RowFormat::kTernary || kFormat == RowFormat::kSign;
 
@@ -34,11 +35,11 @@ struct Shape {
   struct Shared {
     alignas(16) uint8_t codes[kRows][kColumns];
     alignas(16) uint8_t out[kRows * (kColumns + kScaleBytes) + Policy::kVectorBytes];
-    uint32_t halves[4][kWarps];  // of the reductions of a row, where it has two warps
+    uint32_t halves[4][kWarps];  // partial results of the reductions of a row that has two warps
   };
 };
 
-// A row in the registers of kLanes lanes, those of one warp or of two.
+// A row in the registers of kLanes lanes, which belong to one or two warps.
 template <typename T, int kLanes, int kLaneColumns>
 struct NarrowRow {
   using Shape = Shape<T, kLanes, kLaneColumns>;
@@ -51,7 +52,7 @@ struct NarrowRow {
 
   __device__ int column(int vector) const { return (vector * kLanes + lane) * kElements; }
 
-  // Zero past the width. All loads are issued before the first value is used.
+  // Loads zeros past the width. Issues all loads before the first value is used.
   __device__ void load(const T* row, bool aligned) {
     T loaded[kVectors][kElements] = {};
     if (aligned) {
@@ -75,7 +76,7 @@ struct NarrowRow {
     }
   }
 
-  // Reduction over the row. Each of a thread has an index of its own.
+  // Reduces over the row. Each reduction that a thread takes part in has its own index.
   template <typename Value, typename Operation>
   __device__ Value reduced(int index, Value value, Operation operation) {
     value = reduce<(kLanes < kWarpSize ? kLanes : kWarpSize)>(value, operation);
@@ -89,7 +90,7 @@ struct NarrowRow {
     return value;
   }
 
-  // The mean magnitude in units; with kBound, of the magnitudes above `bound`.
+  // The mean magnitude in units. With kBound, only magnitudes above `bound` count.
   template <bool kBound>
   __device__ float mean_magnitude(float inverse_unit, float bound) {
     uint32_t total = 0, kept = 0;
@@ -108,7 +109,7 @@ struct NarrowRow {
     return mean_of(total, kBound ? reduced(3, kept, sum<uint32_t>) : static_cast<uint32_t>(width));
   }
 
-  // Quantizes the row: its codes and scale, packed into `out`.
+  // Quantizes the row and packs its codes and scale into `out`.
   template <RowFormat kFormat>
   __device__ void quantize(uint8_t* out) {
     int top = 0;
@@ -175,13 +176,13 @@ struct NarrowRow {
     const int bytes = static_cast<int>(code_bytes(width, kFormat));
     for (int i = lane; i < bytes; i += kLanes) {
       if constexpr (kFormat == RowFormat::kTernary) {
-        // The last byte may end past the columns.
+        // The last byte may extend past the columns.
         constexpr uint32_t kZeros = 0x01010101;
         const int word = i * kTrits / 4;
         const uint32_t next = word + 1 < Shape::kColumns / 4 ? words[word + 1] : kZeros;
         out[i] = ternary_byte(words[word], next, i * kTrits % 4);
       } else {
-        constexpr uint32_t kBits = 1 << 24 | 2 << 16 | 4 << 8 | 8;  // a byte's place in the top one
+        constexpr uint32_t kBits = 1 << 24 | 2 << 16 | 4 << 8 | 8;  // moves 4 bits to the top byte
         out[i] =
             static_cast<uint8_t>(words[2 * i] * kBits >> 24 | words[2 * i + 1] * kBits >> 24 << 4);
       }
@@ -189,8 +190,7 @@ struct NarrowRow {
   }
 };
 
-// Copies bytes from shared to global memory; both must have the same alignment modulo 16. By a
-// block.
+// Copies bytes from shared to global memory. Both must have the same address modulo 16. By a block.
 __device__ void store_bytes(uint8_t* target, const uint8_t* shared, int count) {
   const int skip = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16);
   for (int i = thread_index() * 16; i < skip + count; i += kThreads * 16) {
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, Policy::min_blocks(kLaneColumns))
   const int64_t left = args.rows - first;
   const int rows = left < Shape::kRows ? static_cast<int>(left) : Shape::kRows;
 
-  // Lanes past the last row have one that is empty, since all take part in reductions.
+  // Lanes past the last row get an empty row, because all lanes take part in the reductions.
   NarrowRow<T, kLanes, kLaneColumns> row = {shared, group < rows ? width : 0};
   row.load(static_cast<const T*>(args.x) + (first + group) * width, aligned);
   row.width = width;

@@ -1,7 +1,7 @@
-// row_unpack.cu -- dense rows from packed ones.
+// row_unpack.cu -- unpacks rows to dense rows.
 //
-// A narrow row is built in shared memory by 8, 16 or 32 lanes and written once. A wide row is
-// cleared in place by a block, which then scatters into it while it is still in the cache.
+// 8, 16 or 32 lanes build a narrow row in shared memory and write it once. A block clears a wide
+// row in place, then scatters into it while it is still in the cache.
 #include "detail/device.cuh"
 #include "detail/positions.cuh"
 #include "detail/row_elements.cuh"
@@ -12,10 +12,10 @@ namespace {
 
 struct Policy {
   static constexpr int kVectorBytes = 16;
-  static constexpr int kLaneBytes = 128;  // of a narrow row: 32 KB of shared memory per block
+  static constexpr int kLaneBytes = 128;  // for a narrow row; 32 KB of shared memory per block
 };
 
-// Bytes of a row in shared memory.
+// The bytes that a row takes in shared memory.
 __host__ __device__ int stage_bytes(int row_bytes) {
   return (row_bytes + Policy::kVectorBytes - 1) / Policy::kVectorBytes * Policy::kVectorBytes;
 }

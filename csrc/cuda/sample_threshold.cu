@@ -1,6 +1,6 @@
-// sample_threshold.cu -- radix select over the picks of every range: three digits of the 31-bit
-// magnitude, most significant first. Few picks are selected in registers (detail/sample_few.cuh),
-// many by one kernel per digit (detail/sample_many.cuh).
+// sample_threshold.cu -- radix select over the picks of every range. It finds three digits of the
+// 31-bit magnitude, most significant first. Few picks are selected in registers
+// (detail/sample_few.cuh). Many picks take one kernel per digit (detail/sample_many.cuh).
 #include <algorithm>
 
 #include "detail/sample_few.cuh"

@@ -1,8 +1,8 @@
-// scatter_unpack.cu -- the sum of all ranks' payloads, scattered into a dense tensor.
+// scatter_unpack.cu -- sums the payloads of all ranks and scatters them into a dense tensor.
 //
 // A thread block owns one payload block of the output, 16,384 elements in shared memory, or half of
-// one, and each of its warps an equal part. The block first validates every rank's entries for the
-// payload block and partitions them among its warps. Then each warp, independently, adds its
+// one. Each of its warps owns an equal part. The block first validates the entries of every rank
+// for the payload block and partitions them among its warps. Then each warp independently adds its
 // entries in rank order and writes its elements once.
 #include "detail/device.cuh"
 #include "detail/rank_block.cuh"
@@ -11,10 +11,10 @@
 namespace dct::cuda {
 namespace {
 
-// Three blocks of 69 KB of shared memory are resident.
+// Three blocks with 69 KB of shared memory each are resident.
 using Whole = Shape<8, 1, 3>;
-// In half the shared memory twice the warps, each with a quarter of the elements and of the ranks
-// to validate. All positions are validated twice.
+// Half the shared memory and twice the warps. A warp has a quarter of the elements and half of the
+// ranks to validate. All positions are validated twice.
 using Half = Shape<16, 2, 2>;
 
 template <typename Shape>
@@ -23,7 +23,7 @@ struct Shared {
   RankBlock<Shape::kWarps> ranks[Policy::kRanks];
 };
 
-// A warp's entries, rank after rank, 32 of one rank at a time.
+// Iterates over the entries of a warp, rank by rank, 32 entries of one rank at a time.
 template <int kWarps>
 struct EntryCursor {
   const RankBlock<kWarps>* ranks;
@@ -33,17 +33,16 @@ struct EntryCursor {
   __device__ bool at_end() const { return rank == num_ranks; }
   __device__ const RankBlock<kWarps>& from() const { return ranks[rank]; }
   __device__ int end() const { return from().warp_begin[warp + 1]; }
-  // Not past the last rank. A rank without entries is a step, too.
+  // Not to be called past the last rank. A rank without entries also takes one step.
   __device__ void next() {
     first += kWarpSize;
     if (first >= end() && ++rank < num_ranks) first = from().warp_begin[warp];
   }
 };
 
-// Adds the entries of a warp's elements in rank order to the sums of positions from `begin` on.
-// Several groups of 32 are loaded before the first is added, to hide latency; values are converted
-// and positions counted from `begin` where they are added, because either waits for its load. By
-// one warp.
+// Adds the entries of a warp in rank order to the sums of the positions from `begin` on. Several
+// groups of 32 entries are loaded before the first is added, to hide latency. Values are converted
+// and `begin` is subtracted when entries are added, as both wait for the load. By one warp.
 template <typename Value, int kWarps>
 __device__ void add(EntryCursor<kWarps> entries, int begin, float* sums) {
   const int lane = lane_index();
@@ -74,13 +73,13 @@ __device__ void add(EntryCursor<kWarps> entries, int begin, float* sums) {
   }
 }
 
-// 0 + x has no negative zeros.
+// Adding +0.0 turns -0.0 into +0.0.
 template <typename Out>
 __device__ Out finish(float sum, float factor) {
   return round_result<Out>(__fadd_rn(0.0f, __fmul_rn(factor, sum)));
 }
 
-// Writes a warp's elements, out[0, length). By one warp.
+// Writes the elements of a warp, out[0, length). By one warp.
 template <typename Out>
 __device__ void write(Out* out, int length, bool aligned, const float* sums, float factor) {
   constexpr int kVector = 16 / sizeof(Out);
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   for (int64_t begin = 0; begin < args.ranks; begin += Policy::kRanks) {
     const int64_t left = args.ranks - begin;
     const int num_ranks = left < Policy::kRanks ? static_cast<int>(left) : Policy::kRanks;
-    if (begin > 0) __syncthreads();  // until the previous ranks are added
+    if (begin > 0) __syncthreads();  // the previous ranks must be added first
     if (thread_index() < num_ranks) {
       const int64_t rank = begin + thread_index();
       const uint8_t* payload = args.payloads + (rank * args.ranges + block.range) * layout.nbytes;
@@ -127,7 +126,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const int length = static_cast<int>(block.bounds.end - block.bounds.begin);
     for (int r = warp; r < num_ranks; r += kWarps) {
       if (partition_entries<Shape>(ranks[r], length, part)) continue;
-      __syncwarp();  // a bad block has no entries
+      __syncwarp();  // an invalid block has no entries
       if (lane <= kWarps) ranks[r].warp_begin[lane] = 0;
       if (lane == 0) atomicOr(&args.status[begin + r], kStatusPositions);
     }
@@ -159,8 +158,8 @@ cudaError_t run(const ScatterUnpackArgs& args, const RangeTiles& blocks, cudaStr
                 args, blocks, layout, is_aligned(args.out, 16));
 }
 
-// Halves take more instructions. They pay where each has a multiprocessor of its own, as in the
-// part of a tensor that one of many ranks owns, or where shared memory holds one whole block alone.
+// Halves take more instructions. They are faster if each has its own multiprocessor, as in the part
+// of a tensor that one of many ranks owns, or if shared memory holds only one whole block.
 bool takes_halves(const RangeTiles& blocks) {
   const int fit = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) /
                   static_cast<int>(Whole::kSumBytes + sizeof(Shared<Whole>));

@@ -1,6 +1,6 @@
-"""The eager backend: every op in clear PyTorch. It defines what is right, on any device.
+"""The eager backend: every op in simple PyTorch. It defines the results of all backends.
 
-It may synchronize with the host; the other backends never do.
+It may synchronize with the host. The other backends never do.
 """
 
 from .payload import mask_pack, scatter_unpack

@@ -109,7 +109,7 @@ def _add(
     capacity: int,
     value_dtype: torch.dtype,
 ) -> int:
-    """Validate one rank's payload of one range, add its sound blocks to `total`, return status."""
+    """Validate one payload, add its valid blocks to `total`, and return its status."""
     numel = total.numel()
     raw = bytes(row[: layout.HEADER_BYTES].tolist())
     magic, version, code, flags, *sizes, count, reserved = layout.HEADER.unpack(raw)
@@ -134,7 +134,7 @@ def _add(
 
     block = torch.arange(blocks, dtype=torch.int64, device=row.device)
     length = (numel - block * layout.BLOCK).clamp(max=layout.BLOCK)
-    # More entries than elements cannot ascend strictly: bad without looking.
+    # More entries than elements cannot ascend strictly, so they are rejected unread.
     bad_positions = ~bad_starts & (end - first > length)
     block = block[~bad_starts & ~bad_positions]
     entries = (end - first)[block]
@@ -147,9 +147,9 @@ def _add(
     ascending[1:] = (position[1:] > position[:-1]) | (owner[1:] != owner[:-1])
     bad_positions[owner[~ascending | (position >= length[owner])]] = True
 
-    sound = ~bad_positions[owner]
-    index = owner[sound] * layout.BLOCK + position[sound]
-    values = _section(row, offsets.values, count, value_dtype)[entry[sound]]
+    valid = ~bad_positions[owner]
+    index = owner[valid] * layout.BLOCK + position[valid]
+    values = _section(row, offsets.values, count, value_dtype)[entry[valid]]
     total[index] = total[index] + values.to(torch.float32)
     if flags & lost == lost:
         total[0] = torch.nan
@@ -161,5 +161,5 @@ def _code(value_dtype: torch.dtype) -> int:
 
 
 def _section(row: Tensor, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-    # Cloned, so that any view of a payload can be reinterpreted, whatever its storage offset.
+    # A clone can be viewed as another dtype at any storage offset.
     return row[offset : offset + count * dtype.itemsize].clone().view(dtype)

@@ -8,8 +8,8 @@ from .quantized_rows import row_dequantize, row_quantize
 from .rounding import round_to
 from .thresholds import scaled
 
-_SCALES = layout.ROW // layout.SCALED  # of a row
-_MOST = 2**32 - 1  # of the header's capacity and count
+_SCALES = layout.ROW // layout.SCALED  # per row
+_MOST = 2**32 - 1  # the largest capacity and count in a header
 
 
 def quantize_pack(
@@ -53,7 +53,7 @@ def dequantize_sum_pack(
 
 
 def _pack(acc: Tensor, residual: Tensor | None, payload: Tensor, format: str) -> None:
-    """One range: its payload, and what is left as the new residual."""
+    """Write the payload of one range and, if there is one, its new residual."""
     numel = acc.numel()
     blocks = torch.nn.functional.pad(acc, (0, -numel % layout.ROW)).view(-1, layout.SCALED)
     if format in layout.UNSCALED:
@@ -75,7 +75,7 @@ def _pack(acc: Tensor, residual: Tensor | None, payload: Tensor, format: str) ->
 
 
 def _sum(payloads: Tensor, numel: int, format: str) -> tuple[Tensor, Tensor]:
-    """(float32 [numel], in the payloads' order from +0.0; the status of each)."""
+    """(float32 [numel], the sum in rank order from +0.0; the status of each rank)."""
     ranks, nbytes = payloads.shape[0], payloads.shape[-1]
     rows = payloads.view(ranks, payloads.shape[1] if payloads.dim() == 3 else 1, nbytes)
     status = torch.zeros(ranks, dtype=torch.int32, device=payloads.device)
@@ -93,7 +93,7 @@ def _sum(payloads: Tensor, numel: int, format: str) -> tuple[Tensor, Tensor]:
 
 
 def _values(payload: Tensor, numel: int, format: str) -> Tensor:
-    """float32 [numel]."""
+    """The decoded values, float32 [numel]."""
     size = layout.quantized_row_bytes(format)
     nrows = (numel + layout.ROW - 1) // layout.ROW
     body = payload[layout.HEADER_BYTES :][: nrows * size].reshape(nrows, size)
@@ -107,7 +107,7 @@ def _values(payload: Tensor, numel: int, format: str) -> Tensor:
 
 
 def _to_bytes(codes: Tensor, format: str) -> Tensor:
-    """Of values [., SCALED], or of quantized rows, whose scales follow 1,024 entries' codes."""
+    """The bytes of values [., SCALED], or of quantized rows: codes, then scales, per 1,024."""
     if format in layout.UNSCALED:
         return codes.view(torch.uint8).view(-1)
     each = layout.CODE_BYTES[format]

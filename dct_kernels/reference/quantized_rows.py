@@ -1,4 +1,4 @@
-"""Eager row_quantize and row_dequantize. docs/reference/ops.md states the formats."""
+"""Eager row_quantize and row_dequantize. docs/reference/ops.md specifies the formats."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,8 @@ from torch import Tensor
 from ..row_layout import CODES_PER_BYTE, code_bytes
 from .rounding import INFINITY_KEY, magnitude_key, round_to
 
-LEVELS = {"int8": 127, "int4": 7}  # the code of a row's largest magnitude
-MEAN_BITS = 22  # of a magnitude in the fixed point of means
+LEVELS = {"int8": 127, "int4": 7}  # the code of the largest magnitude of a row
+MEAN_BITS = 22  # bits of a magnitude in fixed point, for the means
 SMALLEST_NORMAL = 2.0**-126
 
 
@@ -15,7 +15,7 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
     x = x.to(torch.float32)
     top = magnitude_key(x).amax(1, keepdim=True)
     finite = top < INFINITY_KEY
-    # A row with a NaN or an infinity has the scale NaN, and codes of 0.
+    # A row with a NaN or an infinity gets the scale NaN and codes of 0.
     x, top = torch.where(finite, x, 0.0), torch.where(finite, top, 0)
     if format in LEVELS:
         scale = _scale(_divide(top.view(torch.float32), LEVELS[format]))
@@ -39,13 +39,13 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
 
 
 def _scale(x: Tensor) -> Tensor:
-    """float32 -> the bfloat16 that is sent, as float32: finite, and normal or 0."""
+    """float32 -> the bfloat16 scale that is sent, as float32: finite, and normal or 0."""
     scale = round_to(x, torch.bfloat16, saturate=True).to(torch.float32)
     return torch.where(scale < SMALLEST_NORMAL, 0.0, scale)
 
 
 def _to_bytes(scale: Tensor) -> Tensor:
-    """float32 [B, 1] that bfloat16 holds -> its bytes [B, 2], little-endian."""
+    """float32 [B, 1] with bfloat16 values -> their bytes [B, 2], little-endian."""
     bits = round_to(scale, torch.bfloat16).view(torch.int16).to(torch.int32)
     return torch.cat([bits & 255, bits >> 8 & 255], 1).to(torch.uint8)
 
@@ -56,9 +56,9 @@ def _from_bytes(scale: Tensor) -> Tensor:
 
 
 def _fixed_point(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """|x| in units of `unit`, [B, 1], where the row's largest is below 2**MEAN_BITS.
+    """|x| in units of `unit` [B, 1], such that the largest in the row is below 2**MEAN_BITS.
 
-    Both factors are powers of two, and normal: a row below 2**-105 has a unit of 2**-126.
+    Both factors are normal powers of two. The unit of a row below 2**-105 is 2**-126.
     """
     exponent = (top >> 23).clamp(min=MEAN_BITS)
     units_to_one = (253 + MEAN_BITS - exponent) << 23
@@ -67,18 +67,18 @@ def _fixed_point(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean(fixed: Tensor, count: Tensor) -> Tensor:
-    """The mean of magnitudes [B, d] in whole units, whose sum does not depend on its order."""
+    """The mean of magnitudes [B, d] in whole units. Their sum does not depend on the order."""
     total = fixed.to(torch.int64).sum(1, keepdim=True)
     return _divide(total.to(torch.float32), count.clamp(min=1))
 
 
 def _divide(x: Tensor, by: Tensor | int) -> Tensor:
-    """Correctly rounded: dividing by a number, torch multiplies by its reciprocal on CUDA."""
+    """Divide with correct rounding. On CUDA, torch divides by a number through its reciprocal."""
     return x / (torch.zeros_like(x) + by)
 
 
 def _pack(codes: Tensor, format: str) -> Tensor:
-    """int8 [B, d] -> uint8 [B, code_bytes]; codes are 0 past the width."""
+    """int8 [B, d] -> uint8 [B, code_bytes]. Codes past the width are 0."""
     if format == "int8":
         return codes.view(torch.uint8)
     each = CODES_PER_BYTE[format]
@@ -94,13 +94,13 @@ def _pack(codes: Tensor, format: str) -> Tensor:
 
 
 def _unpack(packed: Tensor, format: str) -> Tensor:
-    """uint8 [B, code_bytes] -> int32 [B, >= d], whatever the bytes are."""
+    """uint8 [B, code_bytes] -> int32 [B, >= d], for any bytes."""
     if format == "int8":
         return packed.view(torch.int8)
     packed = packed.to(torch.int32).unsqueeze(2)
     weights = _weights(format, packed.device)
     if format == "ternary":
-        # The byte is a balanced number: 121 more makes its digits 0, 1, 2 for -1, 0, 1.
+        # The byte is a balanced base-3 number. Adding 121 turns its digits -1, 0, 1 into 0, 1, 2.
         digits = ((packed + 121) & 255).clamp(max=242) // weights % 3
         return (digits - 1).flatten(1)
     digits = packed // weights % (16 if format == "int4" else 2)

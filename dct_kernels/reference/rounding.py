@@ -1,5 +1,5 @@
-"""Bit-exact conversions. Integer arithmetic, because casts differ between devices: some flush
-subnormals, some truncate, and NaNs keep whatever payload they came with."""
+"""Bit-exact conversions. They use integer arithmetic, because casts differ between devices: some
+flush subnormals, some truncate, and some keep the payload of a NaN."""
 
 import torch
 
@@ -8,7 +8,7 @@ INFINITY_KEY = 0x7F800000
 
 
 def round_to(x: torch.Tensor, dtype: torch.dtype, saturate: bool = False) -> torch.Tensor:
-    """Round float32 to `dtype`, to nearest even; every NaN becomes the positive quiet NaN.
+    """Round float32 to `dtype`, to nearest even. Every NaN becomes the positive quiet NaN.
 
     With `saturate`, a finite x that would round to infinity becomes the largest finite value.
     """
@@ -27,5 +27,5 @@ def round_to(x: torch.Tensor, dtype: torch.dtype, saturate: bool = False) -> tor
 
 
 def magnitude_key(x: torch.Tensor) -> torch.Tensor:
-    """int32 keys that order float32 by magnitude; NaN ranks as infinity."""
+    """int32 keys that order float32 by magnitude. NaN ranks as infinity."""
     return (x.view(torch.int32) & 0x7FFFFFFF).clamp(max=INFINITY_KEY)

@@ -9,7 +9,7 @@ from .rounding import magnitude_key, round_to
 
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     keys = magnitude_key(x.to(torch.float32))
-    # A stable sort leaves equal magnitudes in column order: ties go to the lower column.
+    # A stable sort keeps equal magnitudes in column order, so the lower column wins ties.
     largest = keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
     columns = largest.sort(dim=1).values
     values = round_to(x.gather(1, columns).to(torch.float32), value_dtype)
@@ -31,7 +31,7 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
 
 
 def _encode(columns: Tensor, width: int) -> Tensor:
-    """int64 [B, k] ascending columns -> uint8 [B, w]."""
+    """Ascending columns, int64 [B, k] -> uint8 [B, w]."""
     rows, k = columns.shape
     encoding = position_encoding(width, k)
     if encoding is Encoding.UINT8:
@@ -46,7 +46,7 @@ def _encode(columns: Tensor, width: int) -> Tensor:
 
 
 def _decode(positions: Tensor, width: int, k: int) -> Tensor:
-    """uint8 [B, w] -> int64 [B, k] columns, -1 in a slot whose column cannot be accepted."""
+    """uint8 [B, w] -> columns, int64 [B, k], with -1 in slots whose column is not accepted."""
     encoding = position_encoding(width, k)
     if encoding is Encoding.BITMAP:
         return _decode_bitmap(positions, width, k)

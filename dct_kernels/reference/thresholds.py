@@ -10,13 +10,13 @@ from .rounding import magnitude_key
 
 
 def scaled(grad: Tensor, inv_scale: Tensor | None) -> Tensor:
-    """grad * inv_scale in float32, rounded before anything is added to it."""
+    """grad * inv_scale in float32, rounded before it is added to the residual."""
     grad = grad.to(torch.float32)
     return grad if inv_scale is None else grad * inv_scale.reshape(())
 
 
 def hash32(seed: int, range_index: int, index: torch.Tensor) -> torch.Tensor:
-    """The published hash, a uint32 in int64."""
+    """The hash that docs/reference/ops.md specifies: uint32 values in int64."""
     mask = 0xFFFFFFFF
     start = ((seed * 0x9E3779B1) ^ (range_index * 0x85EBCA77)) & mask
     x = ((index * 0xC2B2AE3D) & mask) ^ start
@@ -32,11 +32,11 @@ def stratified_picks(
 ) -> torch.Tensor:
     """One hashed index in each of `picks` strata [j*n/m, (j+1)*n/m) of [0, numel)."""
     j = torch.arange(picks + 1, dtype=torch.int64, device=device)
-    # Equal to j * numel // picks without its 64-bit overflow.
+    # Equal to j * numel // picks, without 64-bit overflow.
     bounds = j * (numel // picks) + j * (numel % picks) // picks
     start, length = bounds[:-1], bounds[1:] - bounds[:-1]
     hashed = hash32(seed & 0xFFFFFFFF, range_index, j[:-1])
-    # (hashed * length) >> 32, likewise: the two halves of hashed are multiplied apart.
+    # (hashed * length) >> 32, without overflow: the two halves of hashed are multiplied separately.
     return start + (((hashed >> 16) * length + (((hashed & 0xFFFF) * length) >> 16)) >> 16)
 
 
@@ -53,7 +53,7 @@ def sample_threshold(
     for r in range(ranges):
         low, high = layout.range_bounds(grad.numel(), ranges, r)
         if low == high:
-            break  # the later ranges are empty as well
+            break  # the later ranges are also empty
         sampled: slice | Tensor = slice(low, high)
         if high - low > max_samples:
             sampled = low + stratified_picks(high - low, max_samples, seed, r, grad.device)

@@ -1,8 +1,8 @@
-"""The Triton backend: every op without a CUDA compiler, one op per file.
+"""The Triton backend, which needs no CUDA compiler. One file per op.
 
-Each file has its kernels, then the host function that launches them, on arguments that are already
-checked. A host function returns before its kernels have run, allocates only through torch, and
-keeps nothing between calls.
+Each file has the kernels, then the host function that launches them. Its arguments are already
+checked. A host function does not wait for its kernels, allocates memory only through torch, and
+keeps no state between calls.
 """
 
 from ._launch import INTERPRETED

@@ -1,25 +1,25 @@
-"""Codes of few bits and their scales, shared by rows and payloads: device functions."""
+"""Device functions for codes and scales, shared by the ops on rows and payloads."""
 
 import triton
 import triton.language as tl
 
 from ._numeric import round_saturating
 
-ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: leaves an integer in the low bits
-UNIT_BITS = tl.constexpr(22)  # of the largest magnitude, in the units that sums count
+ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23, to round to an integer in the low bits
+UNIT_BITS = tl.constexpr(22)  # bits of the largest magnitude, in the units of sums
 SMALLEST_NORMAL = tl.constexpr(0x0080)  # bfloat16
 
 
 @triton.jit
 def scale_bits(exact):
-    """The bfloat16 that is sent, as int32: finite, and normal or 0."""
+    """The bits of the bfloat16 scale that is sent, as int32: finite, and normal or 0."""
     scale = round_saturating(exact, tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
     return tl.where(scale < SMALLEST_NORMAL, 0, scale)
 
 
 @triton.jit
 def units(top):
-    """(units in one, one unit), by the bits of the largest magnitude: powers of two, and normal."""
+    """(units in 1.0, one unit) for the bits of the largest magnitude: normal powers of two."""
     exponent = tl.maximum(top >> 23, UNIT_BITS)
     in_one = (-exponent + (253 + UNIT_BITS)) << 23
     unit = (exponent - (UNIT_BITS - 1)) << 23
@@ -28,16 +28,16 @@ def units(top):
 
 @triton.jit
 def ternary_weight(digit):
-    """3^digit, of the five in a byte."""
+    """3^digit, for the five digits of a byte."""
     weight = tl.where(digit == 0, 1, tl.where(digit == 1, 3, tl.where(digit == 2, 9, 27)))
     return tl.where(digit == 4, 81, weight)
 
 
 @triton.jit
 def ternary_code(byte, digit):
-    # The byte is a balanced number: 121 more makes its digits 0, 1, 2 for -1, 0, 1.
+    # The byte is a balanced base-3 number. Adding 121 turns its digits -1, 0, 1 into 0, 1, 2.
     byte = tl.minimum((byte + 121) & 255, 242)
-    # 65,536 / 3^digit, rounded up: exact for numbers below 243, and no division.
+    # 65,536 / 3^digit, rounded up. It is exact for numbers below 243 and avoids a division.
     first = tl.where(digit == 0, 65536, tl.where(digit == 1, 21846, 7282))
     inverse = tl.where(digit < 3, first, tl.where(digit == 3, 2428, 810))
     return (byte * inverse >> 16) % 3 - 1

@@ -1,4 +1,4 @@
-"""How every kernel of this backend is launched."""
+"""Launches the kernels of this backend."""
 
 import contextlib
 import functools
@@ -9,18 +9,18 @@ import triton.language as tl
 
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# TRITON_INTERPRET=1: kernels run on CPU tensors, one program after another, without a GPU.
+# With TRITON_INTERPRET=1, kernels run on the CPU, one program after the other, without a GPU.
 INTERPRETED = triton.knobs.runtime.interpret
 
 
 def launch(
     kernel, programs: int, *arguments, device: torch.device, num_warps: int = 4, **constants
 ) -> None:
-    """Start `programs` programs of `kernel` on a device, on its current stream.
+    """Start `programs` programs of `kernel` on the current stream of a device.
 
-    Fusion is off, because a fused multiply-add would round once where the other backends round
-    twice. A kernel itself lists in `do_not_specialize` the numbers that change from call to call:
-    Triton would compile anew for 1 and for multiples of 16.
+    Fusion is off, because a fused multiply-add rounds once and the other backends round twice. A
+    kernel lists the numbers that change between calls in `do_not_specialize`. Otherwise Triton
+    would compile it again for 1 and for multiples of 16.
     """
     if programs == 0:
         return
@@ -33,14 +33,14 @@ def launch(
 
 @functools.cache
 def _require_sound_assembler(device: torch.device) -> None:
-    """Triton 3.6 has an assembler that always fuses on Blackwell.
+    """Reject Triton 3.6 on Blackwell, where its assembler always fuses.
 
-    The one of CUDA 12.9 turns mul.rn.f32x2 and add.rn.f32x2 into FFMA2, so that sums would differ
-    from the other backends' in their last bit.
+    The assembler of CUDA 12.9 turns mul.rn.f32x2 and add.rn.f32x2 into FFMA2. So the last bits of
+    sums would differ from the other backends.
     """
     old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
     if old and torch.version.cuda and torch.cuda.get_device_capability(device)[0] >= 10:
         raise RuntimeError(
             "dct::triton: triton must be >= 3.7 on GPUs of compute capability 10 and above, "
-            f"because the assembler of older ones fuses multiply-adds, got {triton.__version__}"
+            f"because older versions always fuse multiply-adds there, got {triton.__version__}"
         )

@@ -1,13 +1,13 @@
-"""Arithmetic with the same bits as every other backend: device functions that the kernels share.
+"""Shared device functions for arithmetic with the same bits as in the other backends.
 
-Integer arithmetic where casts differ: for NaNs between devices, and in Triton's interpreter, which
-truncates instead of rounding to bfloat16.
+They use integer arithmetic where casts differ. NaNs differ between devices, and Triton's
+interpreter truncates to bfloat16 instead of rounding.
 """
 
 import triton
 import triton.language as tl
 
-FLOAT32_NAN = tl.constexpr(0x7FC00000)  # the one NaN that leaves a kernel
+FLOAT32_NAN = tl.constexpr(0x7FC00000)  # kernels write no other NaN
 FLOAT32_INFINITY = tl.constexpr(0x7F800000)
 
 
@@ -18,13 +18,13 @@ def is_finite(x):
 
 @triton.jit
 def magnitude_key(x):
-    """int32 keys that order float32 by magnitude; NaN ranks as infinity."""
+    """int32 keys that order float32 by magnitude. NaN ranks as infinity."""
     return tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, FLOAT32_INFINITY)
 
 
 @triton.jit
 def to_float(x):
-    """x of any dtype in float32, exactly."""
+    """Convert x of any dtype to float32, exactly."""
     if x.dtype == tl.bfloat16:
         x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -32,7 +32,7 @@ def to_float(x):
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
-    """float32 x in `dtype`, to nearest even; every NaN becomes the positive quiet NaN."""
+    """Round float32 to `dtype`, to nearest even. Every NaN becomes the positive quiet NaN."""
     bits = x.to(tl.int32, bitcast=True)
     if dtype == tl.float32:
         rounded = tl.where(x != x, FLOAT32_NAN, bits)
@@ -46,7 +46,7 @@ def round_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def round_saturating(x, dtype: tl.constexpr):
-    """As round_to float32 or bfloat16, but a finite x stays finite."""
+    """As round_to, for float32 or bfloat16, but a finite x stays finite."""
     rounded = round_to(x, dtype)
     if dtype == tl.bfloat16:
         bits = rounded.to(tl.int16, bitcast=True)
@@ -57,7 +57,7 @@ def round_saturating(x, dtype: tl.constexpr):
 
 @triton.jit
 def multiply_add(base, x, factor):
-    """base + x * factor, product and sum rounded apart: `launch` forbids fusing them."""
+    """base + x * factor, with two roundings, because `launch` disables fusion."""
     return base + x * factor
 
 
@@ -80,7 +80,7 @@ def load_accumulated(residual, grad, inv_scale, i, mask):
 
 @triton.jit
 def hash32(seed, range_index, index):
-    """The published hash, of uint32 and in uint32."""
+    """The hash that docs/reference/ops.md specifies, in uint32."""
     x = (seed * 0x9E3779B1) ^ (range_index * 0x85EBCA77) ^ (index * 0xC2B2AE3D)
     x ^= x >> 16
     x *= 0x7FEB352D

@@ -1,4 +1,4 @@
-"""Shared by the ops that write or read payloads: ranges and headers."""
+"""Ranges and headers, for the ops that write or read payloads."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ FLAG_NON_FINITE = tl.constexpr(layout.FLAG_NON_FINITE)
 
 @triton.jit
 def locate(numel, range_blocks, range_tiles, TILE: tl.constexpr):
-    """This program's range and tile: (range, element where the tile begins, and its length)."""
+    """The tile of this program: (range, first element of the tile, length of the tile)."""
     range_index = (tl.program_id(0) // range_tiles).to(tl.int64)
     start = (tl.program_id(0) % range_tiles).to(tl.int64) * TILE
     begin = range_index * range_blocks * BLOCK + start

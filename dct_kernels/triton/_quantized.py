@@ -1,7 +1,7 @@
-"""Shared by the ops whose payloads hold every entry: device functions for a tile of them.
+"""Device functions for a tile of entries, shared by the ops on dense payloads.
 
-A tile is [GROUPS, 64]: a row of it are 64 entries that have a scale together. Codes are read and
-written as words of 32 bits, those of "ternary" as bytes: 64 of them take 13.
+A tile is [GROUPS, 64]. Each of its rows has 64 entries that share a scale. Codes are read and
+written as 32-bit words, except ternary codes, of which 64 take 13 bytes.
 """
 
 import triton
@@ -12,45 +12,45 @@ from ._codes import ROUND_TO_INTEGER, scale_bits, ternary_code, units
 from ._launch import INTERPRETED
 from ._numeric import FLOAT32_INFINITY, FLOAT32_NAN, is_finite, round_saturating, to_float
 
-# Elements: whole rows. Interpreted programs take long, not tiles.
+# Elements; whole rows. The interpreter's time depends on the number of programs.
 TILE = layout.BLOCK if INTERPRETED else 4096
-SUM_WARPS = 8  # 16 elements to a thread, for wide loads of codes
-PACK_WARPS = 16  # 8: more would take too many registers
+SUM_WARPS = 8  # 16 elements per thread, for wide loads of codes
+PACK_WARPS = 16  # 8 elements per thread; 16 would take too many registers
 
 ROW = tl.constexpr(layout.ROW)
 SCALED = tl.constexpr(layout.SCALED)
-SCALES = tl.constexpr(layout.ROW // layout.SCALED)  # of a row
+SCALES = tl.constexpr(layout.ROW // layout.SCALED)  # per row
 GROUPS = tl.constexpr(TILE // layout.SCALED)
 TERNARY_BYTES = tl.constexpr(layout.CODE_BYTES["ternary"])
 
 
 def header_kind(format: str) -> int:
-    """A header's first 8 bytes as a number: magic, version and format, no flags."""
+    """The first 8 bytes of a header as a number: magic, version and format, no flags."""
     code = layout.QUANTIZED_CODES[format]
     return layout.MAGIC | layout.QUANTIZED_VERSION << 32 | code << 48
 
 
 @triton.jit
 def header_entries(length):
-    """What the header of so many elements says of its capacity and count."""
+    """The capacity and the count in the header of a range with `length` elements."""
     return tl.minimum(length, 0xFFFFFFFF)
 
 
 @triton.jit
 def elements():
-    """[GROUPS, 64]: each one's index in the tile."""
+    """[GROUPS, 64]: the index of each element in the tile."""
     return tl.arange(0, GROUPS)[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
 
 
 @triton.jit
 def _present(length):
-    """[GROUPS, 1]: which are in a row that begins before the tile's end."""
+    """[GROUPS, 1]: whether the group is in a row that begins before the end of the tile."""
     return tl.arange(0, GROUPS)[:, None] // SCALES * ROW < length
 
 
 @triton.jit
 def _codes_at(rows, CODE_BYTES: tl.constexpr, ROW_BYTES: tl.constexpr):
-    """[GROUPS, 1]: addresses, where the tile's rows begin at `rows`."""
+    """[GROUPS, 1]: the addresses of the codes. The rows of the tile begin at `rows`."""
     group = tl.arange(0, GROUPS)[:, None]
     return rows + (group // SCALES * ROW_BYTES + group % SCALES * CODE_BYTES)
 
@@ -63,15 +63,15 @@ def _scales_at(rows, ROW_BYTES: tl.constexpr):
 
 @triton.jit
 def _words_at(rows, WORDS: tl.constexpr, ROW_BYTES: tl.constexpr):
-    """[GROUPS, WORDS]: addresses."""
+    """[GROUPS, WORDS]: the addresses of the words of codes."""
     at = _codes_at(rows, 4 * WORDS, ROW_BYTES).to(tl.pointer_type(tl.int32))
     return at + tl.arange(0, WORDS)[None, :]
 
 
 @triton.jit
 def _quantize(acc, FORMAT: tl.constexpr):
-    """(codes in the low bits of int32, what they stand for, bits of the scales [GROUPS, 1], and
-    which groups are sent). What is not sent has codes of 0 and the scale NaN."""
+    """(codes in the low bits of int32, their values, bits of the scales [GROUPS, 1], and which
+    groups are sent). Groups that are not sent have codes of 0 and the scale NaN."""
     bits = acc.to(tl.int32, bitcast=True)
     top = tl.max(bits & 0x7FFFFFFF, 1)[:, None]
     sent = top < FLOAT32_INFINITY
@@ -80,7 +80,7 @@ def _quantize(acc, FORMAT: tl.constexpr):
         in_one, unit = units(top)
         acc = tl.where(sent, acc, 0.0) * in_one
         magnitude = tl.abs(acc)
-        # Sums of 64 numbers of 22 bits, and a division that is exact.
+        # The sum of 64 numbers of 22 bits fits, and the division is exact.
         mean = tl.sum(magnitude.to(tl.int32), 1)[:, None].to(tl.float32) * (1 / SCALED)
         bound = 0.75 * mean
         keep = magnitude > bound
@@ -108,7 +108,7 @@ def _quantize(acc, FORMAT: tl.constexpr):
 @triton.jit
 def _store_codes(rows, codes, length, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr):
     if FORMAT == "ternary":
-        # The 64 signs as bits of one number, from which a byte takes its five.
+        # The 64 signs are bits of one number, from which each byte takes five.
         bit = tl.full([1, SCALED], 1, tl.uint64) << tl.arange(0, SCALED)[None, :].to(tl.uint64)
         positive = tl.sum(tl.where(codes > 0, bit, 0), 1)[:, None]
         negative = tl.sum(tl.where(codes < 0, bit, 0), 1)[:, None]
@@ -136,9 +136,9 @@ def pack(
     acc, old, residual, rows, length,
     FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """A tile into the payload, whose rows for it begin at `rows`, and what is left into `residual`,
-    if there is one: from the tile's first element on, where `old` was. Returns which are sent,
-    [GROUPS, 64] or [GROUPS, 1]."""
+    """Pack a tile into the payload, where its rows begin at `rows`, and return which entries are
+    sent, [GROUPS, 64] or [GROUPS, 1]. Unless `residual` is None, `old` is the residual of the tile,
+    and the new one is written to `residual`."""
     element = elements()
     if not WHOLE:
         acc = tl.where(element < length, acc, 0.0)
@@ -160,12 +160,12 @@ def pack(
 
 @triton.jit
 def _load(rows, length, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr):
-    """(codes or values as they are in memory, bits of the scales [GROUPS, 1])."""
+    """(codes or values as stored, bits of the scales [GROUPS, 1])."""
     present = _present(length)
     if FORMAT == "float32" or FORMAT == "bfloat16":
         DTYPE: tl.constexpr = tl.float32 if FORMAT == "float32" else tl.bfloat16
         codes = tl.load(rows.to(tl.pointer_type(DTYPE)) + elements(), mask=present, other=0.0)
-        scale = tl.zeros([GROUPS, 1], tl.int16)  # there is none
+        scale = tl.zeros([GROUPS, 1], tl.int16)  # unused
     else:
         if FORMAT == "ternary":
             byte = tl.arange(0, SCALED)[None, :] // 5
@@ -179,7 +179,7 @@ def _load(rows, length, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr):
 
 @triton.jit
 def _values(codes, scale, FORMAT: tl.constexpr):
-    """[GROUPS, 64] in float32, of what was loaded."""
+    """[GROUPS, 64] in float32: the values of loaded codes."""
     factor = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     if FORMAT == "float32" or FORMAT == "bfloat16":
         values = to_float(codes)
@@ -189,7 +189,7 @@ def _values(codes, scale, FORMAT: tl.constexpr):
     else:
         BITS: tl.constexpr = 8 if FORMAT == "int8" else 4
         place = tl.arange(0, 32 // BITS)[None, None, :]
-        # Each code to the top of a word, whose sign it takes on its way down.
+        # Shift each code to the top of a word and down again, to extend its sign.
         code = codes[:, :, None] << (32 - BITS - BITS * place) >> 32 - BITS
         values = tl.reshape(code, [GROUPS, SCALED]).to(tl.float32) * factor
     return values
@@ -200,17 +200,17 @@ def sum_payloads(
     rows, verdicts, ranks, rank_bytes, rank_verdicts, length,
     FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """[GROUPS, 64] in float32: the sum of a tile over ranks in order, from +0.0.
+    """[GROUPS, 64] in float32: the sum of a tile in rank order, from +0.0.
 
-    The first rank's rows for it begin at `rows`, its verdict is at `verdicts`; the next rank's are
-    so many bytes and verdicts further.
+    The rows of the first rank begin at `rows`, and its verdict is at `verdicts`. Those of the next
+    rank are `rank_bytes` bytes and `rank_verdicts` verdicts further.
     """
     total = tl.zeros([GROUPS, SCALED], tl.float32)
     rank = ranks * 0
     codes, scale = _load(rows, tl.where(ranks > 0, length, 0), FORMAT, ROW_BYTES)
     wrong = tl.load(verdicts, mask=ranks > 0, other=1)
     while rank < ranks:
-        # The next rank's are on their way while this one's are used.
+        # Load the rows of the next rank while the current rows are used.
         rank += 1
         rows += rank_bytes
         verdicts += rank_verdicts

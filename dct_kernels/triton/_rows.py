@@ -1,6 +1,6 @@
-"""Shared by the row kernels: rows as tiles, and the encodings of their positions.
+"""Tiles of rows and encodings of positions, shared by the row kernels.
 
-Tiles are [ROWS, BLOCK]; `row` is int64 [ROWS, 1], so that every address is 64 bits wide.
+Tiles are [ROWS, BLOCK]. `row` is int64 [ROWS, 1], so every address has 64 bits.
 """
 
 from typing import NamedTuple
@@ -11,26 +11,26 @@ import triton.language as tl
 from ..row_layout import Encoding
 from ._launch import INTERPRETED
 
-# A kernel's constant for each encoding: the bytes of one column, 0 for a bitmap.
+# The constant COLUMN_BYTES of kernels, per encoding: the bytes of a column, or 0 for a bitmap.
 COLUMN_BYTES = {Encoding.BITMAP: 0, Encoding.UINT8: 1, Encoding.UINT16: 2}
 
-WIDEST = 4096  # columns that a program holds at once; wider rows are read tile by tile
-WARP_ELEMENTS = 512  # 16 to each of 32 threads: more would take too many registers
-# Interpreted, programs take time, not their elements.
+WIDEST = 4096  # columns that a program holds together; wider rows are read tile by tile
+WARP_ELEMENTS = 512  # 16 per thread of a warp; more would take too many registers
+# The interpreter's time depends on the number of programs, not on their size.
 PROGRAM_ELEMENTS = 16 * WARP_ELEMENTS if INTERPRETED else WARP_ELEMENTS
 
 
 class Tiles(NamedTuple):
-    """How a program goes through its rows."""
+    """The tiles in which a program processes its rows."""
 
     rows: int
     block: int  # columns of a tile, a power of two
-    count: int  # type: ignore[assignment]  # tiles that make up a row; in place of tuple.count
+    count: int  # type: ignore[assignment]  # tiles per row; replaces tuple.count
     num_warps: int
 
 
 def tiles(width: int, elements: int = PROGRAM_ELEMENTS) -> Tiles:
-    """Several short rows side by side, a row as one tile, or a wide row as many."""
+    """A tile has several short rows, one row, or a part of a wide row."""
     block = min(max(triton.next_power_of_2(width), 8), WIDEST)
     count = triton.cdiv(width, block)
     rows = max(elements // block, 1) if count == 1 else 1
@@ -44,10 +44,10 @@ def rows_of_program(ROWS: tl.constexpr):
 
 @triton.jit
 def load_slots(positions, row, rows, start, width, before, BLOCK: tl.constexpr):
-    """Decode a bitmap's columns start, start + 1, ...; `before` is [ROWS, 1], the bits before them.
+    """Decode columns start, start + 1, ... of a bitmap, after `before` [ROWS, 1] set bits.
 
-    Returns int32 [ROWS, BLOCK], the slot of every column whose bit is set, else -1; and the bits up
-    to the tile's end, [ROWS, 1].
+    Return int32 [ROWS, BLOCK], the slot of every column whose bit is set, else -1, and [ROWS, 1],
+    the number of set bits up to the end of the tile.
     """
     ROWS: tl.constexpr = row.shape[0]
     row_bytes = (width - 1) // 8 + 1
@@ -56,7 +56,7 @@ def load_slots(positions, row, rows, start, width, before, BLOCK: tl.constexpr):
     packed = tl.load(positions + row * row_bytes + byte, mask=inside, other=0).to(tl.uint32)
     # Bits past the width do not count.
     packed &= (1 << tl.minimum(tl.maximum(width - 8 * byte, 0), 8)) - 1
-    # Bit i to digit i of 4 bits; the product has in digit i how many of bits 0 to i are set.
+    # Move bit i to 4-bit digit i. Digit i of the product counts the set bits among bits 0 to i.
     spread = (packed | packed << 12) & 0x000F000F
     spread = (spread | spread << 6) & 0x03030303
     spread = (spread | spread << 3) & 0x11111111
@@ -71,7 +71,7 @@ def load_slots(positions, row, rows, start, width, before, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_bits(positions, row, rows, start, width, bits, BLOCK: tl.constexpr):
-    """Encode a tile of a bitmap: bits, int32 [ROWS, BLOCK], are those of columns start, ..."""
+    """Encode a tile of a bitmap. `bits`, int32 [ROWS, BLOCK], are the bits of columns start, ..."""
     ROWS: tl.constexpr = row.shape[0]
     row_bytes = (width - 1) // 8 + 1
     byte = start // 8 + tl.arange(0, BLOCK // 8)[None, :]
@@ -87,15 +87,15 @@ def _larger(a, b):
 
 @triton.jit
 def load_columns(positions, row, rows, slot, width, k, COLUMN_BYTES: tl.constexpr):
-    """int32 [ROWS, SLOTS]: the columns of a list, -1 where one cannot be accepted."""
+    """int32 [ROWS, SLOTS]: the columns of a list, or -1 where a column is not accepted."""
     inside = (row < rows) & (slot < k)
     entry = positions + (row * k + slot) * COLUMN_BYTES
     column = tl.load(entry, mask=inside, other=0).to(tl.int32)
-    if COLUMN_BYTES == 2:  # byte by byte: a peer's list may lie at an odd address
+    if COLUMN_BYTES == 2:  # byte by byte, because the address may be odd
         column |= tl.load(entry + 1, mask=inside, other=0).to(tl.int32) << 8
     candidate = inside & (column < width)
-    # Ordered by column, equal columns by slot, earlier first: a key that reaches the maximum of all
-    # so far is above every column before it. A list has fewer than 4096 slots of 16 bits.
+    # Keys are ordered by column; of equal columns, the earlier slot has the larger key. A key that
+    # equals the running maximum is above all columns before it. A uint16 list has < 4096 slots.
     key = tl.where(candidate, column << 12 | (4095 - slot), -1)
     accepted = candidate & (tl.associative_scan(key, 1, _larger) == key)
     return tl.where(accepted, column, -1)

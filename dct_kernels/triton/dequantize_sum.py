@@ -1,7 +1,7 @@
-"""dequantize_sum: the sum of all ranks' payloads of every entry, in two kernels.
+"""dequantize_sum: the sum of the dense payloads of all ranks, in two kernels.
 
-check  the headers of one rank: its status, and a verdict on each range;
-sum    a tile of the output: the sound payloads in the order of ranks.
+check  per rank: validates the headers, and writes the status and a verdict for each range.
+sum    per tile of the output: sums the valid payloads in rank order.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from ._quantized import (
     sum_payloads,
 )
 
-CHUNK = 16  # headers that are read at once
+CHUNK = 16  # headers that are read together
 
 
 @triton.jit(do_not_specialize=["numel", "ranges", "range_blocks", "nbytes_16"])
@@ -86,14 +86,14 @@ def _sum_kernel(
     if out_scale is not None:
         factor *= tl.load(out_scale)
     out += begin
-    if length == TILE:  # without masks: in wide accesses
+    if length == TILE:  # without masks, for wide accesses
         _store(out, factor, total, length, True)
     else:
         _store(out, factor, total, length, False)
 
 
 def check(payloads: Tensor, numel: int, format: str) -> tuple[Tensor, Tensor]:
-    """(verdicts, 0 or 1 for the header of every range of every rank; the status of every rank)."""
+    """(verdicts: 0, or 1 for an invalid header, per rank and range; the status per rank)."""
     ranks, nbytes = payloads.shape[0], payloads.shape[-1]
     ranges = payloads.shape[1] if payloads.dim() == 3 else 1
     verdicts = torch.empty(ranks, ranges, dtype=torch.int32, device=payloads.device)
@@ -109,7 +109,7 @@ def check(payloads: Tensor, numel: int, format: str) -> tuple[Tensor, Tensor]:
 
 
 def float_bits(x: float) -> int:
-    """Of x rounded to float32: Triton 3.6 interprets a float -0.0 as 0.0."""
+    """The bits of x rounded to float32. Bits, because Triton 3.6 interprets a float -0.0 as 0.0."""
     return ctypes.c_int32.from_buffer(ctypes.c_float(x)).value
 
 

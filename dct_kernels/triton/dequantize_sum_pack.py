@@ -1,4 +1,4 @@
-"""dequantize_sum_pack: dequantize_sum and quantize_pack in one, with the sum in registers."""
+"""dequantize_sum_pack: dequantize_sum and quantize_pack, with the sum in registers."""
 
 import triton
 import triton.language as tl
@@ -37,7 +37,7 @@ def _sum_pack_kernel(
     factor = scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
     rows = payload + at
     residual += tile * TILE
-    if length == TILE:  # without masks: in wide accesses
+    if length == TILE:  # without masks, for wide accesses
         _pack_tile(residual, total, factor, payload, rows, length, FORMAT, ROW_BYTES, True)
     else:
         _pack_tile(residual, total, factor, payload, rows, length, FORMAT, ROW_BYTES, False)

@@ -1,11 +1,11 @@
 """mask_pack: error feedback, threshold and ordered compaction, in three kernels.
 
-mark   per tile: the new residual as if nothing were packed, a bit per kept entry, and their count;
-scan   per range: those counts, into the offsets of each tile's entries; header, starts and `seen`;
-pack   per tile: the kept entries, found by their bits, into the payload and out of the residual.
+mark   per tile: writes the residual as if nothing were packed, a bit per kept entry, and a count.
+scan   per range: turns the counts into the offsets of tiles, and writes header, starts and `seen`.
+pack   per tile: finds the kept entries by their bits, packs them and corrects their residuals.
 
-No program waits for another. Compared with a single pass, this costs two bits per element, and pack
-reads and writes the residuals of kept entries once more.
+No program waits for another. Compared with a single pass, this moves two more bits per element, and
+the pack kernel reads and writes the residuals of kept entries again.
 """
 
 import torch
@@ -26,7 +26,7 @@ from ._payload import (
     write_header,
 )
 
-# Elements; a block of the payload begins with a tile, so every tile lies in one range. The
+# Elements. A block of the payload begins with a tile, so every tile is in one range. The
 # interpreter's time depends on the number of programs, not on their size.
 TILE = layout.BLOCK if INTERPRETED else 4096
 CHUNK = 4096  # tiles that the scan reads together
@@ -44,11 +44,11 @@ def _mark_kernel(
     inside = offset < length
     i = begin + offset
     whole = length == TILE
-    if whole:  # without masks: in wide accesses
+    if whole:  # without masks, for wide accesses
         acc = load_accumulated(residual, grad, inv_scale, i, None)
     else:
         acc = tl.where(inside, load_accumulated(residual, grad, inv_scale, i, inside), 0.0)
-    # Zeros never pass. A NaN always passes, and at a NaN threshold every other entry does.
+    # Zeros never pass. NaN always passes. If the threshold is NaN, all other entries also pass.
     kept = ~(tl.abs(acc) < tl.load(threshold + range_index)) & (acc != 0.0)
 
     finite = is_finite(acc)
@@ -72,7 +72,7 @@ def _scan_kernel(
     words, seen, payload, numel, capacity, range_blocks, range_tiles, nbytes,
     KIND: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program per range. In each word, the number of entries before replaces the count."""
+    """One program per range. In each word, the number of preceding entries replaces the count."""
     range_index = tl.program_id(0).to(tl.int64)
     words += range_index * range_tiles
     message = payload + range_index * nbytes
@@ -104,7 +104,7 @@ def _scan_kernel(
 
 @triton.jit
 def _popcount(bits):
-    """The number of bits set, of uint32."""
+    """The number of set bits of a uint32."""
     bits -= bits >> 1 & 0x55555555
     bits = (bits & 0x33333333) + (bits >> 2 & 0x33333333)
     bits = bits + (bits >> 4) & 0x0F0F0F0F
@@ -125,7 +125,7 @@ def _pack_kernel(
     word = tl.load(words + tl.program_id(0))
     non_finite = (word & 1) != 0
     written = tl.minimum(word >> 1, capacity)
-    room = tl.minimum(capacity - written, TILE).to(tl.int32)
+    remaining = tl.minimum(capacity - written, TILE).to(tl.int32)
     message = payload + range_index * nbytes
     positions = (message + positions_at).to(tl.pointer_type(tl.uint16)) + written
     values = (message + values_at).to(tl.pointer_type(VALUE)) + written
@@ -136,15 +136,15 @@ def _pack_kernel(
     count = _popcount(left)
     entry = tl.cumsum(count) - count
     rounds = tl.max(count)
-    while rounds > 0:  # in each, the lowest bit left of every 32
+    while rounds > 0:  # each round takes the lowest remaining bit of every 32
         kept = left != 0
         offset = lane * 32 + _popcount((left & (0 - left)) - 1)
         i = begin + offset
         old = tl.load(residual + i, mask=kept, other=0.0)
         acc = old
-        if non_finite:  # mark left the kept entries as they were
+        if non_finite:  # the mark kernel did not change the kept entries
             acc = add_gradient(old, grad, inv_scale, i, kept)
-        packed = kept & (entry < room)
+        packed = kept & (entry < remaining)
         value = round_saturating(acc, VALUE)
         tl.store(positions + entry, (begin % BLOCK + offset).to(tl.uint16), mask=packed)
         tl.store(values + entry, value, mask=packed)

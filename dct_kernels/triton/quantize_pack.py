@@ -1,7 +1,7 @@
-"""quantize_pack: error feedback and every entry in few bits, in two kernels.
+"""quantize_pack: error feedback and quantization of all entries, in two kernels.
 
-header  of a range, as if all were finite;
-pack    a tile of rows: codes, scales and what is left, and the header's flag if need be.
+header  per range: writes the header without the non-finite flag.
+pack    per tile of rows: writes codes, scales and the residual, and sets the flag if needed.
 """
 
 import triton
@@ -26,8 +26,8 @@ def _header_kernel(payload, numel, range_blocks, nbytes_16, KIND: tl.constexpr):
 
 @triton.jit
 def flag_non_finite(message, sent):
-    """In the header, unless all of a tile is sent."""
-    flags = (message + 4).to(tl.pointer_type(tl.int32))  # with the version and the format
+    """Set the flag in the header, unless all entries of a tile are sent."""
+    flags = (message + 4).to(tl.pointer_type(tl.int32))  # and version and format
     found = tl.max((~sent).to(tl.int32)) != 0
     tl.atomic_or(flags, FLAG_NON_FINITE << 24, mask=found, sem="relaxed")
 
@@ -59,7 +59,7 @@ def _pack_kernel(
     if residual is not None:
         residual += begin
     grad += begin
-    if length == TILE:  # without masks: in wide accesses
+    if length == TILE:  # without masks, for wide accesses
         _pack_tile(residual, grad, inv_scale, message, rows, length, FORMAT, ROW_BYTES, True)
     else:
         _pack_tile(residual, grad, inv_scale, message, rows, length, FORMAT, ROW_BYTES, False)

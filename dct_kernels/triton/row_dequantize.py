@@ -1,6 +1,6 @@
-"""row_dequantize: rows of floats from codes of few bits.
+"""row_dequantize: dequantizes rows.
 
-Every column finds its own code: the few bytes of a row are read again and again from the cache.
+Every column loads its own code, so the few bytes of a row are read repeatedly, from the cache.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""row_gather: k values of each row, at the positions of an earlier row_pack."""
+"""row_gather: gathers k values of each row, at the positions of an earlier row_pack."""
 
 import torch
 import triton
@@ -17,17 +17,17 @@ def _bitmap_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row = _rows.rows_of_program(ROWS)
-    before = tl.zeros([ROWS, 1], tl.int32)  # bits of the row's tiles before
+    before = tl.zeros([ROWS, 1], tl.int32)  # bits in earlier tiles of the row
     for tile in range(TILES):
         start = tile * BLOCK
         slot, before = _rows.load_slots(positions, row, rows, start, width, before, BLOCK)
-        # The whole tile, in wide loads: a bitmap marks an eighth or a sixteenth of it at least.
+        # Load the whole tile, for wide loads. A bitmap marks at least 1/8 or 1/16 of its columns.
         column = start + tl.arange(0, BLOCK)[None, :]
         inside = (row < rows) & (column < width)
         elements = to_float(tl.load(x + row * width + column, mask=inside, other=0))
         elements = round_to(elements, values.dtype.element_ty)
         tl.store(values + row * k + slot, elements, mask=(slot >= 0) & (slot < k))
-    # Slots that have no bit: sound positions have none.
+    # Slots without a bit, which valid positions do not have.
     first = tl.min(before)
     while first < k:
         slot = first + tl.arange(0, BLOCK)[None, :]
@@ -57,7 +57,7 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
         kernel, tiles = _bitmap_kernel, _rows.tiles(width)
         constants = {"BLOCK": tiles.block, "TILES": tiles.count}
     else:
-        # Few rows, interpreted or not: the interpreter takes a scan element by element.
+        # Few rows also in the interpreter, because it runs a scan element by element.
         kernel, tiles = _list_kernel, _rows.tiles(k, _rows.WARP_ELEMENTS)
         constants = {"SLOTS": tiles.block, "COLUMN_BYTES": column_bytes}
     launch(

@@ -1,10 +1,10 @@
 """row_pack: exact top-k of every row.
 
-A program holds a few narrow rows in registers as keys and finds each row's k-th largest key by
-bisection, between the least of the largest keys of more than k groups and the largest of all; it
-stops as soon as every row has a cut that exactly k keys reach. Only equal keys can prevent that,
-and then the first of them are taken. A wide row is read tile by tile, once for every 8 bits of its
-keys, and once more to store the chosen entries.
+A program holds the keys of a few narrow rows in registers. It finds the k-th largest key of each
+row by bisection, between the least of the largest keys of more than k groups and the largest key.
+It stops when every row has a cut that exactly k keys reach. Only equal keys can prevent that, and
+then the first ones are taken. A wide row is read tile by tile, once per 8 bits of its keys, and
+again to store the selected entries.
 """
 
 import torch
@@ -17,13 +17,13 @@ from . import _rows
 from ._launch import launch
 from ._numeric import magnitude_key, round_to, to_float
 
-# Keys are float32 magnitudes of 31 bits; those of narrower types end in zeros, never looked at.
+# Keys are float32 magnitudes of 31 bits. Keys of narrower types end in zeros, which are skipped.
 LOWEST_BIT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
 @triton.jit
 def _load_keys(x, row, rows, column, width):
-    """The elements as float32, and their keys: -1 outside the tensor."""
+    """The elements as float32, and their keys, which are -1 outside the tensor."""
     inside = (row < rows) & (column < width)
     elements = to_float(tl.load(x + row * width + column, mask=inside, other=0))
     return elements, tl.where(inside, magnitude_key(elements), -1)
@@ -36,8 +36,8 @@ def _store_chosen(
 ):  # fmt: skip
     """Store a tile's keys above the cut, and the row's first `ties` equal to it, in order.
 
-    `above_before` and `equal_before`, [ROWS, 1], count those in the row's tiles before; returns
-    them for the next tile.
+    `above_before` and `equal_before` [ROWS, 1] count these keys in earlier tiles of the row. Return
+    the counts for the next tile.
     """
     column = start + tl.arange(0, BLOCK)[None, :]
     above = keys > cut
@@ -67,10 +67,10 @@ def _narrow_kernel(
     row = _rows.rows_of_program(ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     elements, keys = _load_keys(x, row, rows, column, width)
-    # At least k keys reach `cut`, and `above`, fewer than k, reach `high`.
+    # At least k keys reach `cut`, and `above` < k keys reach `high`.
     UNIT: tl.constexpr = 1 << LOWEST_BIT
     cut = tl.zeros([ROWS, 1], tl.int32)
-    if GROUPS < BLOCK:  # groups past the row's end, or past the last row, have no effect
+    if GROUPS < BLOCK:  # groups past the end of a row, or past the last row, have no effect
         of_groups = tl.max(tl.reshape(keys, [ROWS, BLOCK // GROUPS, GROUPS]), 1)
         cut = tl.maximum(cut, tl.min(of_groups, 1)[:, None])
     high = tl.max(keys, 1)[:, None] + UNIT
@@ -80,7 +80,7 @@ def _narrow_kernel(
         middle = cut + (high - cut >> LOWEST_BIT + 1 << LOWEST_BIT)
         count = tl.sum((keys >= middle).to(tl.int32), 1)[:, None]
         cut = tl.where(open & (count > k), middle, cut)
-        # Found: only keys above are chosen.
+        # Found: only keys above `cut` are selected.
         cut = tl.where(open & (count == k), middle - UNIT, cut)
         above = tl.where(open & (count <= k), count, above)
         high = tl.where(open & (count <= k), middle, high)
@@ -99,7 +99,7 @@ def _wide_kernel(
 ):  # fmt: skip
     row = _rows.rows_of_program(1)
     digits = tl.arange(0, 256)
-    prefix = 0  # of the k-th largest key; `above` counts keys above all of that prefix
+    prefix = 0  # of the k-th largest key; `above` counts keys above all keys with that prefix
     above = 0
     for shift in tl.static_range(24, -1, -8):
         if shift + 8 > LOWEST_BIT:
@@ -110,7 +110,7 @@ def _wide_kernel(
                 keys = tl.reshape(keys >> shift, [BLOCK])
                 counts += tl.histogram(keys & 255, 256, mask=(keys >> 8) == prefix)
             at_least = above + tl.cumsum(counts, 0, reverse=True)
-            # It falls as the digit grows: the digit is the last that k keys reach.
+            # `at_least` falls as the digit grows. The digit is the last one that k keys reach.
             digit = tl.sum((at_least >= k).to(tl.int32)) - 1
             above = tl.max(tl.where(digits > digit, at_least, above))
             prefix = prefix << 8 | digit
@@ -136,7 +136,7 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
     columns = positions.view(torch.uint16) if encoding is Encoding.UINT16 else positions
     tiles = _rows.tiles(width)
     if tiles.count == 1:
-        groups = triton.next_power_of_2(k + 1)  # a cut that just k keys reach is found last
+        groups = triton.next_power_of_2(k + 1)  # with k groups, the search would end late
         kernel, constants = _narrow_kernel, {"ROWS": tiles.rows, "GROUPS": groups}
     else:
         kernel, constants = _wide_kernel, {"TILES": tiles.count}

@@ -1,8 +1,8 @@
-"""row_quantize: every entry of every row in a few bits.
+"""row_quantize: quantizes all entries of every row.
 
-A tile is of places: as many for each byte as it holds codes, rounded up to a power of two, so that
-a byte's codes are one row of a reshaped tile. A wide row is read tile by tile, once for its largest
-magnitude, once for each sum that its mean needs, and once for its codes.
+A tile consists of places. Each byte has as many places as codes, rounded up to a power of two, so
+the codes of a byte are one row of a reshaped tile. A wide row is read tile by tile: once for its
+largest magnitude, once per sum, and once for its codes.
 """
 
 import torch
@@ -19,7 +19,7 @@ from ._numeric import FLOAT32_INFINITY, FLOAT32_NAN, to_float
 
 @triton.jit
 def _load(x, row, rows, place, width, EACH: tl.constexpr, PLACES: tl.constexpr):
-    """Elements in float32 at these places, 0 where there is none, and which there are."""
+    """The elements at these places in float32, 0 at empty places, and the mask of the others."""
     if EACH == PLACES:
         inside = (row < rows) & (place < width)
         column = place
@@ -34,7 +34,7 @@ def _mean_above(
     x, row, rows, width, finite, in_one, bound,
     EACH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, 1]: the mean, in units, of the magnitudes above the bound."""
+    """[ROWS, 1]: the mean of the magnitudes above the bound, in units."""
     ROWS: tl.constexpr = row.shape[0]
     total = tl.zeros([ROWS, 1], tl.int64)
     kept = tl.zeros([ROWS, 1], tl.int32)

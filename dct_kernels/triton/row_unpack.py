@@ -1,4 +1,4 @@
-"""row_unpack: dense rows from packed ones."""
+"""row_unpack: unpacks rows to dense rows."""
 
 import torch
 import triton
@@ -17,7 +17,7 @@ def _bitmap_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row = _rows.rows_of_program(ROWS)
-    before = tl.zeros([ROWS, 1], tl.int32)  # bits of the row's tiles before
+    before = tl.zeros([ROWS, 1], tl.int32)  # bits in earlier tiles of the row
     for tile in range(TILES):
         start = tile * BLOCK
         slot, before = _rows.load_slots(positions, row, rows, start, width, before, BLOCK)
@@ -41,7 +41,7 @@ def _list_kernel(
         inside = (row < rows) & (column < width)
         zeros = tl.zeros([ROWS, BLOCK], out.dtype.element_ty)
         tl.store(out + row * width + column, zeros, mask=inside)
-    tl.debug_barrier()  # the zeros come first; the row is still in the cache
+    tl.debug_barrier()  # orders the zeros before the values; the row is still in the cache
     slot = tl.arange(0, SLOTS)[None, :]
     column = _rows.load_columns(positions, row, rows, slot, width, k, COLUMN_BYTES)
     elements = to_float(tl.load(values + row * k + slot, mask=column >= 0, other=0))

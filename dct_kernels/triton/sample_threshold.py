@@ -1,10 +1,9 @@
-"""sample_threshold: a radix select over the picks of every range, 8 bits of their 31-bit
-magnitudes at a time, the highest first.
+"""sample_threshold: a radix select over the picks of every range, with digits of 8 bits.
 
-Each pass is one launch: the programs of a range count the current digit of the picks whose higher
-digits are those found so far. Every program that needs a digit finds it from the counts of the
-passes before, so no program waits for others. Picks are read again in each pass rather than kept:
-they are few, and in the cache by then.
+The most significant digit of the 31-bit magnitudes comes first. Each pass is one launch. The
+programs of a range count the current digit of the picks whose higher digits match. Every program
+derives these digits from the counts of the earlier passes, so no program waits for others. Each
+pass reads the picks again, because they are few and in the cache.
 """
 
 import struct
@@ -19,9 +18,9 @@ from ._launch import INTERPRETED, launch
 from ._numeric import FLOAT32_INFINITY, hash32, load_accumulated, magnitude_key
 from ._payload import BLOCK, range_numel
 
-# Picks that a program reads at once. Interpreted programs take long, not picks.
+# Picks that a program reads together. The interpreter's time depends on the number of programs.
 PICKS = 16384 if INTERPRETED else 1024
-# A launch has at most PROGRAMS programs, or PER_RANGE programs per range where that is more.
+# A launch has at most PROGRAMS programs, or PER_RANGE per range if that is more.
 PROGRAMS, PER_RANGE = 2048, 8
 
 _PASSES = tl.constexpr(4)
@@ -31,7 +30,7 @@ _BINS = tl.constexpr(256)
 @triton.jit
 def _rank(density_bits, picks):
     """The rank of the wanted key, from the largest: clamp(ceil(density * picks), 1, picks)."""
-    # As bits, because a float argument of a kernel would be rounded to float32.
+    # Passed as bits, because a float argument of a kernel would be rounded to float32.
     density = density_bits.to(tl.int64).to(tl.float64, bitcast=True)
     wanted = tl.ceil(density * picks.to(tl.float64))
     wanted = tl.minimum(tl.maximum(wanted, 1.0), picks.to(tl.float64))
@@ -58,11 +57,11 @@ def _stratum_start(j, length, picks):
 
 @triton.jit
 def _pick(j, length, picks, seed, r):
-    """The element of range r that stratum j contributes."""
+    """The pick of stratum j of range r."""
     start = _stratum_start(j, length, picks)
     stratum = _stratum_start(j + 1, length, picks) - start
     hashed = hash32(seed.to(tl.uint32), r.to(tl.uint32), j.to(tl.uint32)).to(tl.int64)
-    # (hashed * stratum) >> 32; the halves of hashed apart keep both products within 64 bits.
+    # (hashed * stratum) >> 32. The two halves of hashed keep both products within 64 bits.
     return start + (((hashed >> 16) * stratum + (((hashed & 0xFFFF) * stratum) >> 16)) >> 16)
 
 
@@ -106,7 +105,7 @@ def _threshold_kernel(histograms, threshold, numel, range_blocks, max_samples, d
     picks = tl.minimum(range_numel(numel, range_blocks, r), max_samples)
     histograms += r * (_PASSES * _BINS)
     key, _ = _find_digits(histograms, _rank(density_bits, picks), _PASSES)
-    key = tl.where(picks > 0, key, FLOAT32_INFINITY)  # an empty range's threshold
+    key = tl.where(picks > 0, key, FLOAT32_INFINITY)  # the threshold of an empty range
     tl.store(threshold + r, key.to(tl.int32).to(tl.float32, bitcast=True))
 
 

@@ -1,11 +1,11 @@
-"""scatter_unpack: the sum of all ranks' payloads, scattered into a dense tensor, in two kernels.
+"""scatter_unpack: sums the payloads of all ranks into a dense tensor, in two kernels.
 
-check  one rank's entries for one block of the output: its status, and how many of them are sound;
-add    a block of the output: zeros, then the sound entries of rank after rank, then the result.
+check  per rank and block of the output: validates the entries, writes status and valid count.
+add    per block of the output: clears it, adds the valid entries rank by rank, writes the result.
 
-A program owns the 16,384 elements of a block, and only it touches them: a barrier between ranks
-keeps their order, and nothing needs an atomic. Sums are kept in memory, in `out` itself if it is
-float32, but the few blocks in work at a time stay in the L2 cache.
+A program owns the 16,384 elements of a block. A barrier between ranks keeps their order, so no
+atomics are needed. Sums are in memory, in `out` if it is float32. The few blocks in progress stay
+in the L2 cache.
 """
 
 import ctypes
@@ -20,21 +20,21 @@ from ._launch import INTERPRETED, TL_DTYPES, launch
 from ._numeric import round_to, to_float
 from ._payload import BLOCK, FLAG_NON_FINITE, FLAG_OVERFLOW, HEADER_BYTES, range_numel
 
-# Entries, and elements, that a program reads at once. Interpreted programs take long, not chunks.
+# Entries and elements that a program reads together. The interpreter is faster with more.
 ENTRIES = layout.BLOCK if INTERPRETED else 1024
 ELEMENTS = layout.BLOCK if INTERPRETED else 4096
 
-_HEADER = tl.constexpr(1)  # bits of the status
+_HEADER = tl.constexpr(1)  # status bits
 _STARTS = tl.constexpr(2)
 _POSITIONS = tl.constexpr(4)
-_POISON = tl.constexpr(1 << 16)  # of a verdict, above the number of sound entries
+_POISON = tl.constexpr(1 << 16)  # a flag of a verdict, above the number of valid entries
 
 _LOST_NON_FINITE = tl.constexpr(FLAG_OVERFLOW.value | FLAG_NON_FINITE.value)
 
 
 @triton.jit
 def _entries_bounds(message, block, block_length):
-    """The first entry of a block, and the one past its last. An empty range has one start."""
+    """The first entry of a block, and the entry past its last. An empty range has one start."""
     starts = (message + HEADER_BYTES).to(tl.pointer_type(tl.uint32)) + block
     end = tl.load(starts + tl.where(block_length > 0, 1, 0))
     return tl.load(starts).to(tl.int64), end.to(tl.int64)
@@ -49,7 +49,7 @@ def _check_kernel(
     KIND: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % grid_blocks
-    row = (tl.program_id(0) // grid_blocks).to(tl.int64)  # of [ranks, ranges]
+    row = (tl.program_id(0) // grid_blocks).to(tl.int64)  # an index into [ranks, ranges]
     whole = range_numel(numel, range_blocks, row % ranges)
     start = block.to(tl.int64) * BLOCK
     length = tl.minimum(whole - start, BLOCK)
@@ -64,7 +64,7 @@ def _check_kernel(
     count = sizes >> 32 & 0xFFFFFFFF
     expected = tl.where(lane == 0, KIND, tl.where(lane == 1, whole, 0))
     expected = tl.where(lane == 2, count << 32 | capacity, expected)
-    known = tl.where(lane == 0, ~(_LOST_NON_FINITE << 56), -1)  # both flags may be set
+    known = tl.where(lane == 0, ~(_LOST_NON_FINITE << 56), -1)  # either flag may be set
     wrong = tl.sum(((header & known) != expected).to(tl.int32)) > 0
     wrong = wrong | (count > tl.minimum(whole, capacity))
 
@@ -72,7 +72,7 @@ def _check_kernel(
     bad_starts = (first > end) | (end > count) | ((block == 0) & (first != 0))
     last = start + length == whole
     bad_starts = bad_starts | (last & (end != count))
-    # More entries than elements cannot ascend: bad without looking.
+    # More entries than elements cannot ascend, so they are rejected unread.
     too_many = end - first > length
     entries = tl.where(wrong | bad_starts | too_many, 0, end - first).to(tl.int32)
     positions = (message + positions_at).to(tl.pointer_type(tl.uint16)) + first
@@ -124,8 +124,7 @@ def _finish(
 def _look_up(
     payloads, verdicts, rank, ranks, ranges, range_index, range_blocks, block, nbytes
 ):  # fmt: skip
-    """The message of a rank, its first entry for a block, and the verdict on these; past the last
-    rank, none."""
+    """The message of a rank, its first entry for a block, and its verdict (0 past the end)."""
     row = tl.minimum(rank, ranks - 1).to(tl.int64) * ranges + range_index
     verdict = tl.load(verdicts + row * range_blocks + block, mask=rank < ranks, other=0)
     message = payloads + row * nbytes
@@ -139,7 +138,7 @@ def _load_entries(
     message, first, verdict, at, positions_at, values_at,
     VALUE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Entries from `at` on: positions, values and whether they are there."""
+    """The entries from `at` on: their positions, their values, and whether they exist."""
     entry = at + tl.arange(0, ENTRIES)
     inside = entry < (verdict & (_POISON - 1))
     positions = (message + positions_at).to(tl.pointer_type(tl.uint16)) + first
@@ -170,14 +169,14 @@ def _add_kernel(
         return
     sums += begin
     out += begin
-    if length == BLOCK:  # without masks: in wide accesses
+    if length == BLOCK:  # without masks, for wide accesses
         _clear(sums, length, True, ELEMENTS)
     else:
         _clear(sums, length, False, ELEMENTS)
     tl.debug_barrier()
 
-    # The next rank's first entries, and verdict and start of the one after it, are loaded before
-    # this rank's sums are used: one trip to memory per rank instead of three.
+    # Before the sums of a rank are used, load the first entries of the next rank, and verdict and
+    # start of the rank after it. This takes one round trip to memory per rank instead of three.
     poisoned = block * 0
     rank = ranks * 0
     message, first, verdict = _look_up(
@@ -205,7 +204,7 @@ def _add_kernel(
             )
             _add_entries(sums, position, value, inside)
             at += ENTRIES
-        tl.debug_barrier()  # the next rank adds to what this one wrote
+        tl.debug_barrier()  # the next rank adds to the sums that this rank wrote
         message, first, verdict = next_message, next_first, next_verdict
         position, value, inside = next_position, next_value, next_inside
         next_message, next_first, next_verdict = later_message, later_first, later_verdict
@@ -232,7 +231,7 @@ def scatter_unpack(
     ranks, nbytes = payloads.shape[0], payloads.shape[-1]
     ranges = payloads.shape[1] if payloads.dim() == 3 else 1
     range_blocks = layout.range_blocks(numel, ranges)
-    grid_blocks = max(range_blocks, 1)  # an empty range also has a header
+    grid_blocks = max(range_blocks, 1)  # even an empty range has a header
     sections = layout.payload_layout(numel, capacity, value_dtype, ranges)
 
     status = torch.zeros(ranks, dtype=torch.int32, device=device)
@@ -250,7 +249,7 @@ def scatter_unpack(
         _add_kernel, ranges * range_blocks,
         payloads, verdicts, sums, out, out_scale,
         numel, ranks, ranges, range_blocks, nbytes, sections.positions, sections.values,
-        # Rounded once, here; as bits, because Triton 3.6 interprets a float -0.0 as 0.0.
+        # Rounded once, here. Passed as bits, because Triton 3.6 interprets a float -0.0 as 0.0.
         ctypes.c_int32.from_buffer(ctypes.c_float(scale)).value,
         VALUE=TL_DTYPES[value_dtype], ENTRIES=ENTRIES, ELEMENTS=ELEMENTS,
         device=device, num_warps=16,

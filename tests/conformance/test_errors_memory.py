@@ -168,7 +168,7 @@ def test_payload_info_names_the_versions_that_it_reads(version, code):
     """Versions 2 and 3 are retired; their numbers stay unused."""
     raw = HEADER.pack(MAGIC, version, code, 0, 9, 5, 0, bytes(40))
     header = torch.frombuffer(bytearray(raw), dtype=U8)
-    with pytest.raises(ValueError, match=r"version 1 or 4 \(2 and 3 are no longer read\)"):
+    with pytest.raises(ValueError, match=r"version 1 or 4 \(2 and 3 are no longer supported\)"):
         dct_kernels.payload_info(header)
 
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// What kernels are built of: launches, threads of a warp, atomics, vectorized loads and stores.
+// Building blocks of kernels: launches, warp functions, atomics, vectorized loads and stores.
 
 #include <cuda_runtime.h>
 
@@ -29,7 +29,7 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, s
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
-// Of the current device, or 0.
+// An attribute of the current device, or 0 on an error.
 inline int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&value, attribute, device);
@@ -37,8 +37,8 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 }
 inline int multiprocessors() { return max(device_attribute(cudaDevAttrMultiProcessorCount), 1); }
 
-// Lets a kernel use `bytes` of dynamic shared memory, and prefers shared memory to the L1 cache.
-// Asks the driver once per kernel and device.
+// Lets a kernel use `bytes` bytes of dynamic shared memory, and prefers shared memory to L1 cache.
+// Calls the driver once per kernel and device.
 template <auto kKernel>
 cudaError_t allow_shared_bytes(int bytes) {
   constexpr int kMaxDevices = 64;
@@ -70,20 +70,20 @@ __device__ inline unsigned add_acquire_release(unsigned* address, unsigned value
 
 constexpr int kCacheLine = 128;  // bytes
 
-// Brings the line of an address to the L2 cache. Nothing waits for it.
+// Prefetches the line of an address into the L2 cache. Does not wait.
 __device__ inline void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 constexpr int kWarpSize = 32;
-constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;  // of most kernels' blocks
+constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;  // of a block in most kernels
 constexpr unsigned kFullWarp = 0xffffffff;
 
 __device__ inline int thread_index() { return static_cast<int>(threadIdx.x); }
 __device__ inline int warp_index() { return static_cast<int>(threadIdx.x / kWarpSize); }
 __device__ inline int lane_index() { return static_cast<int>(threadIdx.x % kWarpSize); }
 
-// Sum over the warp, returned in every lane.
+// The sum over the warp, in every lane.
 template <typename T>
 __device__ T warp_sum(T value) {
 #pragma unroll
@@ -105,8 +105,8 @@ __device__ T warp_inclusive_sum(T value) {
   return value;
 }
 
-// round_to of the result of an arithmetic instruction. Its NaNs have the bits 0x7fffffff, which the
-// smaller of two integers replaces.
+// round_to for the result of an arithmetic instruction. The NaNs of such results have the bits
+// 0x7fffffff, which an integer minimum replaces.
 template <typename Out>
 __device__ Out round_result(float x) {
   const auto bits = static_cast<uint32_t>(min(__float_as_int(x), int{kFloat32Nan}));
@@ -117,8 +117,7 @@ __device__ Out round_result(float x) {
   return round_to<Out>(x);
 }
 
-// Streamed data is used once and not again before it has left the caches, so it is marked
-// evict-first.
+// Streamed data leaves the caches before it could be used again, so it is marked evict-first.
 
 template <int kBytes>
 struct VectorOfBytes;
@@ -156,7 +155,7 @@ __device__ void stream_out(T* address, const T (&x)[N]) {
   __stcs(reinterpret_cast<Vector<T, N>*>(address), vector);
 }
 
-// Whether vectors of `bytes` bytes may start at this address.
+// Whether a vector of `bytes` bytes may start at this address.
 inline bool is_aligned(const void* address, size_t bytes) {
   return reinterpret_cast<uintptr_t>(address) % bytes == 0;
 }

@@ -1,7 +1,6 @@
 #pragma once
 
-// A flat tensor: its ranges in tiles, sums of its residual and gradient, and entries of its
-// payload.
+// For flat tensors: the tiles of ranges, sums of residual and gradient, and entries of payloads.
 
 #include "../../common/floats.h"
 #include "../../common/payload.h"
@@ -9,9 +8,9 @@
 
 namespace dct::cuda {
 
-// Maps linear tile indices to (range, tile of the range), for a tensor split into ranges and ranges
-// split into tiles. Ranges begin at whole blocks, so a tile never spans two. An empty range has one
-// empty tile, because its header must still be written or read.
+// Maps linear tile indices to (range, tile in the range). A tensor is split into ranges, and a
+// range into tiles. Ranges begin at whole blocks, so a tile never spans two ranges. An empty range
+// has one empty tile, because its header must still be written or read.
 struct RangeTiles {
   int64_t numel, tile;
   int64_t range_length;     // elements of a full range
@@ -78,14 +77,14 @@ struct RangeTiles {
   }
 };
 
-// residual + grad * scale; product and sum are rounded separately, never fused.
+// residual + grad * scale. The product and the sum are rounded separately, never fused.
 template <typename Grad>
 __device__ float accumulate(float residual, Grad grad, float scale) {
   return __fadd_rn(residual, __fmul_rn(to_float(grad), scale));
 }
 
-// Calls visit(i, sum, inside) for 0 <= i < length, one element per lane, of any alignment. Lanes
-// past the end call it with inside = false. Several loads are in flight. By one warp.
+// Calls visit(i, sum, inside) for 0 <= i < length, one element per lane, at any alignment. Lanes
+// past the end call it with inside = false. Keeps several loads in flight. By one warp.
 template <typename Grad, typename Visit>
 __device__ void for_each_sum(const float* residual, const Grad* grad, float scale, int length,
                              Visit visit) {
@@ -107,10 +106,9 @@ __device__ void for_each_sum(const float* residual, const Grad* grad, float scal
   }
 }
 
-// A sum, split into a payload value (in the low bits) and the remainder for the residual, so that
-// value + remainder == sum. This is exact: the remainder of float32 is 0, and that of bfloat16 has
-// at most 16 significant bits, also where the value saturates or is subnormal. So `restore`
-// recovers every bit.
+// A sum, split into a payload value (in the low bits) and a remainder for the residual, with value
+// + remainder == sum. This is exact: the remainder is 0 for float32. For bfloat16 it has at most 16
+// significant bits, also if the value saturates or is subnormal. So `restore` recovers every bit.
 struct Split {
   uint32_t bits;
   float remainder;
@@ -141,7 +139,7 @@ __device__ inline uint32_t load_value(const uint8_t* values, uint32_t index, DTy
                                          : reinterpret_cast<const uint32_t*>(values)[index];
 }
 
-// Where entries are stored: a payload's positions and values, or a part of them.
+// Memory for entries: the positions and values of a payload, or a part of them.
 struct Entries {
   uint16_t* positions;
   uint8_t* values;
@@ -152,7 +150,7 @@ struct Entries {
     positions[entry] = static_cast<uint16_t>(element & (kBlock - 1));
     store_value(values, entry, bits, value_dtype);
   }
-  // Without the first entries.
+  // The memory after the first `entries` entries.
   __device__ Entries after(Word entries) const {
     const auto skipped = static_cast<uint32_t>(min(entries, Word{capacity}));
     return {positions + skipped, values + skipped * itemsize(value_dtype), capacity - skipped,

@@ -1,7 +1,6 @@
 #pragma once
 
-// Rows of 1,024 entries, each in the registers of one warp: quantize_pack, dequantize_sum and
-// dequantize_sum_pack.
+// Rows of 1,024 entries, each in the registers of one warp, for the ops on dense payloads.
 
 #include "../../common/quantized_payload.h"
 #include "device.cuh"
@@ -9,25 +8,24 @@
 namespace dct::cuda {
 
 constexpr int kVectorElements = 4;
-constexpr int kWarpVector = kWarpSize * kVectorElements;  // two groups of entries with one scale
+constexpr int kWarpVector = kWarpSize * kVectorElements;  // two groups, each with one scale
 constexpr int kVectors = kRow / kWarpVector;
 
-// The entries of one lane. Vector v has four columns from column_of(v) on, so that the lanes of a
-// warp read and write 512 consecutive bytes. Those of a half-warp have one scale.
+// The entries of one lane. Vector v has four columns from column_of(v) on, so the lanes of a warp
+// read and write 512 consecutive bytes. The lanes of a half-warp share one scale.
 using RowEntries = float[kVectors][kVectorElements];
 
 __device__ inline int column_of(int vector) {
   return vector * kWarpVector + lane_index() * kVectorElements;
 }
 
-// Whether entry e of a vector is among the first `length` of its row. The lane's offset is taken
-// from the length, which leaves constants to compare with: columns would take 32 registers.
+// Whether entry e of a vector is among the first `length` of its row. Subtracting the lane's offset
+// from the length leaves constants to compare with. Columns would take 32 registers.
 __device__ inline bool is_within(int vector, int e, int length) {
   return vector * kWarpVector + e < length - lane_index() * kVectorElements;
 }
 
-// Writes convert(x) to a row's first `length` elements: by vectors where the row is `whole` and
-// aligned. By one warp.
+// Writes convert(x) to the first `length` elements of a row, by vectors if `whole`. By one warp.
 template <typename Out, typename Convert>
 __device__ void store_row(Out* row, int length, bool whole, const RowEntries& x, Convert convert) {
 #pragma unroll

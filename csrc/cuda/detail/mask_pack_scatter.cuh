@@ -1,6 +1,6 @@
 #pragma once
 
-// mask_pack's second kernel: from the slots to the payload.
+// The second kernel of mask_pack, which moves entries from the slots to the payload.
 
 #include <limits>
 
@@ -11,11 +11,11 @@ namespace dct::cuda {
 constexpr int kScatterMinBlocks = 2;  // at most 128 registers per thread
 constexpr Word kMostSeen = std::numeric_limits<int32_t>::max();
 
-// Tiles' totals as a sum: entries kept, and above kKeptBits the tiles with a non-finite entry.
-constexpr int kKeptBits = 38;  // of tensors with fewer than 2^38 elements
+// A sum of tile totals: entries kept and, from bit kKeptBits on, tiles with a non-finite entry.
+constexpr int kKeptBits = 38;  // tensors have fewer than 2^38 elements
 constexpr Word kKeptMask = (Word{1} << kKeptBits) - 1;
 
-// A thread's part of the sum of totals [begin, end), which `threads` threads read by 16 bytes.
+// One thread's part of the sum of totals [begin, end). `threads` threads read 16 bytes at a time.
 __device__ inline Word sum_totals(const uint32_t* totals, unsigned begin, unsigned end, int thread,
                                   int threads) {
   Word sum = 0;
@@ -32,30 +32,30 @@ __device__ inline Word sum_totals(const uint32_t* totals, unsigned begin, unsign
   return sum;
 }
 
-// Puts an entry that does not fit back into the residual, from which no non-finite sum was taken.
-__device__ inline void give_back(float& residual, uint32_t bits, DType value_dtype) {
+// Restores the residual of an entry that does not fit. A non-finite sum left it unchanged.
+__device__ inline void restore_residual(float& residual, uint32_t bits, DType value_dtype) {
   if (!is_finite(payload_value(bits, value_dtype))) return;
   residual = restore(residual, bits, value_dtype);
 }
 
-// Copies a tile's staged entries to the payload, 32 at a time whatever slots they lie in, and loads
-// kInFlight times as many before the first is stored. So a tile seldom takes more than one round
-// trip to memory. Lane w < kWarps passes how many entries slot w has, and how many entries of the
-// tile precede them. By one warp.
+// Copies the staged entries of a tile to the payload, 32 at a time across slots. Loads kInFlight
+// times as many before it stores the first, so a tile rarely takes more than one round trip to
+// memory. Lane w < kWarps passes the number of entries in slot w, and the number of entries of the
+// tile that precede them. By one warp.
 __device__ inline void copy_slots(const MaskPackArgs& args, const Staging& staging, int64_t tile,
                                   uint32_t staged, uint32_t preceding, float* residual,
                                   const Entries& output) {
   constexpr int kInFlight = 6;
   const uint32_t inclusive = warp_inclusive_sum(staged), begin = inclusive - staged;
   const uint32_t total = __shfl_sync(kFullWarp, inclusive, kWarps - 1);
-  const uint32_t unstaged = preceding - begin;  // in the slots before
+  const uint32_t unstaged = preceding - begin;  // entries of earlier warps that are in no slot
   for (uint32_t first = 0; first < total; first += kInFlight * kWarpSize) {
     uint32_t at[kInFlight], position[kInFlight], bits[kInFlight];
 #pragma unroll
     for (int a = 0; a < kInFlight; ++a) {
       if (first + a * kWarpSize >= total) break;
       const uint32_t i = first + a * kWarpSize + lane_index();
-      int slot = 0;  // the last that begins at or before entry i: no empty one
+      int slot = 0;  // the last slot that begins at or before entry i; it is not empty
 #pragma unroll
       for (int step = kWarps / 2; step > 0; step /= 2) {
         if (__shfl_sync(kFullWarp, begin, slot + step) <= i) slot += step;
@@ -73,14 +73,14 @@ __device__ inline void copy_slots(const MaskPackArgs& args, const Staging& stagi
       if (at[a] < output.capacity) {
         output.put(at[a], position[a], bits[a]);
       } else {
-        give_back(residual[position[a]], bits[a], args.value_dtype);
+        restore_residual(residual[position[a]], bits[a], args.value_dtype);
       }
     }
   }
 }
 
-// Compacts elements [begin, begin + length), which the first kernel only counted, from its
-// unchanged inputs. Entries that exceed the capacity stay in the residual. By one warp.
+// Compacts elements [begin, begin + length), which the first kernel only counted. Their residual
+// and gradient are unchanged. Entries that exceed the capacity stay in the residual. By one warp.
 template <typename Grad>
 __device__ void pack_elements(const MaskPackArgs& args, float threshold, int64_t begin, int length,
                               const Entries& output) {
@@ -104,7 +104,7 @@ __device__ void pack_elements(const MaskPackArgs& args, float threshold, int64_t
                load_scale(args.inv_scale), length, pack);
 }
 
-// Scatters the tile that begins at element `begin`. Returns how many entries it has.
+// Scatters the tile that begins at element `begin`. Returns its number of entries.
 template <typename Grad>
 __device__ uint32_t scatter_tile(const MaskPackArgs& args, const Staging& staging, int64_t tile,
                                  WarpCount count, float threshold, int64_t begin, int length,
@@ -114,7 +114,7 @@ __device__ uint32_t scatter_tile(const MaskPackArgs& args, const Staging& stagin
   const uint32_t preceding = inclusive - count.kept;
   copy_slots(args, staging, tile, count.staged, preceding, args.residual + (begin - begin % kBlock),
              output);
-  // The first kernel has only counted the elements after a warp's staged passes.
+  // The first kernel only counted the elements after the staged passes of a warp.
   const int done = lane * staging.warp_tile + count.passes * kPass;
   const int end = min(length, (lane + 1) * staging.warp_tile);
   unsigned unstaged = __ballot_sync(kFullWarp, lane < kWarps && done < end);
@@ -142,13 +142,14 @@ __global__ void __launch_bounds__(kThreads, kScatterMinBlocks)
   if (block_begin >= range_end) return;
   const unsigned first = min(block_begin + warp * tiles_per_warp, range_end);
   const unsigned last = min(first + tiles_per_warp, range_end);
-  // Lane w < kWarps loads what warp w of the first kernel counted. One tile is prefetched.
+  // Lane w < kWarps loads the counts of warp w of the first kernel. One tile is prefetched.
   const auto load_count = [&](unsigned t) {
     return t < last && lane < kWarps ? staging.counts[int64_t{t} * kWarps + lane] : WarpCount{};
   };
   WarpCount next = load_count(first);
 
-  // The tiles before the block's are summed by the block, those of its lower warps by each warp.
+  // The block sums the totals of earlier blocks. Each warp adds the totals of the block's lower
+  // warps.
   const Word block_sum =
       warp_sum(sum_totals(staging.totals, range_begin, block_begin, thread_index(), kThreads));
   if (lane == 0) warp_sums[warp] = block_sum;
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, kScatterMinBlocks)
   const Range range = tiles.bounds_of(index);
   uint8_t* payload = args.payload + index * layout.nbytes;
   auto* starts = reinterpret_cast<uint32_t*>(payload + layout.starts);
-  // The range's last warp has read all totals after its own, so what it writes is exact.
+  // The last warp of a range has read the totals of all tiles, so its header is exact.
   if (block_begin + block_tiles >= range_end && warp == kWarps - 1) {
     const Word all = sum + warp_sum(sum_totals(staging.totals, first, last, lane, kWarpSize));
     const Word kept = all & kKeptMask;

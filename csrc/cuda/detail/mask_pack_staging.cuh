@@ -1,6 +1,6 @@
 #pragma once
 
-// What mask_pack's first kernel leaves in scratch memory for the second.
+// The scratch memory through which the first kernel of mask_pack passes results to the second.
 
 #include "../../common/ops.h"
 #include "device.cuh"
@@ -8,18 +8,18 @@
 
 namespace dct::cuda {
 
-constexpr int kPass = 1024;  // elements that a warp of the first kernel loads at once
+constexpr int kPass = 1024;  // elements that a warp of the first kernel loads together
 
-// The first kernel's result for one warp. Elements after the staged passes are unchanged.
+// The result of the first kernel for one warp. Elements after the staged passes are unchanged.
 struct WarpCount {
   uint32_t kept : 12;    // entries that pass the threshold
-  uint32_t staged : 12;  // the first of these, which are in the warp's slot
-  uint32_t passes : 8;   // whose entries are staged
+  uint32_t staged : 12;  // the first of these entries, stored in the warp's slot
+  uint32_t passes : 8;   // passes whose entries are staged
 };
 
 // Scratch memory. The first kernel writes all that the second reads, so it need not be cleared.
 struct Staging {
-  int warp_tile;           // elements per warp; kWarps of them are a tile, which divides kBlock
+  int warp_tile;           // elements per warp; a tile is kWarps times as long and divides kBlock
   uint32_t slot_capacity;  // entries per slot, a multiple of 8
   uint32_t* totals;        // [tiles], aligned to 16 bytes: entries kept | any non-finite << 31
   WarpCount* counts;       // [tiles, kWarps], right after the totals
@@ -33,12 +33,12 @@ struct Staging {
   }
 };
 
-// The threshold of a range, at least the smallest subnormal, so that zeros never pass.
+// The threshold of a range: at least the smallest subnormal, so zeros never pass.
 __device__ inline float threshold_of(const MaskPackArgs& args, int range) {
   return fmaxf(args.threshold[range], bits_to_float(1));
 }
 
-// Both kernels compare elements that are not staged with this function, so they select the same.
+// Both kernels use this function for elements that are not staged, so they select the same ones.
 __device__ inline bool passes(float sum, float threshold) { return !(fabsf(sum) < threshold); }
 
 }  // namespace dct::cuda

@@ -1,13 +1,13 @@
 #pragma once
 
-// Decoding of a row's positions, which are untrusted.
+// Decodes the positions of a row. They are not trusted.
 
 #include "../../common/row_layout.h"
 #include "scan.cuh"
 
 namespace dct::cuda {
 
-// Encoding of a tensor's positions, computed once on the host.
+// The encoding of the positions of a tensor, computed once on the host.
 struct PositionFormat {
   PositionEncoding encoding;
   int64_t bytes;  // per row
@@ -16,11 +16,10 @@ struct PositionFormat {
       : encoding(position_encoding(width, k)), bytes(position_bytes(width, k)) {}
 };
 
-// Calls visit(slot, column) once for every slot in [0, k), with column -1 where the position is not
-// accepted. A column of a list is accepted if it is inside the row and above all columns accepted
-// before it; slot j of a bitmap is its j-th set bit. Accepted columns are distinct. Index must hold
-// the width. By a group of kThreads threads; all groups of a warp must call it, with rows of the
-// same format.
+// Calls visit(slot, column) once for every slot in [0, k). The column is -1 if the position is not
+// accepted. A list accepts a column that is inside the row and above all columns accepted before
+// it. In a bitmap, slot j is the j-th set bit. Accepted columns are distinct. Index must be able to
+// hold the width. By kThreads threads. All threads of a warp must call it, with rows of one format.
 template <int kThreads, typename Index, typename Visit>
 __device__ void for_each_slot(const PositionFormat& format, const uint8_t* positions, Index width,
                               Index k, ScanStorage<kThreads>& storage, Visit visit) {

@@ -1,9 +1,9 @@
 #pragma once
 
-// A row of 1,024 entries to its bytes in a payload, by one warp: no entry leaves its lane's
-// registers in between, and what is left of it is there afterwards. All 16 groups of 64 are
-// quantized together. A half-warp reduces its eight groups at once, so that each group's result is
-// in two lanes, which alone divide, and hand what they found to the others.
+// Quantizes a row of 1,024 entries into its bytes in a payload, by one warp. The entries stay in
+// the registers of their lanes, which finally hold the new residual. All 16 groups of 64 are
+// quantized together. A half-warp reduces its eight groups together, which leaves the result of
+// each group in two lanes. Only these lanes divide, and they pass their result to the others.
 
 #include "elements.cuh"
 #include "entry_rows.cuh"
@@ -11,7 +11,7 @@
 
 namespace dct::cuda {
 
-// What a row's residual was before: that of entries that are not sent.
+// The old residual of a row. Entries that are not sent keep it.
 struct OldResidual {
   const float* row;  // or null
   int length;
@@ -21,24 +21,25 @@ struct OldResidual {
   }
 };
 
-// A row of ternary codes on its way from bytes to vectors; the other formats need no staging.
+// Shared memory to stage a row of ternary codes from bytes to vectors. Other formats need none.
 template <PayloadFormat kFormat>
 constexpr int kStagedBytes = kFormat == PayloadFormat::kTernary ? row_bytes(kFormat) : 0;
 
 constexpr int kHalfWarp = kWarpSize / 2;
 
-// The group of a row that a lane's reduced value is of.
+// The group whose reduced value a lane holds.
 __device__ inline int group_of_lane() {
   return lane_index() / 2 % kVectors * 2 + lane_index() / kHalfWarp;
 }
-// The value of the group that a lane's vector belongs to.
+// The value of the group that contains a vector of this lane.
 template <typename T>
 __device__ T of_vector(T value, int vector) {
   return __shfl_sync(kFullWarp, value, 2 * vector, kHalfWarp);
 }
 
-// Reduces every vector's values over its half-warp; returns the result of group_of_lane(). Every
-// step halves the vectors that a lane still reduces: 8 shuffles, where one by one it were 32.
+// Reduces the values of every vector over its half-warp. Returns the result of group_of_lane().
+// Every step halves the vectors that a lane still reduces. This takes 8 shuffles; reducing the
+// vectors one by one would take 32.
 template <typename T, typename Operation>
 __device__ T reduce_groups(T (&values)[kVectors], Operation operation) {
 #pragma unroll
@@ -57,7 +58,7 @@ __device__ T reduce_groups(T (&values)[kVectors], Operation operation) {
 __device__ inline int larger_magnitude(int a, int b) { return max(a, b); }
 __device__ inline uint32_t added(uint32_t a, uint32_t b) { return a + b; }
 
-// The largest magnitude of the group, as bits.
+// The bits of the largest magnitude of group_of_lane().
 __device__ inline int largest_of_groups(const RowEntries& x) {
   int tops[kVectors];
 #pragma unroll
@@ -69,8 +70,8 @@ __device__ inline int largest_of_groups(const RowEntries& x) {
   return reduce_groups(tops, larger_magnitude);
 }
 
-// Replaces the entries of groups that are not sent, because one is not finite, by the old residual.
-// Their codes will be 0, so that the residual keeps it. Few rows have such a group.
+// Replaces the entries of groups that are not sent, because an entry is not finite, by the old
+// residual. The codes of these groups will be 0, so the residual keeps its value. This is rare.
 __device__ inline void keep_old(RowEntries& x, bool sent, const OldResidual& old) {
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -80,7 +81,8 @@ __device__ inline void keep_old(RowEntries& x, bool sent, const OldResidual& old
   }
 }
 
-// The mean magnitude of the group in units, and `bound`, up to which a magnitude becomes 0.
+// Computes the ternary bound of group_of_lane(), up to which a magnitude becomes 0. Returns the
+// mean of the magnitudes above the bound, in units.
 __device__ inline float mean_of_kept(const RowEntries& x, float inverse_unit, float& bound) {
   uint32_t totals[kVectors], kept[kVectors];
 #pragma unroll
@@ -92,7 +94,7 @@ __device__ inline float mean_of_kept(const RowEntries& x, float inverse_unit, fl
       totals[v] += unit_bits(fabsf(__fmul_rn(x[v][e], factor)));
     }
   }
-  // A power of two divides without rounding.
+  // Exact, because kScaled is a power of two.
   constexpr float kShare = 1.0f / kScaled;
   const uint32_t total = reduce_groups(totals, added) - uint32_t{kScaled} * kUnitBitsOfZero;
   bound = __fmul_rn(0.75f, __fmul_rn(static_cast<float>(total), kShare));
@@ -112,7 +114,7 @@ __device__ inline float mean_of_kept(const RowEntries& x, float inverse_unit, fl
   return mean_of(reduce_groups(totals, added) - count * kUnitBitsOfZero, count);
 }
 
-// Codes of integers to the payload. Lanes of a pair join their halves of int4's 32-bit words.
+// Stores int8 or int4 codes. For int4, pairs of lanes combine their halves of a 32-bit word.
 template <PayloadFormat kFormat>
 __device__ void store_integers(RowEntries& x, float factor, float scale, uint8_t* out) {
   constexpr int kBits = kFormat == PayloadFormat::kInt8 ? 8 : 4;
@@ -147,8 +149,8 @@ __device__ void store_integers(RowEntries& x, float factor, float scale, uint8_t
   }
 }
 
-// Ternary codes to `staged`. Five entries share a byte, and two neighbouring lanes have them: a
-// lane makes one byte of the 13 of its group. Trits are 0 to 2 here.
+// Writes ternary codes to `staged`. Five entries share a byte, and two neighboring lanes hold them.
+// A lane packs one of the 13 bytes of a group. Trits are 0 to 2 here.
 __device__ inline void stage_ternary(RowEntries& x, float inverse_unit, float bound, float scale,
                                      uint8_t* staged) {
   const int lane = lane_index() % kHalfWarp, half = lane_index() / kHalfWarp;
@@ -177,7 +179,7 @@ __device__ inline void stage_ternary(RowEntries& x, float inverse_unit, float bo
   }
 }
 
-// Formats with scales. Returns whether some group is not sent.
+// Quantizes to a format with scales. Returns whether any group is not sent.
 template <PayloadFormat kFormat>
 __device__ bool quantize_groups(RowEntries& x, const OldResidual& old, uint8_t* out,
                                 uint8_t* staged) {
@@ -193,13 +195,13 @@ __device__ bool quantize_groups(RowEntries& x, const OldResidual& old, uint8_t* 
     const float mean = mean_of_kept(x, units_of(top).inverse_unit, bound);
     group = RowQuantizer(kRowFormat, top, mean, bound);
   }
-  const bool some = sent && group.usable;  // or all codes are 0
-  const float scale = some ? to_float(group.scale) : 0.0f;
-  const uint16_t travels = sent ? group.scale.bits : kNanScale.bits;
+  const bool has_codes = sent && group.usable;  // or all codes are 0
+  const float scale = has_codes ? to_float(group.scale) : 0.0f;
+  const uint16_t scale_bits = sent ? group.scale.bits : kNanScale.bits;
   uint8_t* const scales = (kTernary ? staged : out) + row_code_bytes(kFormat);
-  if (lane_index() % 2 == 0) reinterpret_cast<uint16_t*>(scales)[group_of_lane()] = travels;
+  if (lane_index() % 2 == 0) reinterpret_cast<uint16_t*>(scales)[group_of_lane()] = scale_bits;
   if constexpr (kTernary) {
-    const float bound = some ? group.bound : bits_to_float(kFloat32Infinity);
+    const float bound = has_codes ? group.bound : bits_to_float(kFloat32Infinity);
     stage_ternary(x, group.factor, bound, scale, staged);
     __syncwarp();
     for (int i = lane_index() * 16; i < row_bytes(kFormat); i += kWarpSize * 16) {
@@ -207,12 +209,12 @@ __device__ bool quantize_groups(RowEntries& x, const OldResidual& old, uint8_t* 
     }
     __syncwarp();
   } else {
-    store_integers<kFormat>(x, some ? group.factor : 0.0f, scale, out);
+    store_integers<kFormat>(x, has_codes ? group.factor : 0.0f, scale, out);
   }
   return lost;
 }
 
-// float32 and bfloat16, which have no scales. Returns whether some entry is not sent.
+// Rounds to float32 or bfloat16, which have no scales. Returns whether any entry is not sent.
 template <typename Value>
 __device__ bool round_entries(RowEntries& x, const OldResidual& old, uint8_t* out) {
   bool finite = true;
@@ -239,8 +241,8 @@ __device__ bool round_entries(RowEntries& x, const OldResidual& old, uint8_t* ou
   return true;
 }
 
-// Writes a row of sums `x`, 0 past the range, to `out`; x becomes what is left of them. Marks the
-// header of a payload some of which is not finite. By one warp.
+// Packs a row of sums `x`, which are 0 past the range, into the payload. `x` becomes the new
+// residual. Sets the non-finite flag in the header if an entry is not finite. By one warp.
 template <PayloadFormat kFormat>
 __device__ void pack_row(RowEntries& x, const OldResidual& old, uint8_t* payload, int64_t row,
                          uint8_t* staged) {

@@ -1,7 +1,6 @@
 #pragma once
 
-// Radix select, in descending order: one pass, which finds one digit of the rank-th largest key,
-// and all passes by one block.
+// Radix select of the rank-th largest key: one pass, which finds one digit, and all passes.
 
 #include "device.cuh"
 
@@ -35,13 +34,13 @@ struct SelectStorage {
   uint32_t warp_counts[kThreads / kWarpSize];
 };
 
-// One pass, by a block: returns true in the one thread that finds the digit. Clears the histogram,
-// [kBins]; each thread reads only the bins that it clears.
+// One pass, by a block. Returns true in the single thread that finds the digit. Clears the
+// histogram [kBins]; each thread reads only the bins that it clears.
 template <int kThreads>
 __device__ bool select_digit(uint32_t* histogram, uint32_t rank, SelectStorage<kThreads>& storage,
                              Selected& selected) {
   constexpr int kThreadBins = kBins / kThreads;
-  // Thread 0 has the highest bins: ranks count from the largest key.
+  // Thread 0 has the highest bins, because ranks count from the largest key.
   const int highest = kBins - 1 - thread_index() * kThreadBins;
   uint32_t bins[kThreadBins], thread_count = 0;
 #pragma unroll
@@ -72,8 +71,8 @@ struct RadixSelectShared {
   Selected selected;
 };
 
-// The rank-th largest of a block's keys, and its rank among equal keys. each_key(visit) calls
-// visit(key) for every key of the thread, the same keys in every pass.
+// Selects the rank-th largest of the keys of a block, and its rank among equal keys.
+// each_key(visit) must call visit(key) for every key of the thread, the same keys in every pass.
 template <int kKeyBits, int kThreads, typename EachKey>
 __device__ Selected select_key(uint32_t rank, RadixSelectShared<kThreads>& shared,
                                EachKey each_key) {

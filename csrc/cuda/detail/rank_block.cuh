@@ -1,7 +1,6 @@
 #pragma once
 
-// One rank's entries for one block of scatter_unpack: located, validated and partitioned among
-// warps.
+// Locates, validates and partitions the entries of one rank for one block of scatter_unpack.
 
 #include "../../common/floats.h"
 #include "../../common/ops.h"
@@ -11,14 +10,14 @@
 namespace dct::cuda {
 
 struct Policy {
-  static constexpr int kRanks = 64;    // validated at a time
-  static constexpr int kInFlight = 8;  // warp-wide loads before the first is used
+  static constexpr int kRanks = 64;    // ranks that are validated together
+  static constexpr int kInFlight = 8;  // warp-wide loads issued before the first is used
   static constexpr int kPrefetched =
       8 * kCacheLine;  // bytes of a rank's positions and of its values
 };
 
-// How a payload block is shared out: among thread blocks, each with the sums of a part in shared
-// memory, and among their warps.
+// The split of a payload block among thread blocks and their warps. A thread block holds the sums
+// of its part in shared memory.
 template <int kWarpsOfBlock, int kPartsOfBlock, int kMinBlocksOfShape>
 struct Shape {
   static constexpr int kWarps = kWarpsOfBlock, kParts = kPartsOfBlock;
@@ -28,17 +27,17 @@ struct Shape {
   static constexpr size_t kSumBytes = kPart * sizeof(float);
 };
 
-// One rank's entries for this block.
+// The entries of one rank for this block.
 template <int kWarps>
 struct RankBlock {
   const uint16_t* positions;
   const uint8_t* values;
   int entries;
-  bool poisoned;  // lost non-finite entries: the range's first element becomes NaN
+  bool poisoned;  // non-finite entries were lost: the first element of the range becomes NaN
   uint16_t warp_begin[kWarps + 1];  // the first entry of each warp, and the end
 };
 
-// Brings the beginning of `bytes` bytes to the L2 cache.
+// Prefetches up to kPrefetched of `bytes` bytes into the L2 cache.
 __device__ inline void prefetch_entries(const void* entries, uint32_t bytes) {
   const auto* begin = static_cast<const char*>(entries);
   for (uint32_t at = 0; at < min(bytes, uint32_t{Policy::kPrefetched}); at += kCacheLine) {
@@ -46,16 +45,16 @@ __device__ inline void prefetch_entries(const void* entries, uint32_t bytes) {
   }
 }
 
-// Locates a rank's entries for this block, and prefetches them: a warp checks its ranks one after
-// the other, but then waits for memory only once. Returns the status bits known so far. By one
-// thread.
+// Locates the entries of a rank for this block, and prefetches them. A warp checks its ranks one
+// after the other, but with the prefetch it waits for memory only once. Returns the status bits
+// known so far. By one thread.
 template <int kWarps>
 __device__ int32_t find_entries(const ScatterUnpackArgs& args, const PayloadLayout& layout,
                                 const uint8_t* payload, const RangeTiles::Tile& block,
                                 RankBlock<kWarps>& found) {
   found.entries = 0;
   found.poisoned = false;
-  // Loaded along with the header, in one round trip to memory. An empty range has one start.
+  // Loaded together with the header, in one round trip to memory. An empty range has one start.
   const auto* starts = reinterpret_cast<const uint32_t*>(payload + layout.starts) + block.index;
   const uint32_t first = starts[0], end = starts[block.range_numel > 0 ? 1 : 0];
   const auto header = *reinterpret_cast<const PayloadHeader*>(payload);
@@ -65,7 +64,7 @@ __device__ int32_t find_entries(const ScatterUnpackArgs& args, const PayloadLayo
       (block.last && end != header.count)) {
     return kStatusStarts;
   }
-  // More entries than elements cannot ascend strictly: rejected unread.
+  // More entries than elements cannot ascend strictly, so they are rejected unread.
   if (end - first > block.bounds.end - block.bounds.begin) return kStatusPositions;
   found.positions = reinterpret_cast<const uint16_t*>(payload + layout.positions) + first;
   found.values = payload + layout.values + first * itemsize(args.value_dtype);
@@ -75,13 +74,13 @@ __device__ int32_t find_entries(const ScatterUnpackArgs& args, const PayloadLayo
   return 0;
 }
 
-// Returns whether a rank's positions ascend strictly within the block, and finds where the entries
-// of each warp of a part begin. Several rounds of positions and their predecessors are in flight
-// before the first is used; lanes past the end load the last position again. By one warp.
+// Returns whether the positions of a rank ascend strictly within the block, and finds where the
+// entries of each warp of a part begin. Several rounds of positions and their predecessors are
+// loaded before the first is used. Lanes past the end load the last position again. By one warp.
 template <typename Shape>
 __device__ bool partition_entries(RankBlock<Shape::kWarps>& rank, int length, int part) {
   constexpr int kRounds = Policy::kInFlight, kWarps = Shape::kWarps;
-  // The warp that owns a position; -1 before the part, kWarps after it.
+  // The warp that owns a position, -1 before the part, or kWarps after it.
   const auto owner = [part](int position) {
     const int warp = position / Shape::kWarpElements - part * kWarps;
     return Shape::kParts == 1 ? warp : min(max(warp, -1), kWarps);

@@ -1,17 +1,17 @@
 #pragma once
 
-// Quantized rows: the scale of a row, the code of an entry, and packing of codes into bytes. Codes
-// are bytes in two's complement; a sign is 1 if negative, and a trit is 1 more, from 0 to 2.
+// Quantized rows: the scale of a row, the code of an entry, and packing of codes into bytes.
+// Integer codes are bytes in two's complement. A sign is 1 if negative. A trit is the code plus 1.
 
 #include "../../common/row_layout.h"
 #include "device.cuh"
 
 namespace dct::cuda {
 
-constexpr float kUnit = 8388608.0f;  // 2^23: the floats from here to 2^24 are the integers
+constexpr float kUnit = 8388608.0f;  // 2^23: the floats from here to 2^24 are exactly the integers
 
-// Makes 2^23 and a byte of a word. A permutation has room for one constant, which the compiler lets
-// be this number unless it comes from elsewhere; then every code's selector takes an instruction.
+// Returns 2^23 plus a byte of a word. A byte permutation has one constant operand. If the compiler
+// knew the exponent, it would make that the constant, and each selector would take an instruction.
 struct UnitFloats {
   uint32_t exponent = __shfl_sync(kFullWarp, 0x4b000000u, 0);
   __device__ float operator()(uint32_t byte, uint32_t word) const {
@@ -24,21 +24,21 @@ __device__ float mean_of(Total total, Total count) {
   return __fdiv_rn(static_cast<float>(total), static_cast<float>(count > 0 ? count : 1));
 }
 
-// The bits of 2^23, plus a magnitude below 2^22 in whole units: what whole_units() returns, by an
-// addition that truncates. Conversions to integers have a quarter of its rate.
+// The bits of 2^23, plus whole_units() of a magnitude below 2^22, computed by a truncating
+// addition. Conversions to integers run at a quarter of its rate.
 constexpr uint32_t kUnitBitsOfZero = 0x4b000000;
 __device__ inline uint32_t unit_bits(float magnitude) {
   return float_to_bits(__fadd_rz(magnitude, kUnit));
 }
 
-// Quantization parameters of one row.
+// The quantization parameters of one row.
 struct RowQuantizer {
-  float factor;  // an entry is multiplied by it, then rounded or compared
-  float bound;   // ternary: magnitudes up to it become 0
+  float factor;  // an entry is multiplied by this, then rounded or compared
+  float bound;   // for ternary: magnitudes up to this become 0
   BFloat16 scale;
   bool usable;  // if not, all codes are 0
 
-  // `mean` is that of the kept magnitudes, in units; used by ternary and sign.
+  // `mean` is the mean of the kept magnitudes, in units. Only ternary and sign use it.
   __device__ RowQuantizer(RowFormat format, int top, float mean, float bound) : bound(bound) {
     const bool finite = top < static_cast<int>(kFloat32Infinity);
     const bool integers = format == RowFormat::kInt8 || format == RowFormat::kInt4;
@@ -61,18 +61,18 @@ struct RowQuantizer {
   }
 };
 
-// Bytes [at, at + 4) of words, whatever `at` is. Reads two words.
+// Bytes [at, at + 4) of words, for any `at`. Reads two words.
 __device__ inline uint32_t four_bytes(const uint32_t* words, unsigned at) {
   return __byte_perm(words[at / 4], words[at / 4 + 1], 0x3210 + at % 4 * 0x1111);
 }
 
-// The codes of columns [column, column + N) of a row that begins at byte `row`. N is 4 or 8, and
-// divides the column. Trits are one per byte, and 1 more.
+// Loads the codes of columns [column, column + N) of a row that begins at byte `row`. N is 4 or 8
+// and divides `column`. Ternary codes are read as trits, one per byte.
 template <RowFormat kFormat, int N>
 __device__ void load_codes(const uint32_t* words, unsigned row, unsigned column,
                            const UnitFloats& unit_float, float (&codes)[N]) {
   if constexpr (kFormat == RowFormat::kInt4) {
-    const uint32_t offset = four_bytes(words, row + column / 2) ^ 0x88888888;  // by 8
+    const uint32_t offset = four_bytes(words, row + column / 2) ^ 0x88888888;  // codes + 8
     const uint32_t low = offset & 0x0f0f0f0f, high = offset >> 4 & 0x0f0f0f0f;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -87,7 +87,7 @@ __device__ void load_codes(const uint32_t* words, unsigned row, unsigned column,
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
       const unsigned at = row + column + i;
-      const uint32_t word = kTrits ? words[at / 4] : four_bytes(words, at) ^ 0x80808080;  // by 128
+      const uint32_t word = kTrits ? words[at / 4] : four_bytes(words, at) ^ 0x80808080;  // + 128
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
         codes[i + b] = __fsub_rn(unit_float(b, word), kUnit + (kTrits ? 1.0f : 128.0f));
@@ -96,9 +96,9 @@ __device__ void load_codes(const uint32_t* words, unsigned row, unsigned column,
   }
 }
 
-// The byte of four trits, one in each byte of a word, and a fifth: their number in base 3, less
-// that of five ones. The top byte of the product is the number of the four, and no other byte
-// carries.
+// The byte of five trits: four, one in each byte of a word, and a fifth. It is their number in base
+// 3, minus the number of five ones. The top byte of the product is the number of the four trits,
+// and no other byte carries into it.
 constexpr uint32_t kPlaces = 1 << 24 | 3 << 16 | 9 << 8 | 27, kFifthPlace = 81, kFiveOnes = 121;
 DCT_HOST_DEVICE constexpr uint8_t ternary_byte(uint32_t four, uint32_t fifth) {
   return static_cast<uint8_t>((four * kPlaces >> 24) + kFifthPlace * fifth - kFiveOnes);
@@ -111,7 +111,7 @@ constexpr bool is_right_ternary_byte(uint32_t number) {
 }
 static_assert(is_right_ternary_byte(242));
 
-// The byte of the five trits from byte `first` of two words on.
+// The byte of the five trits that begin at byte `first` of two words.
 __device__ inline uint8_t ternary_byte(uint32_t low, uint32_t high, uint32_t first) {
   const uint32_t four = __byte_perm(low, high, 0x3210 + first * 0x1111);
   return ternary_byte(four, high >> 8 * first & 255);
@@ -132,7 +132,7 @@ __device__ uint8_t pack_byte(Code code) {
   return static_cast<uint8_t>(kFormat == RowFormat::kTernary ? byte - kFiveOnes : byte);
 }
 
-// Calls store(i, code) for the i-th code of any byte.
+// Calls store(i, code) for the i-th code of a byte, which may hold any value.
 template <RowFormat kFormat, typename Store>
 __device__ void unpack_byte(uint32_t byte, Store store) {
   if constexpr (kFormat == RowFormat::kInt8) store(0, byte);
@@ -145,7 +145,7 @@ __device__ void unpack_byte(uint32_t byte, Store store) {
     if constexpr (kFormat == RowFormat::kInt4) store(i, ((byte >> 4 * i & 15) ^ 8) - 8);
     if constexpr (kFormat == RowFormat::kSign) store(i, 1 - 2 * (byte >> i & 1));
     if constexpr (kFormat == RowFormat::kTernary) {
-      const uint32_t quotient = byte * 171 >> 9;  // byte / 3 for any byte
+      const uint32_t quotient = byte * 171 >> 9;  // byte / 3, for every byte
       store(i, byte - 3 * quotient);
       byte = quotient;
     }

@@ -1,7 +1,7 @@
 #pragma once
 
-// Element access for dtypes known only at run time. Branches are uniform, and there are few such
-// accesses, k per row.
+// Access to elements whose dtype is known only at run time. The branches are uniform, and there are
+// only k such accesses per row.
 
 #include "../../common/floats.h"
 #include "device.cuh"

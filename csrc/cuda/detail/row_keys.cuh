@@ -1,8 +1,8 @@
 #pragma once
 
-// Magnitudes as integer keys of the same order, in 32-bit words: one float32 key per word, or two
-// keys of a 16-bit dtype, compared together. The key of a NaN is above infinity's; thresholds are
-// at most infinity's key, so the two rank alike.
+// Magnitudes as integer keys of the same order, in 32-bit words. A word has one float32 key, or two
+// keys of a 16-bit dtype that are compared together. The key of a NaN is above the key of infinity.
+// Thresholds are at most the key of infinity, so NaN and infinity rank equally.
 
 #include <type_traits>
 
@@ -14,9 +14,9 @@ namespace dct::cuda {
 template <typename T>
 struct RowKeys;
 
-constexpr int kKeyGroups = 8;  // of a lane's keys
+constexpr int kKeyGroups = 8;  // groups of the keys of a lane
 
-// One bit per key, that of the first key lowest.
+// One bit per key. The lowest bit is for the first key.
 template <int N>
 using KeyMask = std::conditional_t<(N > 32), uint64_t, uint32_t>;
 
@@ -31,16 +31,16 @@ struct RowKeys<float> {
   static constexpr int kBits = 31, kPerWord = 1, kInfinity = 0x7f800000;
 
   __device__ static uint32_t word(uint32_t bits) { return bits & 0x7fffffff; }
-  // The word at `at`; columns past the end of the row have key 0.
+  // The word at `at`. Columns past the end of the row have key 0.
   __device__ static uint32_t load(const float* at, int left) {
     return word(left > 0 ? float_to_bits(*at) : 0);
   }
   __device__ static int key(uint32_t word, int) { return static_cast<int>(word); }
-  // The upper halves of two keys, which are keys of bfloat16.
+  // The upper halves of two keys, which are bfloat16 keys.
   __device__ static uint32_t halves(uint32_t first, uint32_t second) {
     return __byte_perm(first, second, 0x7632);
   }
-  // Number of keys >= threshold, for 0 < threshold <= kInfinity.
+  // The number of keys >= threshold, for 0 < threshold <= kInfinity.
   template <int N>
   __device__ static int count(const uint32_t (&words)[N], int threshold) {
     int count = N;
@@ -48,7 +48,7 @@ struct RowKeys<float> {
     for (int j = 0; j < N; ++j) count += (static_cast<int>(words[j]) - threshold) >> 31;
     return count;
   }
-  // Mask of keys >= threshold; empty for 1 << kBits.
+  // The mask of keys >= threshold. It is empty if threshold is 1 << kBits.
   template <int N>
   __device__ static KeyMask<N> reaching(const uint32_t (&words)[N], uint32_t threshold) {
     KeyMask<N> below = 0;
@@ -73,12 +73,11 @@ struct HalfKeys {
   __device__ static int key(uint32_t word, int element) {
     return static_cast<int>(word >> (16 * element) & 0x7fff);
   }
-  // Sets the top bit of each half where the key is >= threshold. Neither half carries into the
-  // other.
+  // Sets the top bit of each half whose key is >= threshold. Neither half carries into the other.
   __device__ static uint32_t compared(uint32_t word, uint32_t threshold) {
     return word + (0x8000 - threshold) * kOnes;
   }
-  // The same as 1 or 0 in each half, for 0 < threshold <= kInfinity.
+  // The same comparison, as 1 or 0 in each half, for 0 < threshold <= kInfinity.
   __device__ static uint32_t reached(uint32_t word, uint32_t threshold) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
     return compared(word, threshold) >> 15 & kOnes;

@@ -1,6 +1,6 @@
 #pragma once
 
-// The output of row_pack for one row. Both kernels emit the selected columns in order.
+// The output of row_pack for one row. Both kernels write the selected columns in order.
 
 #include "../../common/ops.h"
 #include "../../common/row_layout.h"
@@ -21,7 +21,7 @@ struct PackedRow {
 
   __device__ bool has_bitmap() const { return encoding == PositionEncoding::kBitmap; }
 
-  // Stores x and its column in a slot. A bitmap is written by the caller.
+  // Stores x and its column in a slot. The caller writes bitmaps.
   template <typename Index>
   __device__ void store(Index slot, Index column, float x) const {
     store_element(values, slot, x, value_dtype);
@@ -34,7 +34,7 @@ struct PackedRow {
   }
 };
 
-// A row's selection: all keys above `threshold`, and the first `ties` keys equal to it.
+// The selection in a row: all keys above `threshold`, and the first `ties` keys equal to it.
 struct TopK {
   int threshold;
   int64_t ties;

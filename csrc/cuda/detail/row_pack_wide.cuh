@@ -1,7 +1,8 @@
 #pragma once
 
-// row_pack for rows too wide for the registers of a warp, one block per row: a radix select that
-// reads the row once per digit, then a stable compaction. Only the first read is from memory.
+// row_pack for rows too wide for the registers of a warp, with one block per row. A radix select
+// reads the row once per digit. Then follows a stable compaction. Only the first read is from
+// memory.
 
 #include "radix_select.cuh"
 #include "row_keys.cuh"
@@ -15,7 +16,7 @@ struct RowPackWideShared {
   ScanStorage<kThreads> scan;
 };
 
-// The key of one column; a NaN has that of infinity.
+// The key of one column. A NaN gets the key of infinity.
 template <typename T>
 __device__ int row_key(const T* row, int64_t column) {
   using Keys = RowKeys<T>;
@@ -42,12 +43,12 @@ __global__ void __launch_bounds__(kThreads) row_pack_wide_kernel(RowPackArgs arg
   const PackedRow packed(args, index);
   const TopK top_k = select_top_k_wide(row, args.width, args.k, shared.select);
 
-  int64_t above = 0, equal = 0;  // counts in the columns before
+  int64_t above = 0, equal = 0;  // counts in earlier columns
   for (int64_t begin = 0; begin < args.width; begin += kThreads) {
     const int64_t column = begin + thread_index();
     const int key = column < args.width ? row_key(row, column) : -1;
     const bool is_above = key > top_k.threshold, is_equal = key == top_k.threshold;
-    // At most 256 of each: one scan of both counts.
+    // Each count is at most 256, so one scan handles both.
     const ScanResult both = scan<kThreads>(is_above | is_equal << 16, Sum{}, shared.scan);
     const int64_t above_before = above + (both.exclusive & 0xffff);
     const int64_t equal_before = equal + (both.exclusive >> 16);

@@ -1,7 +1,7 @@
 #pragma once
 
-// row_quantize for wide rows, one block per row: passes for the largest magnitude, the sums and the
-// codes. Only the first reads from memory.
+// row_quantize for wide rows, with one block per row. It takes passes for the largest magnitude,
+// the sums and the codes. Only the first pass reads from memory.
 
 #include "../../common/ops.h"
 #include "device.cuh"
@@ -16,7 +16,7 @@ __device__ T sum(T a, T b) {
   return a + b;
 }
 
-// Reduction over groups of kLanes lanes.
+// Reduces over groups of kLanes lanes.
 template <int kLanes, typename Value, typename Operation>
 __device__ Value reduce(Value value, Operation operation) {
 #pragma unroll
@@ -30,7 +30,7 @@ struct Partials {
   Word warp[kWarps];
 };
 
-// Reduction over a block.
+// Reduces over a block.
 template <typename Value, typename Operation>
 __device__ Value reduce_block(Value value, Operation operation) {
   __shared__ Partials partials;
@@ -61,7 +61,7 @@ struct WideRow {
     return reduce_block(top, larger);
   }
 
-  // The mean, in units, of the magnitudes above `bound`.
+  // The mean of the magnitudes above `bound`, in units.
   __device__ float mean_above(float inverse_unit, float bound) const {
     Word total = 0, kept = 0;
     for (int64_t c = thread_index(); c < args.width; c += kThreads) {

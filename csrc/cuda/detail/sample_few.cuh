@@ -1,8 +1,8 @@
 #pragma once
 
-// sample_threshold of few picks: a block per range holds their keys in registers and finds all
-// three digits. It gathers the keys itself where they are fewest, else a first kernel gathers them
-// with the whole device.
+// sample_threshold with few picks. One block per range holds the keys in registers and finds all
+// three digits. If there are very few keys, the block gathers them. Otherwise a first kernel
+// gathers them with the whole device.
 
 #include "radix_select.cuh"
 #include "sample_picks.cuh"
@@ -10,8 +10,8 @@
 namespace dct::cuda {
 
 struct FewPicks {
-  // A range's keys fit the registers of one block, and all keys fit 4 MB. Direct: so few that the
-  // block gathers them itself, 16 sectors per thread in flight.
+  // The keys of a range fit the registers of one block, and all keys fit 4 MB. "Direct" means that
+  // the block gathers the keys, with 16 sectors per thread in flight.
   static constexpr int kThreads = 512, kThreadKeys = 32, kDirectKeys = 8;
   static constexpr int64_t kMost = kThreads * kThreadKeys, kMostKeys = 1 << 20;
   static constexpr int64_t kMostDirect = kThreads * kDirectKeys;
@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(kThreads, kSampleMinBlocks)
   keys[picks.range * args.max_samples + pick] = magnitude_key(sum);
 }
 
-// Selects a range's threshold from the keys in this block's registers. They are padded with zeros,
-// which rank last.
+// Selects the threshold of a range from the keys in the registers of this block. Padding zeros rank
+// last.
 template <int kKeys>
 __device__ void select_threshold(const SampleArgs& args, const Picks& picks,
                                  const uint32_t (&thread_keys)[kKeys],
@@ -50,7 +50,7 @@ __device__ void select_threshold(const SampleArgs& args, const Picks& picks,
   if (thread_index() == 0) args.threshold[picks.range] = bits_to_float(key);
 }
 
-// Selects from gathered keys. All loads of a thread are issued before the first key is used.
+// Selects from the gathered keys. Issues all loads of a thread before the first key is used.
 __global__ void __launch_bounds__(FewPicks::kThreads)
     select_key_kernel(SampleArgs args, const uint32_t* keys) {
   __shared__ RadixSelectShared<FewPicks::kThreads> shared;
@@ -65,8 +65,7 @@ __global__ void __launch_bounds__(FewPicks::kThreads)
   select_threshold(args, picks, thread_keys, shared);
 }
 
-// Gathers the keys and selects from them. Threads past the end load the last pick again and discard
-// it.
+// Gathers the keys and selects from them. Threads past the end load the last pick and discard it.
 template <typename T>
 __global__ void __launch_bounds__(FewPicks::kThreads) select_pick_kernel(SampleArgs args) {
   __shared__ RadixSelectShared<FewPicks::kThreads> shared;

@@ -1,8 +1,8 @@
 #pragma once
 
-// sample_threshold of many picks: a kernel per digit. The blocks of a range add to its histogram
-// the picks that match the digits found so far; the last block to finish selects the next digit.
-// Each pass gathers the picks again, from the cache, rather than store their keys.
+// sample_threshold with many picks, with one kernel per digit. The blocks of a range count the
+// picks that match the digits found so far in a histogram. The last block to finish selects the
+// next digit. Each pass gathers the picks again, from the cache, instead of storing their keys.
 
 #include "radix_select.cuh"
 #include "sample_picks.cuh"
@@ -10,8 +10,8 @@
 namespace dct::cuda {
 
 struct ManyPicks {
-  static constexpr int kInFlight = 4;  // per thread before the first is counted
-  // Blocks per range: one for so many picks, but no more than fill the device.
+  static constexpr int kInFlight = 4;  // picks that a thread loads before it counts the first
+  // Blocks per range: one per kPicks picks, but no more than fill the device.
   static constexpr int kPicks = kThreads * kInFlight;
   static constexpr int kMaxBlocks = 2048, kMinPerRange = 8;
 };
@@ -23,7 +23,7 @@ struct RangeState {
   uint32_t histogram[kBins];
   uint32_t prefix;         // digits found so far
   uint32_t rank;           // rank of the k-th largest among keys with this prefix
-  unsigned done[kPasses];  // blocks that have counted, in each pass
+  unsigned done[kPasses];  // blocks that have finished counting, per pass
 };
 
 struct Shared {
@@ -32,8 +32,8 @@ struct Shared {
   bool last;
 };
 
-// Adds one digit of a block's picks to the histogram. All addresses are computed before the first
-// load, and all loads issued before the first key is computed. Past the end the last pick is loaded
+// Adds one digit of the picks of a block to the histogram. Computes all addresses before the first
+// load, and issues all loads before the first key is computed. Past the end, it loads the last pick
 // again.
 template <typename T>
 __device__ void count(const SampleArgs& args, const Picks& picks, int64_t blocks, int64_t block,

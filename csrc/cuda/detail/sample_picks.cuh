@@ -1,6 +1,6 @@
 #pragma once
 
-// The picks of sample_threshold: which elements they are, and the rank that is selected among them.
+// The picks of sample_threshold: their elements, and the rank to select among them.
 
 #include "../../common/hash.h"
 #include "../../common/ops.h"
@@ -8,9 +8,9 @@
 
 namespace dct::cuda {
 
-constexpr int kSampleMinBlocks = 4;  // of kernels with a thread per pick, or several
+constexpr int kSampleMinBlocks = 4;  // for kernels with one or several picks per thread
 
-// The arguments, with the length of a full range: a division that no thread repeats.
+// The arguments and the length of a full range, so that threads need not repeat this division.
 struct SampleArgs : SampleThresholdArgs {
   int64_t range_length;
   explicit SampleArgs(const SampleThresholdArgs& args)
@@ -18,7 +18,7 @@ struct SampleArgs : SampleThresholdArgs {
 };
 
 struct Picks {
-  int64_t range, begin, numel, count;  // of the range, and how many picks it has
+  int64_t range, begin, numel, count;  // of the range; `count` is its number of picks
 
   __device__ Picks(const SampleArgs& args, int64_t range)
       : range(range), begin(min(range * args.range_length, args.numel)) {
@@ -26,7 +26,7 @@ struct Picks {
     count = min(numel, args.max_samples);
   }
 
-  // The element that a pick is.
+  // The element of a pick.
   __device__ int64_t at(const SampleArgs& args, int64_t pick) const {
     if (count == numel) return begin + pick;
     return begin + stratified_pick(pick, numel, count, args.seed, static_cast<uint32_t>(range));

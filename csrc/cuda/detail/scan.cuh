@@ -6,7 +6,7 @@
 
 namespace dct::cuda {
 
-// Shared memory of a block's scan; a scan within a warp needs none.
+// Shared memory for the scan of a block. A scan within a warp needs none.
 template <int kThreads>
 struct ScanStorage {
   int warp_aggregates[(kThreads + kWarpSize - 1) / kWarpSize];
@@ -26,7 +26,7 @@ struct Max {
   __device__ int operator()(int a, int b) const { return a > b ? a : b; }
 };
 
-// By all threads of the group; all groups of a warp must call it. A block may call it again without
+// All threads of a group must call it, and all groups of a warp. A block may call it again without
 // a barrier.
 template <int kThreads, typename Operation>
 __device__ ScanResult scan(int value, Operation operation, ScanStorage<kThreads>& storage) {

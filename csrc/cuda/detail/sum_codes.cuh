@@ -1,16 +1,16 @@
 #pragma once
 
-// What the codes of a payload's rows add to sums in registers. A lane has the entries whose codes
-// it loads, 16 bytes at a time; so a sum moves to the lane that writes it once, and not for each
-// rank. Codes become floats by putting their bits below an exponent at which they are units.
+// Adds the entries of a payload's rows to sums in registers. A lane sums the entries whose codes it
+// loads, 16 bytes at a time. So a sum moves to the lane that writes it only once, not once per
+// rank. A code becomes a float when its bits are put below the exponent of 2^23.
 
 #include "entry_rows.cuh"
 #include "row_codes.cuh"
 
 namespace dct::cuda {
 
-// Where a row's sums are on their way to other lanes, four together: spread by one place for every
-// 2^kShift that a lane stores, so that no lane of a store or of a load has the banks of another.
+// The place of a vector of four sums in the staging memory, through which sums move to other lanes.
+// One unused place after every 2^kShift vectors avoids bank conflicts in stores and loads.
 template <int kShift>
 __host__ __device__ constexpr int place_of(int vector) {
   return vector + (vector >> kShift);
@@ -30,29 +30,29 @@ __device__ void take_sums(const float4* staging, RowEntries& x) {
   }
 }
 
-// Sums of kRows rows, which a warp holds in registers:
-//   Loaded           what a lane loads of a payload's rows
+// Sums of kRows rows, which a warp holds in registers. Members:
+//   Loaded           the data that a lane loads of a payload's rows
 //   kInFlight        payloads loaded before the first is added
 //   kStagedRow       vectors of shared memory per row, through which sums move to other lanes
-//   load(row, rows)  loads those that there are
+//   load(row, rows)  loads the first `rows` of the kRows rows
 //   add(loaded, used, staging)  adds payloads in order: payload k if bit k of `used` is set
-//   stage(staging)   moves sums to where take() finds them
-//   take(staging, x) the sums of a row, by vectors of the row
-// The general form is for one row: float32, bfloat16, int8 and int4 codes are 8 to 1 vectors of 16
-// bytes per lane. sum_trits.cuh has that of ternary.
+//   stage(staging)   moves the sums to the staging memory
+//   take(staging, x) reads the sums of a row, as vectors of the row
+// The primary template handles one row: the codes of float32, bfloat16, int8 and int4 are 8 to 1
+// vectors of 16 bytes per lane. sum_trits.cuh has the specialization for ternary.
 template <PayloadFormat kFormat>
 struct RowSums {
   static constexpr int kRows = 1;
-  static constexpr float kNeverOverflows = 0x1p120f;  // a scale below it, times a code
+  static constexpr float kNeverOverflows = 0x1p120f;  // codes times smaller scales are finite
   static constexpr int kLoads = row_code_bytes(kFormat) / (16 * kWarpSize);
-  static constexpr int kEach = kRow / kWarpSize / kLoads;        // entries of a load
+  static constexpr int kEach = kRow / kWarpSize / kLoads;        // entries per load
   static constexpr int kInFlight = kLoads > 1 ? 8 / kLoads : 4;  // payloads
   static constexpr bool kStaged = kEach > kVectorElements;
   static constexpr int kStagedRow = kStaged ? place_of<3>(kRow / kVectorElements) : 0;
 
   struct Loaded {
     uint4 codes[kLoads];
-    uint16_t scale;  // of group lane / 2
+    uint16_t scale;  // the scale of group lane / 2
   };
   float sums[kLoads][kEach] = {};
   UnitFloats unit_float;
@@ -93,8 +93,7 @@ struct RowSums {
         }
         scale = bits_to_float(bits << 16);
       }
-      // A code times a scale is exact unless it overflows, so that fused with the sum it rounds as
-      // if it were not.
+      // A code times a scale is exact unless it overflows, so fusing does not change the rounding.
       if (has_scales(kFormat) && fabsf(scale) < kNeverOverflows) {
 #pragma unroll
         for (int e = 0; e < kEach; ++e) {
@@ -111,7 +110,7 @@ struct RowSums {
     }
   }
 
-  // Entry e of a word, without its scale.
+  // Entry e of a word, before multiplication by its scale.
   __device__ float value(uint32_t word, int e) const {
     if constexpr (kFormat == PayloadFormat::kFloat32) {
       return bits_to_float(word);
@@ -120,7 +119,7 @@ struct RowSums {
     } else if constexpr (kFormat == PayloadFormat::kInt8) {
       return __fsub_rn(unit_float(e, word ^ 0x80808080), kUnit + 128.0f);
     } else {
-      const uint32_t offset = word ^ 0x88888888;  // by 8
+      const uint32_t offset = word ^ 0x88888888;  // codes + 8
       const uint32_t nibbles = (e % 2 == 0 ? offset : offset >> 4) & 0x0f0f0f0f;
       return __fsub_rn(unit_float(e / 2, nibbles), kUnit + 8.0f);
     }

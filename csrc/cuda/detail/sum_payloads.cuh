@@ -1,8 +1,7 @@
 #pragma once
 
-// The sum of all ranks' payloads of every entry, row by row, in rank order from +0.0. A thread
-// block owns a payload block: it checks the ranks' headers once, and each of its warps adds up two
-// rows.
+// Sums the dense payloads of all ranks, row by row, in rank order from +0.0. A thread block owns a
+// payload block. It checks the headers of the ranks once, and each of its warps sums two rows.
 
 #include "device.cuh"
 #include "elements.cuh"
@@ -11,8 +10,8 @@
 namespace dct::cuda {
 
 constexpr int kBlockRows = kBlock / kRow;
-constexpr int kSumMinBlocks = 2;  // 128 registers: 32 sums or more, and codes in flight
-constexpr int kPrefetched = 2;    // ranks whose rows are requested before headers are checked
+constexpr int kSumMinBlocks = 2;  // 128 registers for 32 or more sums and for codes in flight
+constexpr int kPrefetched = 2;    // ranks whose rows are prefetched before the headers are checked
 
 struct RankPayloads {
   const uint8_t* data;  // [ranks, ranges, nbytes]
@@ -22,14 +21,14 @@ struct RankPayloads {
 
 struct SumShared {
   RangeTiles::Tile block;
-  bool sound[kThreads];  // of as many ranks as threads check together
+  bool valid[kThreads];  // whether the header is valid, for the ranks checked together
 };
 
-// Of all warps, in dynamic shared memory.
+// Staging vectors of one warp, in dynamic shared memory.
 template <PayloadFormat kFormat>
 constexpr int kStagingVectors = RowSums<kFormat>::kRows * RowSums<kFormat>::kStagedRow;
-// The warps of a block add up its rows in as many passes. Small grids, as those of one of many
-// ranks, are `split`: a payload block has a thread block for each pass.
+// The number of passes in which the warps of a block sum its rows. A small grid, as for the part of
+// one of many ranks, is `split`: each pass of a payload block has its own thread block.
 template <PayloadFormat kFormat>
 constexpr int kPasses = kBlockRows / (RowSums<kFormat>::kRows * kWarps);
 template <PayloadFormat kFormat>
@@ -53,12 +52,12 @@ __device__ void check_headers(const RankPayloads& payloads, int64_t begin, int c
   PayloadHeader header;
   static_assert(sizeof(header) == sizeof(read));
   memcpy(&header, read, sizeof(header));
-  shared.sound[index] = quantized_header_ok(header, block.range_numel, kFormat);
-  // Once for a range, though all its blocks see it.
-  if (!shared.sound[index] && block.index == 0) atomicOr(&payloads.status[rank], kStatusHeader);
+  shared.valid[index] = quantized_header_ok(header, block.range_numel, kFormat);
+  // Reported once per range, although all its blocks detect it.
+  if (!shared.valid[index] && block.index == 0) atomicOr(&payloads.status[rank], kStatusHeader);
 }
 
-// Brings the block's rows of the first ranks to the L2 cache. By a block.
+// Prefetches the block's rows of the first ranks into the L2 cache. By a block.
 template <PayloadFormat kFormat>
 __device__ void prefetch_rows(const RankPayloads& payloads, const RangeTiles::Tile& block) {
   const int64_t row = int64_t{block.index} * kBlockRows;
@@ -74,11 +73,11 @@ __device__ void prefetch_rows(const RankPayloads& payloads, const RangeTiles::Ti
   }
 }
 
-// Adds rows of `count` ranks' payloads, which begin at `row` and lie `stride` bytes apart. Of those
-// in flight together the first is not used before the last is loaded. By a warp.
+// Adds rows of the payloads of `count` ranks, which begin at `row` and are `stride` bytes apart.
+// Loads kInFlight of them before it uses the first. By a warp.
 template <PayloadFormat kFormat>
 __device__ void add_ranks(const uint8_t* row, int64_t stride, int count, int rows,
-                          const bool* sound, float4* staging, RowSums<kFormat>& sums) {
+                          const bool* valid, float4* staging, RowSums<kFormat>& sums) {
   constexpr int kInFlight = RowSums<kFormat>::kInFlight;
 #pragma unroll 1
   for (int p = 0; p < count; p += kInFlight, row += kInFlight * stride) {
@@ -86,7 +85,7 @@ __device__ void add_ranks(const uint8_t* row, int64_t stride, int count, int row
     uint32_t used = 0;
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
-      if (p + k >= count || !sound[p + k]) continue;
+      if (p + k >= count || !valid[p + k]) continue;
       loaded[k] = RowSums<kFormat>::load(row + k * stride, rows);
       used |= 1u << k;
     }
@@ -94,12 +93,12 @@ __device__ void add_ranks(const uint8_t* row, int64_t stride, int count, int row
   }
 }
 
-// Calls finish(row of the block, sums, staging of these) for the rows of shared.block, each by one
-// warp; finish may write over the staging. By a block.
+// Calls finish(row, sums, staging) for the rows of shared.block, each by one warp. `finish` may
+// overwrite the staging memory. By a block.
 template <PayloadFormat kFormat, typename Finish>
 __device__ void sum_rows(const RankPayloads& payloads, const RangeTiles& blocks, bool split,
                          SumShared& shared, float4* staging, Finish finish) {
-  constexpr int kRows = RowSums<kFormat>::kRows;  // that a warp adds up at once
+  constexpr int kRows = RowSums<kFormat>::kRows;  // rows that a warp sums together
   const RangeTiles::Tile& block = shared.block;
   if (thread_index() == 0) shared.block = blocks.locate(block_index<kFormat>(split));
   __syncthreads();
@@ -116,7 +115,7 @@ __device__ void sum_rows(const RankPayloads& payloads, const RangeTiles& blocks,
     for (int64_t begin = 0; begin < payloads.ranks; begin += kThreads) {
       const int count = static_cast<int>(min(payloads.ranks - begin, int64_t{kThreads}));
       if (pass == begin_pass || payloads.ranks > kThreads) {
-        if (pass > begin_pass || begin > 0) __syncthreads();  // until the ranks before are added
+        if (pass > begin_pass || begin > 0) __syncthreads();  // until earlier ranks are added
         check_headers<kFormat>(payloads, begin, count, shared);
         __syncthreads();
       }
@@ -124,7 +123,7 @@ __device__ void sum_rows(const RankPayloads& payloads, const RangeTiles& blocks,
       const uint8_t* row =
           payloads.data + (begin * payloads.ranges + block.range) * payloads.nbytes +
           sizeof(PayloadHeader) + (int64_t{block.index} * kBlockRows + first) * row_bytes(kFormat);
-      add_ranks(row, payloads.ranges * payloads.nbytes, count, rows, shared.sound, staging, sums);
+      add_ranks(row, payloads.ranges * payloads.nbytes, count, rows, shared.valid, staging, sums);
     }
     if (rows > 0) sums.stage(staging);
 #pragma unroll 1
@@ -132,14 +131,14 @@ __device__ void sum_rows(const RankPayloads& payloads, const RangeTiles& blocks,
       float4* const staged = staging + r * RowSums<kFormat>::kStagedRow;
       RowEntries x;
       sums.take(staged, x);
-      __syncwarp();  // until all have what is written over
+      __syncwarp();  // all lanes must take their sums before staging is overwritten
       finish(first + r, x, staged);
     }
     __syncwarp();
   }
 }
 
-// Of a kernel that calls sum_rows.
+// Launches a kernel that calls sum_rows.
 template <PayloadFormat kFormat, auto kKernel, typename Args>
 cudaError_t launch_sum(const Args& args, const RangeTiles& blocks, bool aligned,
                        cudaStream_t stream) {

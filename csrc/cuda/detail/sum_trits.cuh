@@ -1,13 +1,13 @@
 #pragma once
 
-// RowSums of ternary payloads.
+// RowSums for ternary payloads.
 
 #include "sum_codes.cuh"
 
 namespace dct::cuda {
 
-// Of two rows, because 30 lanes load them together, in whole sectors. A lane has a group, whose 13
-// bytes it reads from shared memory.
+// Sums two rows, because 30 lanes load them together in whole sectors. A lane sums one group, whose
+// 13 bytes it reads from shared memory.
 template <>
 struct RowSums<PayloadFormat::kTernary> {
   static constexpr int kRows = 2;
@@ -23,7 +23,7 @@ struct RowSums<PayloadFormat::kTernary> {
 
   __device__ static Loaded load(const uint8_t* row, int rows) {
     const int lane = lane_index();
-    if (lane * 16 >= rows * kBytes) return make_uint4(0, 0, 0, 0);  // all that is staged is read
+    if (lane * 16 >= rows * kBytes) return make_uint4(0, 0, 0, 0);  // all staged bytes are read
     return __ldcs(reinterpret_cast<const uint4*>(row) + lane);
   }
 
@@ -55,7 +55,7 @@ struct RowSums<PayloadFormat::kTernary> {
     for (int first = 0; first < kGroupBytes; first += 4) {
       const uint32_t next = first + 4 < kGroupBytes ? words[first / 4 + 1] : 0;
       const uint32_t bytes = __byte_perm(words[first / 4], next, from);
-      // 121 more, in every byte by itself: from 0 to 242.
+      // Adds 121 to every byte separately. The results are 0 to 242.
       const uint32_t moved = ((bytes & 0x7f7f7f7f) + 0x79797979) ^ (bytes & 0x80808080);
 #pragma unroll
       for (int b = 0; b < 4 && first + b < kGroupBytes; ++b) {
@@ -64,9 +64,10 @@ struct RowSums<PayloadFormat::kTernary> {
     }
   }
 
-  // The digits of a balanced number in base 3: what is left by the nearest multiple of 3. Thirds of
-  // integers are never halfway between two, so an error of their last bit is none of the integer.
-  // The other products are exact, so that fused with a sum they round as if they were not.
+  // Adds the digits of a balanced number in base 3. A digit is the difference to the nearest
+  // multiple of 3. A third of an integer is never halfway between two integers, so an error in its
+  // last bit does not change the rounded integer. The other products are exact, so a fused
+  // multiply-add rounds like separate operations.
   __device__ void add_byte(float with_unit, float scale, int entry) {
     float number = fminf(__fsub_rn(with_unit, kUnit + 121.0f), 121.0f);
 #pragma unroll
