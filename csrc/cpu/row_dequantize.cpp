@@ -18,13 +18,6 @@ constexpr int64_t kPiece = 256;  // columns: whole groups of codes
 // it covers would stall on store forwarding.
 constexpr int64_t kRows = 16;
 
-template <RowFormat kFormat>
-float scale_of(const uint8_t* row, int64_t width) {
-  BFloat16 scale;
-  std::memcpy(&scale, row + code_bytes(width, kFormat), kScaleBytes);
-  return to_float(scale);
-}
-
 // An entry of a narrower dtype is in the low bits of a float: looking up does not compute.
 inline float in_low_bits(float x) { return x; }
 template <typename Out>

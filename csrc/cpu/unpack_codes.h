@@ -19,6 +19,13 @@ namespace dct::cpu {
 
 constexpr int64_t kCodeGroup = 32;  // columns
 
+template <RowFormat kFormat>
+float scale_of(const uint8_t* row, int64_t width) {
+  BFloat16 scale;
+  std::memcpy(&scale, row + code_bytes(width, kFormat), kScaleBytes);
+  return to_float(scale);
+}
+
 // An entry's index is what lies in the byte: int4's four bits, ternary's digit, sign's bit.
 constexpr int kMostEntries = 16;
 constexpr int entries_of(RowFormat format) {

@@ -236,5 +236,5 @@ def test_older_instruction_sets(isa):
     """The compiled CPU kernels take the best there is: here less than that, by torch's switch."""
     ops = ("mask_pack", "overflow", "scatter_unpack", "sample_threshold")
     ops += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
-    ops += ("row_pack", "row_unpack", "row_quantize", "row_dequantize")
+    ops += ("row_pack", "row_unpack", "row_quantize", "row_dequantize", "row_dequantize_sum")
     run_again(ops, "-k", "cpp", ATEN_CPU_CAPABILITY=isa)
