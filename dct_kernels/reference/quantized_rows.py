@@ -1,4 +1,4 @@
-"""Eager row_quantize, row_dequantize and row_dequantize_sum. docs/reference/ops.md states the formats."""
+"""Eager ops on quantized rows. docs/reference/ops.md states the formats."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""row_dequantize_sum: the sum in rank order and in float32, rounded once, of whatever ranks sent."""
+"""row_dequantize_sum: the sum of whatever ranks sent, in rank order and float32, rounded once."""
 
 import math
 
@@ -73,7 +73,7 @@ def test_misaligned_views(backend, offset, dtype, format):
 
 @pytest.mark.many_programs
 def test_more_than_a_cache_holds(backend):
-    """34 MB of output, which a kernel may write past the caches: the same 7 rows again and again."""
+    """34 MB of output, which a kernel may write past the caches: 7 rows many times."""
     for width, dtype in ((64, torch.float32), (63, torch.float32), (80, torch.bfloat16)):
         few, times = messages(2, 7, width, "sign"), math.ceil(2**25 / dtype.itemsize / width / 7)
         many = few.repeat(1, times, 1).to(backend.device)
