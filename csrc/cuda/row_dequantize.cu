@@ -36,10 +36,11 @@ __device__ void dequantize_rows(const RowDequantizeArgs& args, int64_t first, in
     const bool last = part == parts - 1;
     const int columns = left < most ? static_cast<int>(left) : most;
     const int count = last ? static_cast<int>(rows * bytes - skipped) : most_bytes;
-    const int64_t from = first * bytes + skipped;
+    const Span span = {args.quantized, args.rows * bytes, first * bytes + skipped, count};
+    const bool at_edge = span.at_edge();
     StagedBytes<kVectors<kFormat>, kOverread> loaded;
-    loaded.load(args.quantized, args.rows * bytes, from, count);
-    const int staged = loaded.store(args.quantized, args.rows * bytes, from, count, shared.bytes);
+    loaded.load(span, at_edge);
+    const int staged = loaded.store(span, at_edge, shared.bytes);
     const auto* staged_bytes = reinterpret_cast<const uint8_t*>(shared.bytes);
     int row = staged + (active ? group * static_cast<int>(bytes) : 0);
     if (last) scale = scale_at(staged_bytes + row + (bytes - kScaleBytes - skipped));

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool active = group < rows;  // other lanes only copy
   const int64_t width = args.width, bytes = row_bytes(width, kFormat);
   const int64_t message_bytes = args.rows * bytes, all_bytes = args.ranks * message_bytes;
-  const int most = lanes * kLaneColumns;
+  const int ranks = static_cast<int>(args.ranks), most = lanes * kLaneColumns;
   const int most_bytes = lanes * (kLaneColumns / codes_per_byte(kFormat));
   const UnitFloats unit_float;
   for (int64_t part = 0; part < of_row.parts; ++part) {
@@ -101,24 +101,24 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (float& sum : some) sum = -0.0f;  // which changes no value that is added to it
     }
+    Span span = {args.quantized, all_bytes, first * bytes + skipped, count};
+    const bool at_edge = Span{nullptr, message_bytes, span.from, count}.at_edge();
 #pragma unroll 1
-    for (int64_t p = 0; p < args.ranks; p += kInFlight<kFormat>) {
-      const int64_t from = p * message_bytes + first * bytes;
+    for (int p = 0; p < ranks; p += kInFlight<kFormat>) {
       Staged<kFormat> loaded[kInFlight<kFormat>];
       float scales[kInFlight<kFormat>];  // if they are not among the loaded bytes
+      const int64_t from = span.from;
 #pragma unroll
-      for (int k = 0; k < kInFlight<kFormat>; ++k) {
-        if (p + k >= args.ranks) continue;
-        const int64_t row = from + k * message_bytes;
-        loaded[k].load(args.quantized, all_bytes, row + skipped, count);
-        if (!last) scales[k] = scale_at(args.quantized + row + (bytes - kScaleBytes));
+      for (int k = 0; k < kInFlight<kFormat>; ++k, span.from += message_bytes) {
+        if (p + k >= ranks) continue;
+        loaded[k].load(span, at_edge);
+        if (!last) scales[k] = scale_at(span.tensor + span.from - skipped + bytes - kScaleBytes);
       }
+      span.from = from;
 #pragma unroll
-      for (int k = 0; k < kInFlight<kFormat>; ++k) {
-        if (p + k >= args.ranks) continue;
-        const int64_t row_from = from + k * message_bytes + skipped;
-        const int staged =
-            loaded[k].store(args.quantized, all_bytes, row_from, count, shared.bytes);
+      for (int k = 0; k < kInFlight<kFormat>; ++k, span.from += message_bytes) {
+        if (p + k >= ranks) continue;
+        const int staged = loaded[k].store(span, at_edge, shared.bytes);
         const auto* staged_bytes = reinterpret_cast<const uint8_t*>(shared.bytes);
         int row = staged + (active ? group * static_cast<int>(bytes) : 0);
         const float scale =

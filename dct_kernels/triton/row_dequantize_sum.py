@@ -37,8 +37,8 @@ def _row_dequantize_sum_kernel(
         while rank < ranks:
             rank += 1
             source += message_bytes
-            more = rank < ranks
-            next_scale = load_scales(source + code_bytes, (row < rows) & more)
+            more = row < tl.where(rank < ranks, rows, 0)
+            next_scale = load_scales(source + code_bytes, more)
             next_byte = tl.load(source + column // EACH, mask=inside & more, other=0)
             total += codes(byte, column % EACH, FORMAT) * scale
             scale, byte = next_scale, next_byte

@@ -31,61 +31,70 @@ struct RowLanes {
   }
 };
 
-// Bytes of a tensor on their way to shared memory.
+// Bytes of a tensor on their way to shared memory: `count` of them, `from` on, and those around
+// them that share their vectors.
+struct Span {
+  const uint8_t* tensor;
+  int64_t tensor_bytes, from;
+  int count;
+
+  // Whether vectors around the bytes may be partly outside the tensor.
+  __device__ bool at_edge() const {
+    return from < kStagedBytes || tensor_bytes - from < count + 2 * kStagedBytes;
+  }
+};
 template <int kVectors, int kOverread>
 struct StagedBytes {
   static constexpr int kLoads = (kVectors + kWarpSize - 1) / kWarpSize;
+  static_assert(kOverread < kStagedBytes);
   uint4 read[kLoads];
+  int skip;        // bytes before the first, in its vector
+  int begin, end;  // vectors inside the tensor
 
-  // Loads `count` of the tensor's bytes, `from` on, and those around them that share their vectors.
   // By one warp.
-  __device__ void load(const uint8_t* tensor, int64_t tensor_bytes, int64_t from, int count) {
-    const Place place(tensor, tensor_bytes, from, count);
+  __device__ void load(const Span& span, bool at_edge) {
+    const uint8_t* source = span.tensor + span.from;
+    skip = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kStagedBytes);
+    begin = 0;
+    end = vectors(span);
+    if (at_edge) {
+      begin = span.from < skip ? 1 : 0;
+      const int64_t whole = (span.tensor_bytes - span.from + skip) / kStagedBytes;
+      end = static_cast<int>(min(whole, int64_t{end}));
+    }
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       const int v = j * kWarpSize + lane_index();
-      if (v >= place.begin && v < place.end) {
-        read[j] = __ldcs(reinterpret_cast<const uint4*>(place.source) + v);
+      if (v >= begin && v < end) {
+        read[j] = __ldcs(reinterpret_cast<const uint4*>(source - skip) + v);
       }
     }
   }
 
-  // Stores them, with zeros outside the tensor, and returns where they begin. Takes the arguments
-  // of load().
-  __device__ int store(const uint8_t* tensor, int64_t tensor_bytes, int64_t from, int count,
-                       uint4* staged) const {
-    const Place place(tensor, tensor_bytes, from, count);
+  // Stores what load() has loaded of the span, with zeros outside the tensor, and returns where the
+  // first byte is.
+  __device__ int store(const Span& span, bool at_edge, uint4* staged) const {
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       const int v = j * kWarpSize + lane_index();
-      if (v >= place.begin && v < place.end) staged[v] = read[j];
+      if (v >= begin && v < end) staged[v] = read[j];
     }
-    if (place.begin > 0 || place.end < place.vectors) {
-      const int64_t length = tensor_bytes - from + place.skip;
-      for (int i = lane_index(); i < place.vectors * kStagedBytes; i += kWarpSize) {
-        if (i >= place.begin * kStagedBytes && i < place.end * kStagedBytes) continue;
-        const bool inside = i >= place.skip && i < length;
-        reinterpret_cast<uint8_t*>(staged)[i] = inside ? place.source[i] : 0;
+    if (at_edge) {
+      const uint8_t* source = span.tensor + (span.from - skip);
+      const int64_t length = span.tensor_bytes - span.from + skip;
+      for (int i = lane_index(); i < vectors(span) * kStagedBytes; i += kWarpSize) {
+        if (i >= begin * kStagedBytes && i < end * kStagedBytes) continue;
+        reinterpret_cast<uint8_t*>(staged)[i] = i >= skip && i < length ? source[i] : 0;
       }
     }
     __syncwarp();
-    return place.skip;
+    return skip;
   }
 
  private:
-  struct Place {
-    int skip, vectors;  // bytes before the first, and vectors from there on
-    int begin, end;     // vectors inside the tensor
-    const uint8_t* source;
-
-    __device__ Place(const uint8_t* tensor, int64_t tensor_bytes, int64_t from, int count) {
-      skip = static_cast<int>(reinterpret_cast<uintptr_t>(tensor + from) % kStagedBytes);
-      vectors = (skip + count + kOverread) / kStagedBytes + 1;
-      source = tensor + (from - skip);
-      begin = from < skip ? 1 : 0;
-      end = static_cast<int>(min((tensor_bytes - from + skip) / kStagedBytes, int64_t{vectors}));
-    }
-  };
+  __device__ int vectors(const Span& span) const {
+    return (skip + span.count + kOverread) / kStagedBytes + 1;
+  }
 };
 
 // The scale that ends a row, from any byte.
