@@ -37,10 +37,9 @@ __device__ void dequantize_rows(const RowDequantizeArgs& args, int64_t first, in
     const int columns = left < most ? static_cast<int>(left) : most;
     const int count = last ? static_cast<int>(rows * bytes - skipped) : most_bytes;
     const Span span = {args.quantized, args.rows * bytes, first * bytes + skipped, count};
-    const bool at_edge = span.at_edge();
     StagedBytes<kVectors<kFormat>, kOverread> loaded;
-    loaded.load(span, at_edge);
-    const int staged = loaded.store(span, at_edge, shared.bytes);
+    loaded.load(span, true);
+    const int staged = loaded.store(span, true, shared.bytes);
     const auto* staged_bytes = reinterpret_cast<const uint8_t*>(shared.bytes);
     int row = staged + (active ? group * static_cast<int>(bytes) : 0);
     if (last) scale = scale_at(staged_bytes + row + (bytes - kScaleBytes - skipped));

@@ -102,7 +102,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (float& sum : some) sum = -0.0f;  // which changes no value that is added to it
     }
     Span span = {args.quantized, all_bytes, first * bytes + skipped, count};
-    const bool at_edge = Span{nullptr, message_bytes, span.from, count}.at_edge();
+    // Vectors may be partly outside the message, so perhaps outside the tensor.
+    const bool at_edge =
+        span.from < kStagedBytes || message_bytes - span.from < count + 2 * kStagedBytes;
 #pragma unroll 1
     for (int p = 0; p < ranks; p += kInFlight<kFormat>) {
       Staged<kFormat> loaded[kInFlight<kFormat>];

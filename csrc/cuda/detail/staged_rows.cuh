@@ -31,18 +31,14 @@ struct RowLanes {
   }
 };
 
-// Bytes of a tensor on their way to shared memory: `count` of them, `from` on, and those around
-// them that share their vectors.
+// `count` of a tensor's bytes, `from` on.
 struct Span {
   const uint8_t* tensor;
   int64_t tensor_bytes, from;
   int count;
-
-  // Whether vectors around the bytes may be partly outside the tensor.
-  __device__ bool at_edge() const {
-    return from < kStagedBytes || tensor_bytes - from < count + 2 * kStagedBytes;
-  }
 };
+
+// Bytes on their way to shared memory, with those around them that share their vectors.
 template <int kVectors, int kOverread>
 struct StagedBytes {
   static constexpr int kLoads = (kVectors + kWarpSize - 1) / kWarpSize;
@@ -51,7 +47,7 @@ struct StagedBytes {
   int skip;        // bytes before the first, in its vector
   int begin, end;  // vectors inside the tensor
 
-  // By one warp.
+  // By one warp. `at_edge`: vectors may be partly outside the tensor, which is then looked at.
   __device__ void load(const Span& span, bool at_edge) {
     const uint8_t* source = span.tensor + span.from;
     skip = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kStagedBytes);
@@ -79,7 +75,7 @@ struct StagedBytes {
       const int v = j * kWarpSize + lane_index();
       if (v >= begin && v < end) staged[v] = read[j];
     }
-    if (at_edge) {
+    if (at_edge && (begin > 0 || end < vectors(span))) {
       const uint8_t* source = span.tensor + (span.from - skip);
       const int64_t length = span.tensor_bytes - span.from + skip;
       for (int i = lane_index(); i < vectors(span) * kStagedBytes; i += kWarpSize) {
