@@ -47,6 +47,8 @@ def compressed_sharders(
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError: `format` differs between ranks. The constructor of a model with row-wise tables
+            raises it on every rank, with the formats of all ranks.
 
     Source: the row-wise exchange is this project's own; the others use TorchRec's codecs interface.
 
