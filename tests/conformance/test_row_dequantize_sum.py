@@ -117,6 +117,13 @@ def test_the_sum_by_hand(backend):
         assert check(backend, rows, 1, "int8").tolist() == [[expected]]
 
 
+def test_a_product_that_overflows(backend):
+    """5 * 2**126 is infinity before it is added: its sum with -3 * 2**126 would not be."""
+    for format, minus_three in (("int8", 0xFD), ("int4", 0x0D)):
+        rows = torch.tensor([[[minus_three, 0x80, 0x7E]], [[5, 0x80, 0x7E]]], dtype=torch.uint8)
+        assert check(backend, rows, 1, format).tolist() == [[math.inf]]
+
+
 @formats
 def test_no_zero_is_added(backend, format):
     """-0.0 stays if all ranks have it: codes of 1 with a scale of -0.0."""
