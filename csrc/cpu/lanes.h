@@ -1,8 +1,8 @@
 #pragma once
 
-// 64 floats in registers. GNU vectors have arithmetic and comparisons of their own; what compilers
-// make badly of them, widening of bytes and stores past the caches, is here for each width. By
-// reference: functions without a target may not return wide vectors.
+// Up to 64 floats in registers. GNU vectors have arithmetic and comparisons of their own; what
+// compilers make badly of them, widening of bytes and stores past the caches, is here for each
+// width. By reference: functions without a target may not return wide vectors.
 
 #include <cstdint>
 #include <cstring>
@@ -71,17 +71,18 @@ struct Lanes<64> {
 
 #endif
 
-// The 64, as vectors of so many bytes.
-template <int kBytes>
+// All of them, as vectors of this many bytes.
+template <int kBytes, int kFloats = 64>
 struct Group {
   using Own = Lanes<kBytes>;
   using Floats = typename Own::Floats;
-  Floats of[64 / Own::kCount];
+  static constexpr int kEntries = kFloats;
+  Floats of[kEntries / Own::kCount];
 
   // Calls function(floats, i) for each vector, with the number of its first entry.
   template <typename Function>
   void for_each(const Function& function) {
-    for (int v = 0; v < 64 / Own::kCount; ++v) function(of[v], v * Own::kCount);
+    for (int v = 0; v < kEntries / Own::kCount; ++v) function(of[v], v * Own::kCount);
   }
 };
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Sums of codes times scales, 64 entries at a time in registers: how they are added and written.
+// Sums of codes times scales, a Group in registers: how they are added and written.
 
 #include <algorithm>
 #include <cstring>
@@ -12,10 +12,8 @@
 
 namespace dct::cpu {
 
-constexpr int64_t kSummed = 64;  // entries
-
-// Adds to `sum` the 64 codes from `column` on, times their scale. Reads no more than 64 bytes, from
-// the byte of the first code on.
+// Adds to `sum` as many codes from `column` on, times their scale. Reads no more than 64 bytes,
+// from the byte of the first code on.
 template <RowFormat kFormat, typename Unpack, typename Sum>
 void add_codes(Unpack, const uint8_t* codes, int64_t column, float scale, Sum& sum) {
   using Floats = typename Sum::Floats;
@@ -34,7 +32,7 @@ void add_codes(Unpack, const uint8_t* codes, int64_t column, float scale, Sum& s
       some *= scale;
       std::memcpy(entries.of + i, &some, sizeof(some));
     }
-    for (int at = 0; at < kSummed; at += kCodeGroup) {
+    for (int at = 0; at < Sum::kEntries; at += kCodeGroup) {
       Unpack::template look_up<kFormat>(
           codes, column + at, entries,
           [&](const Floats& more, int i) { sum.of[(at + i) / Sum::Own::kCount] += more; });
@@ -48,7 +46,7 @@ void write_sums(Sum& sum, float factor, int64_t n, bool streams, Out* out) {
   using Floats = typename Sum::Floats;
   if (!streams) prefetch_ahead(out, n);
   const bool aligned = reinterpret_cast<intptr_t>(out) % sizeof(Floats) == 0;
-  if (std::is_same_v<Out, float> && n == kSummed && (aligned || !streams)) {
+  if (std::is_same_v<Out, float> && n == Sum::kEntries && (aligned || !streams)) {
     auto* target = reinterpret_cast<float*>(out);
     sum.for_each([&](Floats& floats, int i) {
       const Floats scaled = floats * factor, nan = Floats{} + bits_to_float(kFloat32Nan);
@@ -61,9 +59,9 @@ void write_sums(Sum& sum, float factor, int64_t n, bool streams, Out* out) {
     });
     return;
   }
-  alignas(64) Out rounded[kSummed];
+  alignas(64) Out rounded[Sum::kEntries];
   const auto* sums = reinterpret_cast<const float*>(&sum);
-  for (int64_t i = 0; i < kSummed; ++i) rounded[i] = round_to<Out>(factor * sums[i]);
+  for (int64_t i = 0; i < Sum::kEntries; ++i) rounded[i] = round_to<Out>(factor * sums[i]);
   if (streams) {
     stream_copy(out, rounded, n * sizeof(Out));
   } else {
