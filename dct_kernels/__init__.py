@@ -45,7 +45,14 @@ from .payload_ops import (
     sample_threshold,
     scatter_unpack,
 )
-from .row_ops import row_dequantize, row_gather, row_pack, row_quantize, row_unpack
+from .row_ops import (
+    row_dequantize,
+    row_dequantize_sum,
+    row_gather,
+    row_pack,
+    row_quantize,
+    row_unpack,
+)
 
 _load.setup()  # every op is defined
 
@@ -54,7 +61,8 @@ __version__ = "0.3.0"
 __all__ = ["PayloadInfo", "PayloadLayout", "backend_of", "payload_info", "payload_layout"]
 __all__ += ["dequantize_sum", "dequantize_sum_pack", "mask_pack", "quantize_pack"]
 __all__ += ["quantized_payload_bytes", "sample_threshold", "scatter_unpack"]
-__all__ += ["row_dequantize", "row_gather", "row_pack", "row_quantize", "row_unpack"]
+__all__ += ["row_dequantize", "row_dequantize_sum", "row_gather", "row_pack", "row_quantize"]
+__all__ += ["row_unpack"]
 
 
 def __dir__() -> list[str]:

@@ -190,15 +190,55 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
     ...                torch.float32)
     tensor([[ 0., -2.,  1.,  7.]])
     """
-    op = "row_dequantize"
-    checks.require_tensor(op, "rows", rows, UINT8, (2,))
+    _require_quantized("row_dequantize", rows, 2, width, format, dtype)
+
+
+@define(
+    "(Tensor rows, SymInt width, str format, ScalarType dtype) -> Tensor",
+    lambda rows, width, format, dtype: rows.new_empty(rows.shape[1], width, dtype=dtype),
+)
+def row_dequantize_sum(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
+    """Sum P ranks' rows that `row_quantize` made, in rank order, in one pass. Not differentiable.
+
+    Equal to adding the results of `row_dequantize` in float32, then rounding once to dtype. The
+    first is not added to 0, which would lose the sign of -0.0: with P = 1 this is `row_dequantize`.
+    Rows are not trusted, as in `row_dequantize`.
+
+    Args:
+        rows: uint8 [P, B, w] for this width and format, P at least 1, at any address: the buffer of
+            an all-to-all that sent B rows to this rank from each of P ranks.
+        width: d, 1 to 2**31 - 1.
+        format: as given to `row_quantize`.
+        dtype: of the result, float32, bfloat16 or float16; rounded as `.to(dtype)` does.
+
+    Returns:
+        [B, width] of dtype.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+
+    Source: that of `row_quantize`; a sum in rank order is our reconstruction of the reduce-scatter.
+
+    >>> rows = torch.tensor([[[224, 113, 128, 63]], [[1, 0, 128, 63]]], dtype=torch.uint8)
+    >>> row_dequantize_sum(rows, 4, "int4", torch.float32)
+    tensor([[ 1., -2.,  1.,  7.]])
+    """
+    op = "row_dequantize_sum"
+    _require_quantized(op, rows, 3, width, format, dtype)
+    checks.require_int(op, "rows.shape[0]", rows.shape[0], 1, 2**31 - 1)
+
+
+def _require_quantized(
+    op: str, rows: Tensor, dims: int, width: int, format: str, dtype: torch.dtype
+) -> None:
+    checks.require_tensor(op, "rows", rows, UINT8, (dims,))
     checks.require_int(op, "width", width, 1, 2**31 - 1)
     checks.require_choice(op, "format", format, row_layout.FORMATS)
     checks.require_dtype(op, "dtype", dtype, FLOATS)
     row_bytes = row_layout.row_bytes(width, format)
-    if rows.shape[1] != row_bytes:
+    if rows.shape[-1] != row_bytes:
         rule = f"{row_bytes} bytes per row for width {width} and format {format}"
-        checks.fail(op, "rows", rule, rows.shape[1], verb="have")
+        checks.fail(op, "rows", rule, rows.shape[-1], verb="have")
 
 
 def _require_top_k(op: str, x: Tensor, k: int, value_dtype: torch.dtype) -> None:

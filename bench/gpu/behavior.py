@@ -37,6 +37,7 @@ def chosen(device: str) -> Iterator[Case]:
     for format in FORMATS:
         yield cases.row_quantize(device, rows, width, format, False)
         yield cases.row_dequantize(device, rows, width, format, False)
+        yield cases.row_dequantize_sum(device, rows, width, format, 3)
 
 
 def equal(actual: tuple[Tensor, ...], expected: list[Tensor]) -> bool:

@@ -37,6 +37,7 @@ def chosen(device: str, scale: int = 1) -> Iterator[Case]:
     yield cases.row_unpack(device, rows, 256, 0.05, False)
     yield cases.row_quantize(device, rows, 256, "ternary", False)
     yield cases.row_dequantize(device, rows, 256, "ternary", False)
+    yield cases.row_dequantize_sum(device, rows, 256, "ternary", 4)
 
 
 def times(case: Case, ops: SimpleNamespace) -> dict[str, float]:

@@ -62,6 +62,7 @@ def chosen(device: str, scale: int, peers: bool = True) -> Iterator[Case]:
         for format in FORMATS:
             yield cases.row_quantize(device, rows, width, format, False)
             yield cases.row_dequantize(device, rows, width, format, False)
+            yield cases.row_dequantize_sum(device, rows, width, format, 4)
     yield cases.row_pack(device, rows, 256, 0.1, False)
     for numel in (2**24, BUCKET, 2**20):
         yield from one_dimensional(device, numel // scale, peers)

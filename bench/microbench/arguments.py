@@ -9,7 +9,7 @@ from bench.cli import Parser, count, density, number, several
 
 TIMED = ("mask_pack", "sample_threshold", "scatter_unpack")
 TIMED += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
-TIMED += ("row_pack", "row_unpack", "row_quantize", "row_dequantize")
+TIMED += ("row_pack", "row_unpack", "row_quantize", "row_dequantize", "row_dequantize_sum")
 ROUNDS = 5  # turns of a fast call; each turn times all buffer sets
 # Defaults of the long tables. The options default to None, because giving one selects the tables.
 DEFAULTS = {

@@ -82,6 +82,10 @@ def _cases(numel: int, with_peers: bool, options: argparse.Namespace) -> Iterato
             for format in FORMATS if op in ops else ():
                 elements = numel if device == "cuda" else numel // 4
                 yield make(device, elements // width, width, format, with_peers)
+        for format in FORMATS if "row_dequantize_sum" in ops else ():
+            for ranks in (2, 8):
+                elements = numel if device == "cuda" else numel // 4
+                yield row_dequantize_sum(device, elements // width, width, format, ranks)
 
 
 def first_look(device: str) -> Iterator[Case]:
@@ -339,6 +343,24 @@ def row_dequantize(device: str, rows: int, width: int, format: str, with_peers: 
         lambda ops, i: (ops.row_dequantize(quantized[i], width, format, F32),),
         allocates=True,
         peers=peers.row_dequantization(x, format) if with_peers else {},
+    )
+
+
+def row_dequantize_sum(device: str, rows: int, width: int, format: str, ranks: int) -> Case:
+    moved = rows * (4 * width + ranks * row_bytes(width, format))
+    sets = _sets(moved)
+    quantize = _best(device).row_quantize
+    x = [tensor.view(rows, width) for tensor in _normal(sets, rows * width, device)]
+    sent = [quantize(tensor, format) for tensor in x]
+    quantized = [torch.stack([own.roll(rank, 0) for rank in range(ranks)]) for own in sent]
+    return Case(
+        "row_dequantize_sum",
+        f"[{rows}, {width}], {format}, P={ranks}",
+        rows * width,
+        moved,
+        sets,
+        lambda ops, i: (ops.row_dequantize_sum(quantized[i], width, format, F32),),
+        allocates=True,
     )
 
 

@@ -5,5 +5,5 @@
 
 extern "C" {
 __attribute__((used, visibility("hidden"))) extern const char dct_built_with[] =
-    "dct_kernels built with torch " TORCH_VERSION " for schemas b687d6df";
+    "dct_kernels built with torch " TORCH_VERSION " for schemas 7dc6adf6";
 }

@@ -58,6 +58,23 @@ Args top_k_args(const Checks& checks, const Tensor& x, int64_t k, ScalarType val
   return args;
 }
 
+// The arguments that row_dequantize and row_dequantize_sum have in common.
+template <typename Args>
+Args dequantize_args(const Checks& checks, const Tensor& rows, int64_t dims, int64_t width,
+                     const std::string& format, ScalarType dtype) {
+  Args args{};
+  checks.require_tensor("rows", rows, {ScalarType::Byte}, dims);
+  checks.require_in("width", "", width, {1, kInt32Max});
+  args.format = checks.require_format(format);
+  args.out_dtype = checks.require_dtype("dtype", dtype, kFloats);
+  const int64_t bytes = row_bytes(width, args.format);
+  checks.require_in("rows", ".size(-1)", rows.size(dims - 1), bytes);
+  args.quantized = rows.const_data_ptr<uint8_t>();
+  args.rows = rows.size(dims - 2);
+  args.width = width;
+  return args;
+}
+
 Tensor sample_threshold(const Tensor& grad, const Tensor& residual, double density, int64_t ranges,
                         int64_t max_samples, int64_t seed, const OptionalTensor& inv_scale) {
   const Checks checks("sample_threshold", grad);
@@ -245,18 +262,22 @@ Tensor row_quantize(const Tensor& x, const std::string& format) {
 Tensor row_dequantize(const Tensor& rows, int64_t width, const std::string& format,
                       ScalarType dtype) {
   const Checks checks("row_dequantize", rows);
-  RowDequantizeArgs args{};
-  checks.require_tensor("rows", rows, {ScalarType::Byte}, 2);
-  checks.require_in("width", "", width, {1, kInt32Max});
-  args.format = checks.require_format(format);
-  args.out_dtype = checks.require_dtype("dtype", dtype, kFloats);
-  checks.require_in("rows", ".size(1)", rows.size(1), row_bytes(width, args.format));
-  args.quantized = rows.const_data_ptr<uint8_t>();
-  args.rows = rows.size(0);
-  args.width = width;
+  auto args = dequantize_args<RowDequantizeArgs>(checks, rows, 2, width, format, dtype);
   Tensor out = new_empty(rows, {args.rows, width}, dtype);
   args.out = out.mutable_data_ptr();
   backend::run(checks, backend::row_dequantize, args);
+  return out;
+}
+
+Tensor row_dequantize_sum(const Tensor& rows, int64_t width, const std::string& format,
+                          ScalarType dtype) {
+  const Checks checks("row_dequantize_sum", rows);
+  auto args = dequantize_args<RowDequantizeSumArgs>(checks, rows, 3, width, format, dtype);
+  args.ranks = rows.size(0);
+  checks.require_in("rows", ".size(0)", args.ranks, {1, kInt32Max});
+  Tensor out = new_empty(rows, {args.rows, width}, dtype);
+  args.out = out.mutable_data_ptr();
+  backend::run(checks, backend::row_dequantize_sum, args);
   return out;
 }
 
@@ -275,4 +296,5 @@ STABLE_TORCH_LIBRARY_IMPL(dct, DCT_DISPATCH_KEY, m) {
   m.impl("row_unpack", TORCH_BOX(&dct::row_unpack));
   m.impl("row_quantize", TORCH_BOX(&dct::row_quantize));
   m.impl("row_dequantize", TORCH_BOX(&dct::row_dequantize));
+  m.impl("row_dequantize_sum", TORCH_BOX(&dct::row_dequantize_sum));
 }

@@ -148,4 +148,14 @@ struct RowDequantizeArgs {
   DType out_dtype;
 };
 
+struct RowDequantizeSumArgs {
+  const uint8_t* quantized;  // [ranks, rows, row_bytes(width, format)]
+  int64_t ranks;             // 1 or more
+  int64_t rows;
+  int64_t width;
+  RowFormat format;
+  void* out;  // out: [rows, width] of out_dtype
+  DType out_dtype;
+};
+
 }  // namespace dct

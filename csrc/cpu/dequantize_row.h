@@ -7,9 +7,8 @@
 #include <vector>
 
 #include "../common/quantized_payload.h"
-#include "lanes.h"
 #include "parallel.h"
-#include "unpack_codes.h"
+#include "sum_codes.h"
 
 namespace dct::cpu {
 
@@ -33,42 +32,24 @@ inline std::vector<uint8_t> check_headers(const uint8_t* payloads, int64_t ranks
 
 // Adds the values of group `g` of a row to `sum`, which stays in registers.
 template <PayloadFormat kFormat, typename Unpack, typename Sum>
-void add_group(Unpack, const uint8_t* row, int64_t g, Sum& sum) {
+void add_group(Unpack how, const uint8_t* row, int64_t g, Sum& sum) {
   using Floats = typename Sum::Floats;
   const uint8_t* codes = row + g * scaled_code_bytes(kFormat);
-  const auto add = [&](const auto* values, float scale) {
+  const auto add = [&](const auto* values) {
     sum.for_each([&](Floats& floats, int i) {
       Floats more;
       Sum::Own::widen(values + i, more);
-      floats += has_scales(kFormat) ? more * scale : more;
+      floats += more;
     });
   };
   if constexpr (kFormat == PayloadFormat::kFloat32) {
-    add(reinterpret_cast<const float*>(codes), 1);  // rows are aligned to 16 bytes
+    add(reinterpret_cast<const float*>(codes));  // rows are aligned to 16 bytes
   } else if constexpr (kFormat == PayloadFormat::kBFloat16) {
-    add(reinterpret_cast<const BFloat16*>(codes), 1);
+    add(reinterpret_cast<const BFloat16*>(codes));
   } else {
     BFloat16 rounded;
     std::memcpy(&rounded, row + row_code_bytes(kFormat) + g * kScaleBytes, kScaleBytes);
-    const float scale = to_float(rounded);
-    if constexpr (kFormat == PayloadFormat::kInt8) {
-      add(reinterpret_cast<const int8_t*>(codes), scale);
-    } else {
-      // The table stays in registers, because each load reads exactly what one store wrote.
-      constexpr RowFormat kRowFormat = row_format(kFormat);
-      Entries entries;
-      for (int i = 0; i < kMostEntries; i += Sum::Own::kCount) {
-        Floats some;
-        std::memcpy(&some, kCodes<kRowFormat>.of + i, sizeof(some));
-        some *= scale;
-        std::memcpy(entries.of + i, &some, sizeof(some));
-      }
-      for (int at = 0; at < kScaled; at += kCodeGroup) {
-        Unpack::template look_up<kRowFormat>(codes, at, entries, [&](const Floats& more, int i) {
-          sum.of[(at + i) / Sum::Own::kCount] += more;
-        });
-      }
-    }
+    add_codes<row_format(kFormat)>(how, codes, 0, to_float(rounded), sum);
   }
 }
 

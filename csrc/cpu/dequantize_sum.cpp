@@ -4,7 +4,6 @@
 
 #include "dequantize_row.h"
 #include "kernels.h"
-#include "streaming.h"
 
 namespace dct::cpu {
 namespace {
@@ -22,32 +21,9 @@ void sum_rows(const DequantizeSumArgs& args, const Parallel& parallel) {
   const int64_t tasks = std::min(parallel.threads, rows);
   parallel.run(tasks, [&](int64_t task) {
     const auto write = [&](int64_t begin, auto& sum) {
-      using Sum = std::remove_reference_t<decltype(sum)>;
-      using Floats = typename Sum::Floats;
       if (begin >= args.numel) return;
       const int64_t n = std::min(args.numel - begin, kScaled);
-      if (!streams) prefetch_ahead(out + begin, n);
-      if (std::is_same_v<Out, float> && n == kScaled) {
-        auto* target = reinterpret_cast<float*>(out + begin);
-        sum.for_each([&](Floats& floats, int i) {
-          const Floats scaled = floats * factor, nan = Floats{} + bits_to_float(kFloat32Nan);
-          const Floats rounded = scaled == scaled ? scaled : nan;
-          if (streams) {
-            Sum::Own::stream(rounded, target + i);
-          } else {
-            std::memcpy(target + i, &rounded, sizeof(rounded));
-          }
-        });
-      } else {
-        alignas(64) Out rounded[kScaled];
-        const auto* sums = reinterpret_cast<const float*>(&sum);
-        for (int64_t i = 0; i < kScaled; ++i) rounded[i] = round_to<Out>(factor * sums[i]);
-        if (streams && n == kScaled) {
-          stream_aligned(out + begin, rounded, sizeof(rounded));
-        } else {
-          std::copy_n(rounded, n, out + begin);
-        }
-      }
+      write_sums(sum, factor, n, streams && n == kScaled, out + begin);
     };
     for_each_sum<kFormat>(args.payloads, intact, args.ranks, args.ranges, args.nbytes,
                           rows_per_range, share(rows, tasks, task), write);

@@ -20,5 +20,6 @@ void row_gather(const RowGatherArgs& args, const Parallel& parallel);
 void row_unpack(const RowUnpackArgs& args, const Parallel& parallel);
 void row_quantize(const RowQuantizeArgs& args, const Parallel& parallel);
 void row_dequantize(const RowDequantizeArgs& args, const Parallel& parallel);
+void row_dequantize_sum(const RowDequantizeSumArgs& args, const Parallel& parallel);
 
 }  // namespace dct::cpu

@@ -1,6 +1,6 @@
 #pragma once
 
-// 64 floats in registers. GNU vectors provide arithmetic and comparisons. Compilers generate poor
+// Up to 64 floats in registers. GNU vectors provide arithmetic and comparisons. Compilers generate poor
 // code for widening bytes and for non-temporal stores, so this file has both for each width.
 // Vectors are returned by reference, because functions without a target cannot return wide ones.
 
@@ -71,17 +71,18 @@ struct Lanes<64> {
 
 #endif
 
-// 64 floats as vectors of kBytes bytes each.
-template <int kBytes>
+// The floats as vectors of kBytes bytes each.
+template <int kBytes, int kFloats = 64>
 struct Group {
   using Own = Lanes<kBytes>;
   using Floats = typename Own::Floats;
-  Floats of[64 / Own::kCount];
+  static constexpr int kEntries = kFloats;
+  Floats of[kEntries / Own::kCount];
 
   // Calls function(floats, i) for each vector. `i` is the index of its first entry.
   template <typename Function>
   void for_each(const Function& function) {
-    for (int v = 0; v < 64 / Own::kCount; ++v) function(of[v], v * Own::kCount);
+    for (int v = 0; v < kEntries / Own::kCount; ++v) function(of[v], v * Own::kCount);
   }
 };
 

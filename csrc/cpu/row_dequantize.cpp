@@ -18,13 +18,6 @@ constexpr int64_t kPiece = 256;  // columns; a multiple of kCodeGroup
 // that it covers would stall on store forwarding.
 constexpr int64_t kRows = 16;
 
-template <RowFormat kFormat>
-float scale_of(const uint8_t* row, int64_t width) {
-  BFloat16 scale;
-  std::memcpy(&scale, row + code_bytes(width, kFormat), kScaleBytes);
-  return to_float(scale);
-}
-
 // An entry of a narrower dtype occupies the low bits of a float. A lookup only copies bits.
 inline float in_low_bits(float x) { return x; }
 template <typename Out>

@@ -19,6 +19,13 @@ namespace dct::cpu {
 
 constexpr int64_t kCodeGroup = 32;  // columns
 
+template <RowFormat kFormat>
+float scale_of(const uint8_t* row, int64_t width) {
+  BFloat16 scale;
+  std::memcpy(&scale, row + code_bytes(width, kFormat), kScaleBytes);
+  return to_float(scale);
+}
+
 // The index of an entry is its part of the byte: four bits (int4), a digit (ternary), a bit (sign).
 constexpr int kMostEntries = 16;
 constexpr int entries_of(RowFormat format) {

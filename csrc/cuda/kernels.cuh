@@ -58,5 +58,6 @@ cudaError_t row_gather(const RowGatherArgs& args, cudaStream_t stream);
 cudaError_t row_unpack(const RowUnpackArgs& args, cudaStream_t stream);
 cudaError_t row_quantize(const RowQuantizeArgs& args, cudaStream_t stream);
 cudaError_t row_dequantize(const RowDequantizeArgs& args, cudaStream_t stream);
+cudaError_t row_dequantize_sum(const RowDequantizeSumArgs& args, cudaStream_t stream);
 
 }  // namespace dct::cuda

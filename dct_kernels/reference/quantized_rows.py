@@ -1,4 +1,4 @@
-"""Eager row_quantize and row_dequantize. docs/reference/ops.md specifies the formats."""
+"""Eager ops on quantized rows. docs/reference/ops.md specifies the formats."""
 
 import torch
 from torch import Tensor
@@ -36,6 +36,13 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
 def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
     codes = _unpack(rows[:, :-2], format)[:, :width]
     return round_to(codes.to(torch.float32) * _from_bytes(rows[:, -2:]), dtype)
+
+
+def row_dequantize_sum(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
+    total, *others = (row_dequantize(message, width, format, torch.float32) for message in rows)
+    for more in others:
+        total += more
+    return round_to(total, dtype)
 
 
 def _scale(x: Tensor) -> Tensor:

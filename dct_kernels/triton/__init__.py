@@ -11,6 +11,7 @@ from .dequantize_sum_pack import dequantize_sum_pack
 from .mask_pack import mask_pack
 from .quantize_pack import quantize_pack
 from .row_dequantize import row_dequantize
+from .row_dequantize_sum import row_dequantize_sum
 from .row_gather import row_gather
 from .row_pack import row_pack
 from .row_quantize import row_quantize
@@ -25,6 +26,7 @@ __all__ = [
     "mask_pack",
     "quantize_pack",
     "row_dequantize",
+    "row_dequantize_sum",
     "row_gather",
     "row_pack",
     "row_quantize",

@@ -15,6 +15,29 @@ from ._launch import launch
 from ._numeric import round_to
 
 
+@triton.jit
+def load_scales(at, inside):
+    """The scales of rows, two bytes at each address, in float32."""
+    low = tl.load(at, mask=inside, other=0).to(tl.int32)
+    high = tl.load(at + 1, mask=inside, other=0).to(tl.int32)
+    return (low << 16 | high << 24).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def codes(byte, digit, FORMAT: tl.constexpr):
+    """The code at this place of each byte, in float32."""
+    code = byte.to(tl.int32)
+    if FORMAT == "int8":
+        code = (code ^ 128) - 128
+    elif FORMAT == "int4":
+        code = ((code >> 4 * digit & 15) ^ 8) - 8
+    elif FORMAT == "sign":
+        code = 1 - 2 * (code >> digit & 1)
+    else:
+        code = ternary_code(code, digit)
+    return code.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _row_dequantize_kernel(
     quantized, out, rows, width, FORMAT: tl.constexpr, EACH: tl.constexpr,
@@ -23,23 +46,12 @@ def _row_dequantize_kernel(
     row = _rows.rows_of_program(ROWS)
     code_bytes = (width - 1) // EACH + 1
     source = quantized + row * (code_bytes + 2)
-    low = tl.load(source + code_bytes, mask=row < rows, other=0).to(tl.int32)
-    high = tl.load(source + code_bytes + 1, mask=row < rows, other=0).to(tl.int32)
-    scale = (low << 16 | high << 24).to(tl.float32, bitcast=True)
+    scale = load_scales(source + code_bytes, row < rows)
     for tile in range(TILES):
         column = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
         inside = (row < rows) & (column < width)
-        code = tl.load(source + column // EACH, mask=inside, other=0).to(tl.int32)
-        digit = column % EACH
-        if FORMAT == "int8":
-            code = (code ^ 128) - 128
-        elif FORMAT == "int4":
-            code = ((code >> 4 * digit & 15) ^ 8) - 8
-        elif FORMAT == "sign":
-            code = 1 - 2 * (code >> digit & 1)
-        else:
-            code = ternary_code(code, digit)
-        elements = round_to(code.to(tl.float32) * scale, out.dtype.element_ty)
+        byte = tl.load(source + column // EACH, mask=inside, other=0)
+        elements = round_to(codes(byte, column % EACH, FORMAT) * scale, out.dtype.element_ty)
         tl.store(out + row * width + column, elements, mask=inside)
 
 

@@ -149,11 +149,16 @@ def quantized_row_cases(format: str, width: int, dtype: torch.dtype) -> list[Cas
         rows = torch.empty(ROWS, row_bytes(width, format), dtype=torch.uint8)
         ops.row_dequantize(rows, width, format, dtype)
 
+    def dequantize_sum(ops):
+        rows = torch.empty(2, ROWS, row_bytes(width, format), dtype=torch.uint8)
+        ops.row_dequantize_sum(rows, width, format, dtype)
+
     # Groups of five columns do not lie at multiples of a vector.
     wide_loads = () if format == "ternary" else ("wide_loads",)
     return [
         Case(f"row_quantize, {label}", quantize, some=wide_loads, dividing=ARCHITECTURES),
         Case(f"row_dequantize, {label}", dequantize, ("wide_stores",), ("narrow_stores",)),
+        Case(f"row_dequantize_sum, {label}", dequantize_sum, ("wide_stores",), ("narrow_stores",)),
     ]
 
 

@@ -14,7 +14,8 @@ TORCH_NAMES = {"Float": "float32", "BFloat16": "bfloat16", "Half": "float16", "D
 TORCH_NAMES |= {"Char": "int8", "Int": "int32", "Long": "int64"}
 OPS = ("sample_threshold", "mask_pack", "scatter_unpack")
 OPS += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
-OPS += ("row_pack", "row_gather", "row_unpack", "row_quantize", "row_dequantize")
+OPS += ("row_pack", "row_gather", "row_unpack")
+OPS += ("row_quantize", "row_dequantize", "row_dequantize_sum")
 NUMEL, CAPACITY, K, WIDTH, ROWS = 100, 10, 4, 50, 3
 NBYTES = dct_kernels.payload_layout(NUMEL, CAPACITY, F32, ranges=2).nbytes
 QUANTIZED_BYTES = dct_kernels.quantized_payload_bytes(NUMEL, "int8")
@@ -27,6 +28,7 @@ def arguments(op):
     # 4 of 50 columns: 4 bytes of column indices are smaller than a bitmap of 7 bytes.
     x, positions = torch.ones(ROWS, WIDTH), torch.zeros(ROWS, K, dtype=U8)
     values, rows = torch.ones(ROWS, K), torch.zeros(ROWS, WIDTH + 2, dtype=U8)
+    of_ranks = torch.zeros(2, ROWS, WIDTH + 2, dtype=U8)
     return {
         "sample_threshold": {
             "grad": grad,
@@ -81,6 +83,7 @@ def arguments(op):
         "row_unpack": {"values": values, "positions": positions, "width": WIDTH, "dtype": F32},
         "row_quantize": {"x": x, "format": "int8"},
         "row_dequantize": {"rows": rows, "width": WIDTH, "format": "int8", "dtype": F32},
+        "row_dequantize_sum": {"rows": of_ranks, "width": WIDTH, "format": "int8", "dtype": F32},
     }[op]
 
 

@@ -13,6 +13,7 @@ from dct_kernels import (
     quantize_pack,
     quantized_payload_bytes,
     row_dequantize,
+    row_dequantize_sum,
     row_gather,
     row_pack,
     row_quantize,
@@ -79,11 +80,13 @@ def rows_arguments(batch, width, k):
 
 
 def quantized_rows(x):
-    packed = [row_quantize(torch.relu(x), format) for format in FORMATS]
-    return [
-        row_dequantize(quantized, x.shape[1], format, torch.bfloat16)
-        for quantized, format in zip(packed, FORMATS, strict=True)
-    ]
+    results, width = [], x.shape[1]
+    for format in FORMATS:
+        rows = row_quantize(torch.relu(x), format)
+        results.append(row_dequantize(rows, width, format, torch.bfloat16))
+        messages = rows.view(x.shape[0] // 5, 5, rows.shape[1])  # of 5 rows each
+        results.append(row_dequantize_sum(messages, width, format, torch.bfloat16))
+    return results
 
 
 # All row sizes have the same encoding, because the encoding determines a shape.
@@ -92,7 +95,7 @@ SIZES = {
     step: [step_arguments(*sizes) for sizes in [(5000, 100), (40000, 300, 3), (999, 3, 5)]],
     exchange: [exchange_arguments(numel) for numel in (5000, 20000, 50021, 999)],
     rows: [rows_arguments(*sizes) for sizes in ROWS],
-    quantized_rows: [rows_arguments(*sizes)[:1] for sizes in ROWS],
+    quantized_rows: [rows_arguments(5 * ranks, 63 + ranks, 1)[:1] for ranks in (3, 2, 20, 7)],
 }
 
 

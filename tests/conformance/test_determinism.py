@@ -39,6 +39,10 @@ def run_all_ops(backend):
         backend.row_dequantize(quantized, 200, format, torch.float16)
         for quantized, format in zip(rows, FORMATS, strict=True)
     ]
+    coarse += [
+        backend.row_dequantize_sum(quantized.view(4, 500, -1), 200, format, torch.float32)
+        for quantized, format in zip(rows, FORMATS, strict=True)
+    ]
     results = (threshold, payload, seen, residual, out, status, values, positions)
     results += (gathered, dense, *rows, *coarse)
     for format in QUANTIZED_CODES:

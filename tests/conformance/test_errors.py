@@ -138,6 +138,12 @@ WRONG = [
     ("row_dequantize", "width", ValueError, [0, -1, 2**31]),
     ("row_dequantize", "format", ValueError, ["float8"]),
     ("row_dequantize", "dtype", TypeError, [F64]),
+    ("row_dequantize_sum", "rows", TypeError, [torch.zeros(2, ROWS, WIDTH + 2)]),
+    ("row_dequantize_sum", "rows", ValueError, [u8(ROWS, WIDTH + 2), u8(2, ROWS, WIDTH)]),
+    ("row_dequantize_sum", "rows", ValueError, [u8(2, 2 * ROWS, WIDTH + 2)[:, ::2]]),
+    ("row_dequantize_sum", "width", ValueError, [0, -1, 2**31]),
+    ("row_dequantize_sum", "format", ValueError, ["float8"]),
+    ("row_dequantize_sum", "dtype", TypeError, [F64]),
 ]
 # (op, argument, wrong value, another argument that the error names)
 NAMED = [
@@ -156,6 +162,9 @@ NAMED = [
     ("row_quantize", "x", torch.ones(ROWS, 0), "x.shape[1]"),
     ("row_dequantize", "width", WIDTH + 1, "rows"),
     ("row_dequantize", "format", "int4", "rows"),
+    ("row_dequantize_sum", "width", WIDTH + 1, "rows"),
+    ("row_dequantize_sum", "format", "int4", "rows"),
+    ("row_dequantize_sum", "rows", u8(0, ROWS, WIDTH + 2), "rows.shape[0]"),
 ]
 CASES = [(op, arg, values, arg, error) for op, arg, error, values in WRONG]
 CASES += [(op, arg, [value], named, ValueError) for op, arg, value, named in NAMED]

@@ -119,6 +119,7 @@ WRONG_TYPES = [
     ("row_unpack", [("width", "50")]),
     ("row_quantize", [("x", [[1.0]]), ("format", 8)]),
     ("row_dequantize", [("rows", b""), ("format", None), ("dtype", "float32")]),
+    ("row_dequantize_sum", [("rows", [b""]), ("width", 50.0), ("format", 8), ("dtype", None)]),
 ]
 
 

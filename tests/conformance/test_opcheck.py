@@ -55,6 +55,8 @@ CASES += [
     ("row_unpack", {"values": empty(0, 20), "positions": u8(0, 7)}),
     ("row_quantize", {"x": empty(0, 50)}),
     ("row_dequantize", {"rows": u8(0, 52)}),
+    ("row_dequantize_sum", {"rows": u8(2, 0, 52)}),
+    ("row_dequantize_sum", {"rows": u8(1, 3, 12), "format": "ternary", "dtype": F16}),
 ]
 
 

@@ -160,7 +160,8 @@ std::unique_ptr<Target> target_of(const std::string& op) {
   if (op == "dequantize_sum_pack") return std::make_unique<DequantizeSumPack>();
   if (op == "row_unpack") return std::make_unique<PackedRows>(false);
   if (op == "row_gather") return std::make_unique<PackedRows>(true);
-  if (op == "row_dequantize") return std::make_unique<RowDequantize>();
+  if (op == "row_dequantize") return std::make_unique<RowDequantize>(false);
+  if (op == "row_dequantize_sum") return std::make_unique<RowDequantize>(true);
   std::fprintf(stderr, "no op %s reads untrusted bytes\n", op.c_str());
   std::exit(2);
 }

@@ -121,33 +121,35 @@ class PackedRows : public Target {
 
 class RowDequantize : public Target {
  public:
+  explicit RowDequantize(bool sum) : sum_(sum) {}
+
   Input sound(Random& random) const override {
     Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
-    const Call call(input.setting);
-    input.bytes.resize(call.rows * call.bytes);
-    const std::vector<float> x = random.reals<float>(call.rows * call.width);
+    const Call call(input.setting, sum_);
+    const int64_t rows = call.ranks * call.rows;
+    input.bytes.resize(rows * call.bytes);
+    const std::vector<float> x = random.reals<float>(rows * call.width);
     with_tasks(1, [&](const cpu::Parallel& parallel) {
       cpu::row_quantize(
-          {x.data(), DType::kFloat32, call.rows, call.width, call.format, input.bytes.data()},
-          parallel);
+          {x.data(), DType::kFloat32, rows, call.width, call.format, input.bytes.data()}, parallel);
     });
     return input;
   }
 
   bool run(Input& input, Memory& memory) const override {
-    const Call call(input.setting);
+    const Call call(input.setting, sum_);
     return dispatch(call.out,
                     [&](auto out) { return dequantize<decltype(out)>(call, input, memory); });
   }
 
   Field field(Random& random, const Input& input) const override {
-    const Call call(input.setting);
-    return {random.integer(1, call.rows) * call.bytes - 2, 2};  // a scale
+    const Call call(input.setting, sum_);
+    return {random.integer(1, call.ranks * call.rows) * call.bytes - 2, 2};  // a scale
   }
 
  private:
   struct Call {
-    explicit Call(uint32_t number) {
+    Call(uint32_t number, bool sum) {
       Setting setting(number);
       format =
           setting.pick({RowFormat::kInt8, RowFormat::kInt4, RowFormat::kTernary, RowFormat::kSign});
@@ -158,27 +160,38 @@ class RowDequantize : public Target {
       tasks = setting.pick<int64_t>({1, 2});
       offset = setting.pick<int64_t>({0, 1, 7});
       bytes = row_bytes(width, format);
+      ranks = sum ? setting.pick<int64_t>({2, 1, 5}) : 1;
     }
     RowFormat format;
-    int64_t width, rows, bytes, tasks, offset;
+    int64_t width, rows, bytes, tasks, offset, ranks;
     DType out;
   };
 
   template <typename Out>
-  static bool dequantize(const Call& call, Input& input, Memory& memory) {
-    const int64_t nbytes = call.rows * call.bytes;
+  bool dequantize(const Call& call, Input& input, Memory& memory) const {
+    const int64_t message_bytes = call.rows * call.bytes, nbytes = call.ranks * message_bytes;
     input.bytes.resize(nbytes);
     auto* rows = memory.take<uint8_t>(nbytes, call.offset);
     std::copy_n(input.bytes.begin(), nbytes, rows);
     Out* out = memory.take<Out>(call.rows * call.width);
     with_tasks(call.tasks, [&](const cpu::Parallel& parallel) {
-      cpu::row_dequantize({rows, call.rows, call.width, call.format, out, call.out}, parallel);
+      if (sum_) {
+        cpu::row_dequantize_sum(
+            {rows, call.ranks, call.rows, call.width, call.format, out, call.out}, parallel);
+      } else {
+        cpu::row_dequantize({rows, call.rows, call.width, call.format, out, call.out}, parallel);
+      }
     });
     for (int64_t row = 0; row < call.rows; ++row) {
-      const uint8_t* own = rows + row * call.bytes;
-      const float scale = from_bits((own[call.bytes - 2] | own[call.bytes - 1] << 8) * 65536u);
       for (int64_t c = 0; c < call.width; ++c) {
-        const Out wanted = make<Out>(static_cast<float>(code_at(own, c, call.format)) * scale);
+        float total = 0;
+        for (int64_t p = 0; p < call.ranks; ++p) {
+          const uint8_t* own = rows + p * message_bytes + row * call.bytes;
+          const float scale = from_bits((own[call.bytes - 2] | own[call.bytes - 1] << 8) * 65536u);
+          const float entry = static_cast<float>(code_at(own, c, call.format)) * scale;
+          total = p == 0 ? entry : total + entry;
+        }
+        const Out wanted = make<Out>(total);
         CHECK(bits(out[row * call.width + c]) == bits(wanted), "row %ld, column %ld", long(row),
               long(c));
       }
@@ -186,6 +199,8 @@ class RowDequantize : public Target {
     CHECK(std::equal(rows, rows + nbytes, input.bytes.begin()), "the rows were written to");
     return true;  // any bytes are valid
   }
+
+  bool sum_;
 };
 
 }  // namespace dct::test

@@ -1,4 +1,4 @@
-"""row_quantize, row_dequantize: one row at a time, in Python's integers."""
+"""row_quantize, row_dequantize, row_dequantize_sum: one row at a time, in Python's integers."""
 
 import functools
 import math
@@ -33,6 +33,18 @@ def row_dequantize(rows, width, format, dtype):
             values[:] = np.array(codes, np.float64) * scale  # exact in float64
     with np.errstate(over="ignore"):
         return floats.narrow(out.astype(F32), dtype)
+
+
+def row_dequantize_sum(rows, width, format, dtype):
+    """Raw bits [B, width]; rows are uint8 [P, B, w] of anything."""
+    total, *others = (
+        floats.widen(row_dequantize(message, width, format, "float32"), "float32")
+        for message in rows
+    )
+    with np.errstate(invalid="ignore", over="ignore"):
+        for more in others:
+            total = total + more
+        return floats.narrow(total, dtype)
 
 
 @functools.lru_cache(50000)  # the same rows for every backend

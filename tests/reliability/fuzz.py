@@ -28,7 +28,7 @@ from . import ROOT
 
 OPS = (
     *("scatter_unpack", "dequantize_sum", "dequantize_sum_pack"),
-    *("row_unpack", "row_gather", "row_dequantize"),
+    *("row_unpack", "row_gather", "row_dequantize", "row_dequantize_sum"),
 )
 COUNTS = dict.fromkeys([*OPS, "payload_info"], 10**7)
 BATCH = 500_000

@@ -17,7 +17,8 @@ DEFECTS = {
     "status": ("dequantize_sum_pack", "args.format, args.status", "args.format, args.status + 1"),
     "column past the width": ("row_unpack", "encoding, args.width", "encoding, args.width + 1"),
     "read past the width": ("row_gather", "encoding, args.width", "encoding, args.width + 1"),
-    "place of the scale": ("row_dequantize", "row + code_bytes", "row + 1 + code_bytes"),
+    "place of the scale": ("row_dequantize", "of<kFormat>(row,", "of<kFormat>(row + 1,"),
+    "last row": ("row_dequantize_sum", "total_bytes - bytes - kMostColumns", "total_bytes - bytes"),
 }
 
 

@@ -118,6 +118,18 @@ def test_row_wise_tables(ranks, formats, weighted, varying):
     run_ranks(_row_wise, ranks, *formats, weighted, varying, timeout=300)
 
 
+def _different_formats(rank):
+    prepare()
+    text = "dct::compressed_sharders: format must be the same on every rank, got "
+    text += "int4, sign on rank 0, int4 on rank 1$"
+    with pytest.raises(ValueError, match=text):
+        on_ranks({f"t{i}": row_wise() for i in range(3)}, sharders_of(("int4, sign", "int4")[rank]))
+
+
+def test_ranks_compare_the_format():
+    run_ranks(_different_formats, 2)
+
+
 def _without_rows(rank):
     """The last rank has no row of a table. FBGEMM on the CPU has no backward pass for that."""
     prepare()

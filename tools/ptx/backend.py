@@ -236,5 +236,12 @@ def row_dequantize(rows, width, format, dtype):
     return out
 
 
+def row_dequantize_sum(rows, width, format, dtype):
+    ranks, batch, _ = rows.shape
+    out, code = poisoned(batch, width, dtype=dtype), row_layout.FORMATS.index(format)
+    _call("row_dequantize_sum", rows, ranks, batch, width, code, out, dtype)
+    return out
+
+
 _OPS = SimpleNamespace(**{op: globals()[op] for op in OPS})
 BACKEND = SimpleNamespace(**{op: checked(getattr(_OPS, op), op) for op in OPS}, device="cpu")

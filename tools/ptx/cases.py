@@ -188,6 +188,13 @@ def row_dequantize(width: int, format: str, dtype: torch.dtype) -> Case:
     return _of_rows("row_dequantize", width, format, dtype, moved, lambda op: op(*arguments))
 
 
+def row_dequantize_sum(width: int, format: str, ranks: int, dtype: torch.dtype) -> Case:
+    rows = torch.stack([reference.row_quantize(_rows(width), format) for _ in range(ranks)])
+    moved = dtype.itemsize * width + ranks * row_bytes(width, format)
+    how, arguments = f"{format}, P={ranks}", (rows, width, format, dtype)
+    return _of_rows("row_dequantize_sum", width, how, dtype, moved, lambda op: op(*arguments))
+
+
 def _rows(width: int) -> torch.Tensor:
     return torch.randn(ROW_NUMEL // width, width)
 
@@ -230,6 +237,9 @@ CASES = [
             for d in (64, 256, 1024)
         ),
         *((op, 256, "int4", BF16) for op in (row_quantize, row_dequantize)),
+        *((row_dequantize_sum, 64, format, p, F32) for format in FORMATS for p in (2, 8)),
+        *((row_dequantize_sum, d, "int4", 4, F32) for d in (256, 1024)),
+        (row_dequantize_sum, 256, "int4", 4, BF16),
     )
 ]
 OPS = list(dict.fromkeys(make.op for make in CASES))

@@ -100,4 +100,7 @@ int64_t row_quantize(const Field* fields) {
 int64_t row_dequantize(const Field* fields) {
   return dct::cuda::row_dequantize(fill<dct::RowDequantizeArgs, 6>(fields), nullptr);
 }
+int64_t row_dequantize_sum(const Field* fields) {
+  return dct::cuda::row_dequantize_sum(fill<dct::RowDequantizeSumArgs, 7>(fields), nullptr);
+}
 }

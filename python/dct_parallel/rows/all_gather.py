@@ -95,7 +95,7 @@ def _start(
 ) -> Transfer:
     rows, dtype = len(x), x.dtype
     rank, ranks, held = group.rank(), group.size(), GroupForBackward(group)
-    width, codec = widths[rank], codecs[rank]
+    codec = codecs[rank]
     longest = rows * max(codec.message_bytes for codec in codecs)
 
     def send(x: Tensor) -> Receive:
@@ -112,12 +112,7 @@ def _start(
         messages = [codec.encode_gradient(part.contiguous()).flatten() for codec, part in parts]
         sizes = [len(message) for message in messages]
         receive = start_all_to_all(torch.cat(messages), sizes, [sizes[rank]] * ranks, held)
-        return lambda: sum_gradients(receive().view(ranks, rows, codec.gradient_bytes))
-
-    def sum_gradients(messages: Tensor) -> Tensor:
-        total = torch.zeros(rows, width, dtype=torch.float32, device=messages.device)
-        for message in messages:  # in rank order, so that the sum is deterministic
-            total += codec.decode_gradient(message, torch.float32)
-        return total.to(dtype)
+        gradients = (ranks, rows, codec.gradient_bytes)
+        return lambda: codec.decode_gradient_sum(receive().view(gradients), dtype)
 
     return Transfer("all_gather_rows", x, send, send_gradient)

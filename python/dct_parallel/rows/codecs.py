@@ -4,6 +4,8 @@ A codec is used for one exchange. It encodes the rows to send, decodes the recei
 does the same for their gradients. Its arguments determine the sizes of messages.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,11 @@ class RowCodec:
     def decode_gradient(self, message: Tensor, dtype: torch.dtype) -> Tensor:
         """Decode the gradient of the argument of `encode`."""
         return message
+
+    def decode_gradient_sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum of P ranks' gradients [P, B, gradient_bytes], in rank order and in float32."""
+        decoded = (self.decode_gradient(message, torch.float32) for message in messages)
+        return _sum(decoded).to(dtype)
 
 
 class LargestEntries(RowCodec):
@@ -86,6 +93,9 @@ class AllEntries(RowCodec):
     def decode_gradient(self, message: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize(message, self._width, self._backward, dtype)
 
+    def decode_gradient_sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
+        return dequantize_sum(messages, self._width, self._backward, dtype)
+
 
 def format_bytes(width: int, format: str) -> int:
     """The size in bytes of a row with `width` entries in a number format."""
@@ -106,6 +116,22 @@ def dequantize(message: Tensor, width: int, format: str, dtype: torch.dtype) -> 
         return _as_floats(message, DTYPES[format]).to(dtype)
     rows: Tensor = _ops.row_dequantize.default(message.contiguous(), width, format, dtype)
     return rows
+
+
+def dequantize_sum(messages: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
+    """The sum of P ranks' rows [P, B, bytes of `quantize`], in rank order and in float32."""
+    if format in DTYPES:
+        decoded = (dequantize(message, width, format, torch.float32) for message in messages)
+        return _sum(decoded).to(dtype)
+    total: Tensor = _ops.row_dequantize_sum.default(messages, width, format, dtype)
+    return total
+
+
+def _sum(rows: Iterator[Tensor]) -> Tensor:
+    total = next(rows)  # not added to 0, which would lose the sign of -0.0
+    for more in rows:
+        total += more
+    return total
 
 
 def _as_bytes(values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..groups import GroupForBackward
+from .codecs import dequantize_sum
 from .row_format import RowFormat
 from .transfer import Receive, Transfer, exchange_of_rows, start_all_gather, start_all_to_all
 
@@ -52,11 +53,8 @@ def reduce_scatter_rows_async(
         return lambda: add(receive().view(ranks, rows, codec.message_bytes))
 
     def add(messages: Tensor) -> Tensor:
-        first, *others = messages  # the first is not added to 0, which would lose the sign of -0.0
-        total = codec.decode(first, torch.float32)
-        for message in others:
-            total += codec.decode(message, torch.float32)
-        return total.to(dtype)
+        forward, _ = format.formats(dtype)
+        return dequantize_sum(messages, width, forward, dtype)
 
     def send_gradient(grad: Tensor) -> Receive:
         message = codec.encode_gradient(grad.contiguous())

@@ -23,6 +23,7 @@ BY_DEFAULT = {
     "row_unpack 256",
     "row_quantize 256 int4 float32",
     "row_dequantize 256 int4 float32",
+    "row_dequantize_sum 64 int4 8 float32",
 }
 
 

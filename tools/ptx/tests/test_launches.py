@@ -41,6 +41,7 @@ def _arguments():
         "row_unpack": [(values, positions, 64, F32)],
         "row_quantize": [(x, "int8")],
         "row_dequantize": [(rows, 64, "int8", F32)],
+        "row_dequantize_sum": [(rows[None], 64, "int8", F32)],
     }
 
 

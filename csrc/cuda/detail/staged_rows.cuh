@@ -1,0 +1,111 @@
+#pragma once
+
+// Quantized rows in shared memory: row_dequantize and row_dequantize_sum. A row is decoded by 2 to
+// 32 lanes. Rows have no alignment, but those of a warp are contiguous, so the warp copies their
+// bytes to shared memory by vectors of 16 bytes. There a lane reads the codes of some columns from
+// any byte.
+
+#include "row_codes.cuh"
+
+namespace dct::cuda {
+
+constexpr int kStagedBytes = sizeof(uint4);  // of a vector
+constexpr int kBusyColumns = 32;             // per lane: wider rows have more lanes
+constexpr int kLaneColumns = 40;             // per lane at a time: whole bytes of every format
+constexpr int kWarpColumns = kWarpSize * kLaneColumns;
+
+// Vectors that hold a warp's rows of a format, with what precedes and follows the bytes in the
+// first and the last. `kOverread` bytes are read past the first byte of some codes.
+template <RowFormat kFormat, int kOverread>
+constexpr int kStagedVectors =
+    (kWarpColumns / codes_per_byte(kFormat) + kScaleBytes + kOverread) / kStagedBytes + 2;
+
+// How rows are shared out among lanes.
+struct RowLanes {
+  int log_lanes;  // of a row
+  int64_t parts;  // of at most 2^log_lanes * kLaneColumns columns
+
+  explicit RowLanes(int64_t width) : log_lanes(1) {
+    while (log_lanes < 5 && (kBusyColumns << log_lanes) < width) ++log_lanes;
+    parts = (width - 1) / (kLaneColumns << log_lanes) + 1;
+  }
+};
+
+// `count` of a tensor's bytes, `from` on.
+struct Span {
+  const uint8_t* tensor;
+  int64_t tensor_bytes, from;
+  int count;
+};
+
+// Bytes on their way to shared memory, with those around them that share their vectors.
+template <int kVectors, int kOverread>
+struct StagedBytes {
+  static constexpr int kLoads = (kVectors + kWarpSize - 1) / kWarpSize;
+  static_assert(kOverread < kStagedBytes);
+  uint4 read[kLoads];
+  int skip;        // bytes before the first, in its vector
+  int begin, end;  // vectors inside the tensor
+
+  // By one warp. `at_edge`: vectors may be partly outside the tensor, which is then looked at.
+  __device__ void load(const Span& span, bool at_edge) {
+    const uint8_t* source = span.tensor + span.from;
+    skip = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kStagedBytes);
+    begin = 0;
+    end = vectors(span);
+    if (at_edge) {
+      begin = span.from < skip ? 1 : 0;
+      const int64_t whole = (span.tensor_bytes - span.from + skip) / kStagedBytes;
+      end = static_cast<int>(min(whole, int64_t{end}));
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int v = j * kWarpSize + lane_index();
+      if (v >= begin && v < end) {
+        read[j] = __ldcs(reinterpret_cast<const uint4*>(source - skip) + v);
+      }
+    }
+  }
+
+  // Stores what load() has loaded of the span, with zeros outside the tensor, and returns where the
+  // first byte is.
+  __device__ int store(const Span& span, bool at_edge, uint4* staged) const {
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int v = j * kWarpSize + lane_index();
+      if (v >= begin && v < end) staged[v] = read[j];
+    }
+    if (at_edge && (begin > 0 || end < vectors(span))) {
+      const uint8_t* source = span.tensor + (span.from - skip);
+      const int64_t length = span.tensor_bytes - span.from + skip;
+      for (int i = lane_index(); i < vectors(span) * kStagedBytes; i += kWarpSize) {
+        if (i >= begin * kStagedBytes && i < end * kStagedBytes) continue;
+        reinterpret_cast<uint8_t*>(staged)[i] = i >= skip && i < length ? source[i] : 0;
+      }
+    }
+    __syncwarp();
+    return skip;
+  }
+
+ private:
+  __device__ int vectors(const Span& span) const {
+    return (skip + span.count + kOverread) / kStagedBytes + 1;
+  }
+};
+
+// The scale that ends a row, from any byte.
+__device__ inline float scale_at(const uint8_t* bytes) {
+  return to_float(BFloat16{static_cast<uint16_t>(bytes[0] | bytes[1] << 8)});
+}
+
+// Unpacks the trits of a row's first `columns` columns to one per byte. By `lanes` lanes.
+__device__ inline void unpack_trits(const uint8_t* row, int columns, int lane, int lanes,
+                                    uint8_t* trits) {
+  for (int i = lane; i * kTrits < columns; i += lanes) {
+    unpack_byte<RowFormat::kTernary>(row[i],
+                                     [&](int k, uint32_t trit) { trits[i * kTrits + k] = trit; });
+  }
+  __syncwarp();
+}
+
+}  // namespace dct::cuda
