@@ -1,7 +1,7 @@
 #pragma once
 
-// Up to 64 floats in registers. GNU vectors provide arithmetic and comparisons. Compilers generate poor
-// code for widening bytes and for non-temporal stores, so this file has both for each width.
+// Up to 64 floats in registers. GNU vectors provide arithmetic and comparisons. Compilers generate
+// poor code for widening bytes and for non-temporal stores, so this file has both for each width.
 // Vectors are returned by reference, because functions without a target cannot return wide ones.
 
 #include <cstdint>
