@@ -97,7 +97,7 @@ def report(runs: Sequence[dict], cut: str) -> str:
     dense = {run["seed"]: run for run in settings["float32"]}
     headings = ["setting", "gradients", "rows", "than float32", "than bfloat16"]
     for score in ("log loss", "AUC"):
-        headings += [score, "over float32's", "worst"]
+        headings += [score, "vs. float32", "worst"]
     return table(headings, [[name, *_row(each, dense)] for name, each in settings.items()])
 
 
