@@ -116,7 +116,7 @@ def gathered(tensor):
 
 
 def assert_same(tensor):
-    """Compare a tensor across ranks. All ranks fail if one differs, and report which and where."""
+    """Compare a tensor across ranks. If one differs, all ranks fail and report where."""
     first, *others = gathered(tensor)
     differences = []
     for rank, other in enumerate(others, start=1):

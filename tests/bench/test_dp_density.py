@@ -1,4 +1,4 @@
-"""experiments.dp_density: simulated ranks equal real ones, choice of rates, reuse of runs."""
+"""experiments.dp_density: simulated and real ranks are equal, learning rates, reuse of runs."""
 
 import argparse
 import itertools
@@ -109,7 +109,7 @@ def _real(rank, width, ranks, names):
 
 def _sharded(rank, width, ranks, weights, gradients):
     """The weights after STEPS steps of FSDP2 on real ranks, and the bytes sent."""
-    warnings.filterwarnings("ignore", ".* returned a view tensor")  # nothing changes it in place
+    warnings.filterwarnings("ignore", ".* returned a view tensor")  # no code writes to the view
     task = Task(width)
     model = task.model(0)
     for module in (*model.blocks, model):
@@ -150,7 +150,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-# No hooks on three ranks, because a ring adds their first, dense steps in another order.
+# Hooks are not tested on three ranks, because a ring sums the dense first steps in another order.
 @pytest.mark.parametrize(
     "ranks, width, names", [(2, 48, (*STATES, *AVERAGERS)), (3, 32, AVERAGERS)]
 )
@@ -234,9 +234,9 @@ def test_finished_runs_are_reused(tmp_path, monkeypatch):
     settings = dp_density.settings_of(dp_density.parse(given))
     for _ in range(2):
         dp_density.work(dp_density.parse(given))
-        assert len(trained) == 4  # both methods with both rates, and the seed that selects a rate
+        assert len(trained) == 4  # two methods with two learning rates, on the selecting seed
     dp_density.work(dp_density.parse([*given, "--seeds", "2"]))
-    assert len(trained) == 6  # both methods at their best rates
+    assert len(trained) == 6  # two methods at their best learning rates
     records = runs.load(tmp_path, settings)
     dense = next(run for run in records if run["method"] == "dense")
     numel = sum(p.numel() for p in dp_tasks.ClicksTask(rows=600).model(0).parameters())

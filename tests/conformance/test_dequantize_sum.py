@@ -65,7 +65,7 @@ def test_sum_is_in_rank_order(backend, format):
         ([minus, large, one], 2.0),
         ([one, large, minus], 0.0),
     ):
-        # The scale 2**30 / 127 is rounded, and so is its product.
+        # The scale 2**30 / 127 is rounded, and so is the product with a code.
         out, status = quantized_calls.dequantize_sum(backend, ranks, geometry, scale=2.0)
         assert out[0].item() == pytest.approx(expected, rel=0.01)
         assert out[1:].tolist() == [0.0] * 69

@@ -54,7 +54,7 @@ def test_ranks_and_ranges(backend, ranges, ranks):
 
 
 def test_many_ranks(backend):
-    """There are more ranks than pieces of a tile, which the ranks share."""
+    """There are more ranks than pieces of a tile, so ranks share pieces."""
     geometry = Geometry(5000, 100, "bfloat16")
     calls.scatter_unpack(backend, payloads(geometry, 130, 0.01), geometry, scale=1 / 130)
 

@@ -31,7 +31,7 @@ TRAIN = [sys.executable, ROOT / "examples/train_dlrm.py"]
 
 
 def _call_on_ranks(*arguments):
-    """The output of rank 0 of two, started as torchrun does. Rank 1 prints nothing."""
+    """Return the output of rank 0. Two ranks are started as by torchrun; rank 1 prints nothing."""
     (status, out, err), second = run_as_torchrun(called, RANKS, main, *arguments)
     assert (status, second) == (0, (0, "", "")), err
     return out
@@ -219,7 +219,7 @@ def test_errors_name_option_rule_and_value(tmp_path, monkeypatch, capsys, given,
 @pytest.mark.large
 @pytest.mark.parametrize("launcher", [[], [*TORCHRUN[1:], "--nproc-per-node", "2"]])
 def test_as_written(tmp_path, launcher):
-    """In new processes, which import everything that they need."""
+    """Runs the program in new processes, which must import everything that they need."""
     command = [TRAIN[0], *launcher, TRAIN[1], *SMALL, "--out", tmp_path]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

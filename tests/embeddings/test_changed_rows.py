@@ -1,4 +1,4 @@
-"""Replicas are equal after a sync at any time: with accumulated gradients, or before their step.
+"""Replicas are equal after a sync at any time, even while gradients accumulate.
 
 Here gradients do not depend on weights, and all numbers are small multiples of a power of two. So
 SGD gives the same bits for any order of averaging. The oracle holds both replicas' whole tables in
@@ -160,7 +160,7 @@ class _Replica:
         self._ahead.clear()
 
     def check(self):
-        """After a flush, replicas are equal and include every step of both."""
+        """After a flush, the replicas are equal and include every step of both replicas."""
         self.flush()
         weight = self.bags.weight.detach()
         for tensor in (weight, *self._states()):
@@ -283,7 +283,7 @@ def test_closures_and_gradients_set_by_the_user(rank):
         replica.step()
         replica.check()
 
-        # Lookups change nothing, so a sync after them sends the same bytes as an immediate sync.
+        # Lookups change no rows, so a sync after lookups sends as many bytes as an immediate sync.
         with WireMeter(replica.bags.mesh.get_group("replicate")) as meter:
             replica.sync()
             immediate = meter.take()

@@ -136,7 +136,7 @@ def _trained(rank):
     assert state["weight"].shape == (len(rows), 1 + WIDTH)
     assert state["weight"].untyped_storage().nbytes() == state["weight"].nbytes
 
-    # The state replaces other rows of a rank.
+    # Loading the state replaces the rank's other rows.
     again = _rows()
     _layer(again)(*_bags(30, [rank]))
     other = RowWiseAdagrad([again.weight], LR)
@@ -203,7 +203,7 @@ def test_checkpoints_of_two_ranks_merge_and_load_on_four():
 
 @on_ranks(1)
 def test_attached_state_is_the_state_of_the_optimizer(rank):
-    """States load in any order, including states from before `attach` named the optimizer."""
+    """States load in any order, also states that were saved before `attach` took the optimizer."""
     seen = {7: 0.0, 2**62: 0.0, 5: 0.0}  # {id: expected accumulator}
 
     def made():

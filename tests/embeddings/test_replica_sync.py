@@ -87,12 +87,12 @@ def _looked_up(first, last, rows=ROWS, replicas=2, batch=BATCH):
 
 
 def _check_message(settings, accumulated, left):
-    """Check that `accumulated - left`, the changes that a replica sends, fits the format."""
+    """Check that the changes that a replica sends, `accumulated - left`, fit the format."""
     format, delivered = settings["format"], accumulated - left
     if format == "bfloat16":  # the largest entries, a fraction of DENSITY, rounded
         went = delivered != 0
         count = min(math.ceil(DENSITY * len(left)), int((accumulated != 0).sum()))
-        assert 0.8 * count < went.sum() <= 1.25 * count + 1  # the threshold is from few samples
+        assert 0.8 * count < went.sum() <= 1.25 * count + 1  # the threshold is an estimate
         assert accumulated[went].abs().min() >= accumulated[~went].abs().max()
         assert torch.equal(left[~went], accumulated[~went])
         assert torch.equal(delivered, delivered.bfloat16().float())
@@ -106,7 +106,7 @@ def _check_message(settings, accumulated, left):
             assert went.any() or part.abs().max() < 1e-6
             assert torch.allclose(sizes, sizes[:1].expand_as(sizes), atol=1e-7)
             assert torch.equal(sent[went].sign(), part[went].sign())
-        else:  # the error is less than a step
+        else:  # the error is less than a quantization step
             assert rest.abs().max() <= part.abs().max() / {"int8": 127, "int4": 7}[format]
 
 
@@ -123,7 +123,7 @@ def _payload_bytes(settings, numel):
 )
 @on_ranks("replicas")
 def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, transport, many):
-    rows, batch = ([9000, 25], 1200) if many else (ROWS, BATCH)  # otherwise less than a block
+    rows, batch = ([9000, 25], 1200) if many else (ROWS, BATCH)  # else less than a block
     for (name, make), settings in zip(cycle(OPTIMIZERS.items()), COMPRESSED, strict=False):
         settings = settings | {"transport": transport}
         bags = _bags(rows, shape=(replicas, 1))
@@ -200,7 +200,7 @@ def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, 
 
 
 class _Sizes(TorchDispatchMode):
-    """Records the largest new tensor. Writing into `known` creates none."""
+    """Records the largest new tensor. Writing into `known` creates no tensor."""
 
     def __init__(self, *known):
         super().__init__()
@@ -229,7 +229,7 @@ def test_a_sync_accesses_only_rows_that_were_looked_up(rank):
         others = torch.ones(sum(rows), dtype=torch.bool)
         others[union] = False
         state = optimizer.state[bags.weight]
-        with torch.no_grad():  # NaN would show if they were read
+        with torch.no_grad():  # reading these rows would give NaN
             for tensor in (bags.weight, *state.values()):
                 tensor[others] = math.nan
         known = sync._average.touched._known

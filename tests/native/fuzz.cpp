@@ -4,8 +4,8 @@
 //   fuzz OP HEX                one input, as printed by a run that stopped
 //
 // Kernels compiled with DCT_COVERAGE report the branches that they take, and inputs that take new
-// branches are mutated further. No call may access memory outside of its arguments, which guards
-// and sanitizers check. Results must equal those of the decoders in the headers.
+// branches are mutated further. No call may access memory outside of its arguments; guards and
+// sanitizers detect such accesses. Results must equal those of the decoders in the headers.
 
 #include <unistd.h>
 
@@ -179,7 +179,7 @@ extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:prin
 
 extern "C" DCT_PLAIN void __sanitizer_cov_trace_pc() {
   const auto here = reinterpret_cast<uintptr_t>(__builtin_return_address(0)) -
-                    reinterpret_cast<uintptr_t>(&num_touched);  // at any load address
+                    reinterpret_cast<uintptr_t>(&num_touched);  // independent of the load address
   const uint64_t mixed = (here ^ last) * 0x9E3779B97F4A7C15;
   const auto branch = static_cast<uint16_t>(mixed >> 50);
   last = here >> 1;

@@ -1,6 +1,6 @@
 """DCTAverager against a simulation of all ranks in numpy, float64.
 
-The simulation takes the thresholds from the averager, and they decide which entries are sent. All
+The simulation uses the averager's thresholds, which determine the entries that are sent. All
 arithmetic is exact: numbers have few bits and are multiples of 3, for the mean of 3 ranks.
 """
 

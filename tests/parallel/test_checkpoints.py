@@ -1,4 +1,4 @@
-"""Checkpoints at every entry point: bitwise resume, and loads with other transports and ranks."""
+"""Checkpoints at every entry point: bitwise resume, other transports and world sizes."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def _load(entry, source, saved, converted=False):
 
 
 def _check_resume(rank, make, options, folder):
-    """Compare resumed runs with an uninterrupted one, from files and DCP folders.
+    """Compare runs that resume from files and DCP folders with an uninterrupted run.
 
     After an averaging, the state alone restores the weights of an averager with step_ahead. Between
     averagings the user loads the weights.

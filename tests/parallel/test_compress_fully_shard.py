@@ -1,4 +1,4 @@
-"""compress_fully_shard: bits of the gathered weights and of the reduced gradients."""
+"""compress_fully_shard: bitwise checks of gathered weights and reduced gradients."""
 
 import pytest
 import torch

@@ -86,7 +86,7 @@ def _check_skipped_step(rank, make, cases):
             scaler.scale(point.loss(everyone[rank])).backward()
             if by_scaler:
                 if step == BAD_STEP and poison == "flood":
-                    point.state.take_back()  # the scaler's skip must not take back a second time
+                    point.state.take_back()  # the skipped step must not be taken back a second time
                 scaler.step(point.optimizer)
                 scaler.update()
             elif _norm(point).isfinite():

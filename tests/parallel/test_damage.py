@@ -1,7 +1,6 @@
-"""A payload is corrupted in flight: the receiver raises in the next call and in all later ones.
+"""A payload is corrupted in flight: the receiver raises in each later call that reads results.
 
-Only calls that read results raise: the end of the next backward pass, `stats` and others.
-
+These calls are the end of the next backward pass, `stats` and others.
 Other ranks are not notified. They fail when the receiver exits, or when their group times out.
 """
 

@@ -1,7 +1,7 @@
 """Every format at every entry point with both transports, on the same numbers.
 
-Results equal, bit for bit, those that `tests/oracle` computes for all ranks in one process. The
-rest is pending. All ranks have equal bits, and bytes match the formula and `plan()`.
+`tests/oracle` computes bitwise equal results for all ranks in one process. Entries that are not
+sent are pending. All ranks have bitwise equal results. Byte counts match the formula and `plan()`.
 """
 
 import itertools

@@ -197,7 +197,7 @@ def test_garbage_collection_releases_threads_and_files(rank, made):
         for _ in range(3):
             model(torch.ones(1, 64)).sum().backward()
         del model
-        before = before or resources()  # excludes what torch starts once
+        before = before or resources()  # excludes threads that torch starts once
     deadline = time.monotonic() + 20  # threads end with a delay
     while any(now > then for now, then in zip(resources(), before, strict=True)):
         assert time.monotonic() < deadline, (resources(), before)

@@ -64,7 +64,7 @@ def test_uneven_inputs_and_accumulation(rank):
 
 @on_ranks(4)
 def test_bytes_between_and_inside_nodes(rank):
-    """Compare the bytes with `stats` and `plan`, and with a sixth of those without a mesh."""
+    """Compare the bytes with `stats` and `plan`, and with a sixth of the bytes without a mesh."""
     model, state = meshed_model(SIZES, 2)
     groups = state._topology.between, state._topology.node.group
     for step in range(4):

@@ -92,7 +92,7 @@ def test_group_with_a_nonfinite_entry_keeps_its_residual(bad):
 
 
 def test_corrupted_headers_add_nothing():
-    """A payload with an invalid header adds nothing and has status 1. Rows may be any bytes."""
+    """A payload with an invalid header adds nothing and has status 1. Any bytes are valid rows."""
     codec = Quantized(3000, "int4", 1, None, CPU)
     good = codec.pack(_numbers(3000)).clone()
     for byte in range(64):

@@ -67,7 +67,7 @@ def test_bytes_match_the_formula(world_size, sizes):
 
 
 def test_total_bytes_are_those_of_a_parameter_server():
-    """All ranks send the bytes of one server, minus entries that stay with their owner."""
+    """Together, ranks send the bytes of one server, minus entries that stay on their owner."""
     ranks, sizes = 4, (4 * BLOCK,)
     sent = [counted for counted, _ in run_ranks(_counted, ranks, sizes, 0.05)]
     settings = Settings(0.05, "bfloat16")

@@ -113,7 +113,7 @@ def _gathers(rank, widths):
     grads = [_random(50 + r, ROWS, sum(widths)) for r in range(ranks)]
     for format in FORMATS:
         total = torch.zeros(ROWS, widths[rank])
-        for grad in grads:  # summed in rank order in float32, for the same bits
+        for grad in grads:  # in rank order in float32, so that the result is bitwise identical
             total += _gradient(grad.split(widths, 1)[rank], format)
         sizes = [_bytes(width, format) for width in widths]
         sent = (ranks - 1) * ROWS * max(forward for forward, _ in sizes)

@@ -74,7 +74,7 @@ def _weights(printed):
 def _run(program, options, folder):
     """(output, bytes sent on a private loopback device or None if it cannot be created).
 
-    The kernel counts the bytes, so nothing that a framework sends is missing.
+    The kernel counts the bytes, so the count includes everything that a framework sends.
     """
     namespace = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     up = ["sh", "-ec", 'ip link set lo up; "$@"; cat /proc/net/dev', "sh"]

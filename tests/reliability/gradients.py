@@ -1,4 +1,4 @@
-"""Shared by the programs for the two hooks: a step and its effect on the account."""
+"""Code that the runners of both hooks share: it runs one step and updates the account."""
 
 import contextlib
 import copy
@@ -43,9 +43,14 @@ def draw_step(draw, ranks):
 class GradientRunner:
     """Runs a program with a hook on one rank.
 
-    Subclasses define `_model`, `_group` (all ranks of the mean), `_state`, `_options`, `_all` (all
-    parameters), `_parameters` (the trained ones), `_optimizer` (for these and `_outside`),
-    `_scaler` and `account`. They implement the methods that have no body here.
+    Subclasses implement the methods without a body, and define these attributes:
+
+    - `_model`, `_state`, `_scaler` and `account`
+    - `_options`: the options of `_state`
+    - `_group`: the process group over which gradients are averaged
+    - `_all`: all parameters
+    - `_parameters`: the trained parameters
+    - `_optimizer`: the optimizer of `_parameters` and `_outside`
     """
 
     idle = False
@@ -64,13 +69,13 @@ class GradientRunner:
         """Set all parameters from the result of `_flat`."""
 
     def _replace(self, weights):
-        """Create what a load expects: a model, a state and an optimizer."""
+        """Create a model, a state and an optimizer, into which a checkpoint is loaded."""
 
     def _pending(self):
         """Return this rank's pending gradients, flat, in units of the sum over ranks."""
 
     def _positions(self):
-        """Return the message of each entry and its position there."""
+        """Return the message of each entry and the entry's position in it."""
 
     def _sends_with(self, rank):
         """Whether non-finite gradients of `rank` enter the messages of this rank."""
