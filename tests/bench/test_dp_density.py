@@ -162,7 +162,7 @@ def test_simulated_ranks_equal_real_ranks(one_thread, ranks, width, names):
             assert torch.equal(weight, real[name][key]), (name, key)
 
 
-@pytest.mark.parametrize("ranks, width", [(2, 48), (3, 32)])  # 3 shards are uneven
+@pytest.mark.parametrize("ranks, width", [(2, 48), (3, 32)])  # 3 ranks have uneven shards
 @pytest.mark.parametrize("formats", [("int8", "int4"), ("int4", "bfloat16")], ids="-".join)
 def test_simulated_shards_equal_fsdp2(one_thread, ranks, width, formats):
     make, task = dp_methods.method("fsdp-" + "-".join(formats)), Task(width)

@@ -115,7 +115,7 @@ def test_sharded_modes_send_fewer_bytes(tmp_path):
     cells = json.loads((tmp_path / "link.json").read_text())["cells"]
     unquantized, int8, kept = (cell["payload_bytes"] for cell in cells)
     blocks, rest = 6 * (12 * 384**2 + 13 * 384), (2 * 98 + 64 + 2) * 384 + 98
-    assert unquantized == 3 * blocks + 2 * rest  # half of the elements, 2 bytes each
+    assert unquantized == 3 * blocks + 2 * rest  # a rank sends half of the elements in 2 bytes
     # int8 has 66 bytes per 64 elements, and 1 % of the parameters are small and stay dense.
     assert unquantized / 1.95 < int8 < unquantized / 1.9
     assert kept == pytest.approx(int8 * (2 * blocks + 2 * rest) / (3 * blocks + 2 * rest), rel=1e-3)

@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _is_deselected(item, limit: int) -> bool:
-    """Whether the test is skipped at this limit."""
+    """Whether this limit deselects the test."""
     if item.get_closest_marker("many_programs"):
         return True
     return limit < CASES_OF_MANY_LAUNCHES and bool(item.get_closest_marker("many_launches"))

@@ -109,8 +109,8 @@ def test_dense_payload():
 
 
 def test_dense_payload_of_several_ranges_and_dequantize_sum_pack():
-    """Needs 10 GB. Three ranges hold the rows of one range; then an owner repacks them."""
-    where, ranges = (0, 2**30, 2**31 - 1, 2**31, LAST, NUMEL - 1), 3  # at most one per group of 64
+    """Needs 10 GB. Three ranges hold the same rows as one range. Then an owner repacks them."""
+    where, ranges = (0, 2**30, 2**31 - 1, 2**31, LAST, NUMEL - 1), 3  # in separate groups of 64
     grad = planted(torch.bfloat16, where)
     geometry = quantized_payload.Geometry(NUMEL, "ternary", ranges)
     rows = torch.zeros(ranges, geometry.nbytes, dtype=torch.uint8)

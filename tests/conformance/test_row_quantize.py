@@ -130,7 +130,7 @@ def test_ternary_by_hand(backend):
     x = torch.tensor([[4.0, -4.0, 1.0, 0.0, 2.0, -2.0]])  # 0.75 times the mean magnitude is 1.625
     rows = check(backend, x, "ternary")
     assert rows.view(torch.int8)[0, :-2].tolist() == [1 - 3 + 81, -1]
-    assert rows[0, -2:].tolist() == [0x40, 0x40]  # 3
+    assert rows[0, -2:].tolist() == [0x40, 0x40]  # a scale of 3
 
 
 def test_sign_by_hand(backend):
@@ -138,7 +138,7 @@ def test_sign_by_hand(backend):
     x = torch.tensor([[-1.0, 1.0, -1.0, -0.0, 0.0, 2.0, -2.0, 1.0, -2.0]])
     rows = check(backend, x, "sign")
     assert rows[0, :-2].tolist() == [0b01000101, 1]
-    assert rows[0, -2:].tolist() == [0x8E, 0x3F]  # 10 / 9
+    assert rows[0, -2:].tolist() == [0x8E, 0x3F]  # a scale of 10 / 9
 
 
 @formats

@@ -156,7 +156,7 @@ class _Replica:
         self._ahead.pop()
 
     def abort(self):
-        """An exception between forward and backward."""
+        """Discard a batch, as after an exception between forward and backward."""
         self._ahead.clear()
 
     def check(self):

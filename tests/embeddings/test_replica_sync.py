@@ -130,7 +130,7 @@ def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, 
         optimizer = make([bags.weight])
         sync = ReplicaSync(bags, optimizer=optimizer, every=2, **settings)
         average, group = sync._average, bags.mesh.get_group("replicate")
-        pending = torch.zeros(sum(rows), WIDTH)  # of all rows, for the oracle
+        pending = torch.zeros(sum(rows), WIDTH)  # the oracle's pending changes
         known_rows = torch.empty(0, dtype=torch.int64)
         for period in range(3):
             synced, _ = _snapshot(bags, optimizer)
@@ -151,7 +151,7 @@ def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, 
             pending = torch.zeros_like(pending)
             pending[known_rows] = average.residual
             moved = bags.weight.detach().double() - synced
-            # All changes are sent or pending, none twice, and other rows are unchanged.
+            # Each change is either sent or pending, and other rows are unchanged.
             changes, left = (sum(_copies(tensor.double())) for tensor in (accumulated, pending))
             near = 1e-6 * max(synced.abs().max(), changes.abs().max())
             assert (replicas * moved + left - changes).abs().max() < near
@@ -189,7 +189,7 @@ def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, 
         assert (bags.weight - (synced + mean)).abs().max() < near
         assert state is None or torch.equal(_state(bags, optimizer), state)
         assert_same(bags.weight.detach())
-        assert average.rows.untyped_storage().nbytes() == 0  # freed, not only sliced
+        assert average.rows.untyped_storage().nbytes() == 0  # the memory is freed
         assert average.residual.untyped_storage().nbytes() == 0
         before = bags.weight.detach().clone()
         with WireMeter(group) as meter:
@@ -235,7 +235,7 @@ def test_a_sync_accesses_only_rows_that_were_looked_up(rank):
         known = sync._average.touched._known
         with _Sizes(bags.weight, known, *state.values()) as made:
             sync.step()
-        assert 0 < made.largest <= 4096  # the samples for a threshold
+        assert 0 < made.largest <= 4096  # the size of a threshold's sample
         assert bags.weight[others].isnan().all() and bags.weight[union].isfinite().all()
         assert (bags.weight[union] != start[union]).any()
         assert state["sum"][union].isfinite().all() and (state["sum"][union] > 0).any()
@@ -256,7 +256,7 @@ def test_float32_rows_and_bfloat16_changes(rank):
         with WireMeter(bags.mesh.get_group("replicate")) as meter:
             sync.step()
             sent = meter.take()
-        bytes_a_row = WIDTH * (4 if format == "float32" else 2) + 4  # rings of 2
+        bytes_a_row = WIDTH * (4 if format == "float32" else 2) + 4  # rings of 2 ranks
         assert sent == 8 + 4 * max(map(len, touched)) + len(union) * bytes_a_row
         if format == "float32":
             expected = sum(part / 2 for part in _copies(trained))
@@ -270,7 +270,7 @@ def test_float32_rows_and_bfloat16_changes(rank):
         synced, _ = _snapshot(bags, optimizer)
         _train(bags, optimizer, 1, rank)
         trained, _ = _snapshot(bags, optimizer)
-        sync.flush()  # nothing is pending, and nothing is rounded
+        sync.flush()  # sends all changes without rounding
         mean = sum(_copies(trained.double())) / 2
         assert torch.allclose(bags.weight.double(), mean, rtol=0, atol=2e-7)
         assert not torch.equal(bags.weight, synced)
@@ -363,7 +363,7 @@ def _dies(rank):
     sync.step()
     if rank == 1:
         os._exit(7)
-    _train(bags, optimizer, 1, rank)  # needs no other rank, because its sharding group has one rank
+    _train(bags, optimizer, 1, rank)  # not collective: the sharding group has one rank
     sync.step()
 
 

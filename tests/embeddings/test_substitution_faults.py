@@ -245,15 +245,15 @@ def test_all_ranks_raise_if_inputs_differ(rank):
 
 @on_ranks(2)
 def test_lengths_that_wrap_around_raise(rank):
-    """The int64 sum of lengths wraps around to the number of ids, on one rank and from others."""
+    """On one rank, the int64 sum of the lengths wraps around to the number of ids."""
     ids, lengths = torch.tensor([3, 9, 1]), torch.tensor([[1, 1, 1]])
     others = "every rank must accept its input, got an error on rank 1: see the output there"
     for aggregate in ("reduce_scatter", "all_reduce"):
         layer = _layer(aggregate=aggregate)
         for wrong, total in (
-            ([[2**63 - 1, 2**63 - 1, 5]], 2**64),  # 2^64 + 3 in float64
+            ([[2**63 - 1, 2**63 - 1, 5]], 2**64),  # the exact sum is 2^64 + 3
             ([[2**62] * 4 + [3]], 2**64),
-            ([[2**62, 2**62, 3]], 2**63),  # negative in int64
+            ([[2**62, 2**62, 3]], 2**63),  # the int64 sum is negative
         ):
             text = f"ids must have {total} elements like lengths, got 3" if rank else others
             given = torch.tensor(wrong) if rank else lengths

@@ -143,7 +143,7 @@ def test_replicas_are_bitwise_equal_after_a_sync(rank):
     mesh = shard_mesh(2, 2)
     scaled = partial(MomentumScaledRowWiseAdagrad, scale=2, delayed=True)
     for optimizer_of in (RowWiseAdagrad, scaled):
-        bags, optimizer, sync = _trained(rank, mesh, optimizer_of, 5, every=3)  # synced after 3
+        bags, optimizer, sync = _trained(rank, mesh, optimizer_of, 5, every=3)  # syncs at step 3
         watched = bags.weight, optimizer.to_average(bags.weight)
         before = [_copies(bags, tensor) for tensor in watched]
         assert not any(torch.equal(*replicas) for replicas in before)

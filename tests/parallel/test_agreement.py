@@ -263,5 +263,5 @@ def test_one_rank_can_take_back_a_failed_step(rank, make, name):
     dist.barrier()
     if rank == 1:
         point.state.take_back()
-    packed = not name.endswith(("reduce_scatter", "dense_mean"))  # these come before packing
+    packed = not name.endswith(("reduce_scatter", "dense_mean"))  # these run before packing
     assert torch.equal(point.pending(), before + numbers.double() * packed)

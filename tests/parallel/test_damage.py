@@ -112,7 +112,7 @@ def _raises(text, *calls):
 def _raises_in_all_calls(point, text):
     state = point.state
     calls = [state.stats, state.parameter_stats, state.state_dict, state.plan, state.take_back]
-    if not isinstance(point, Sharded):  # its forward pass is collective
+    if not isinstance(point, Sharded):  # FSDP2's forward pass is collective
         calls.append(lambda: point.step(_numbers(STEP + 1)))
     _raises(text, *calls, lambda: state.load_state_dict({}), state.close, state.close)
 
@@ -165,7 +165,7 @@ TWO_BUCKETS = functools.partial(Hook, bucket_cap_mb=0.1)
     "make, victims, senders, phases",
     [
         (TWO_BUCKETS, [1, 2], [3, 3, 3, 3], PHASES[:1]),
-        (TWO_BUCKETS, [3], [3, 3, 3, 3], PHASES[:1]),  # only the sender receives it
+        (TWO_BUCKETS, [3], [3, 3, 3, 3], PHASES[:1]),  # the sender is the only victim
         (NodeMesh, [0, 3], [2, 3, 2, 3], PHASES),
         (Sharded, [1], [2, 3, 2, 3], PHASES),
     ],

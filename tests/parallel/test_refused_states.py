@@ -96,7 +96,7 @@ def _of_parameter(key, rule, values):
 
 
 def _bad_tensors(key, good, more=""):
-    """Return rows with invalid values for a tensor."""
+    """Return rows (path, value, error) with invalid values for a tensor."""
     shape, kind = list(good.shape), type(good).__name__
     rule = f"a float32 {shape} tensor of finite numbers"
     values = {"nothing": GONE, "'xyz'": "xyz", "None": None, "[0.0]": [0.0]}

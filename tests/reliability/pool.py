@@ -39,7 +39,7 @@ class Pool:
         self._end()
 
     def call(self, function, *args, seconds=SECONDS):
-        """Return [function(rank, *args) for each rank]. If a rank fails, end all; raise Failed."""
+        """Return [function(rank, *args) for each rank]. If one fails, end all and raise Failed."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
