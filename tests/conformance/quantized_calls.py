@@ -99,7 +99,7 @@ def _compared(residual, expected_residual, payload, rows, geometry):
 
 
 def numbers(numel, dtype=torch.float32, seed=0):
-    """[numel]; each group of 64 has one kind of value. Most are finite: a NaN voids a group."""
+    """[numel]; a group of 64 has one kind of value. Most groups are finite: a NaN voids a group."""
     return _numbers(numel, dtype, seed).clone()
 
 

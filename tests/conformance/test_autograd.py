@@ -136,7 +136,7 @@ def test_torch_func_gradients(op):
     torch.testing.assert_close(torch.func.grad(lambda x: grad(x).sum())(x), second)
     leaf = x.clone().requires_grad_()
     torch.testing.assert_close(torch.autograd.grad(grad(leaf).sum(), leaf)[0], second)
-    if op == "row_pack":  # per sample
+    if op == "row_pack":  # one sample at a time
         torch.testing.assert_close(torch.vmap(lambda row: grad(row.view(1, -1))[0])(x), first)
 
 

@@ -107,7 +107,7 @@ def test_only_the_range_with_the_wrong_header_is_void(backend):
 
 
 def start(b, value):
-    """A change that replaces start b by a number, or by a function of the content."""
+    """A change that replaces start b with a number, or with a function of the content."""
 
     def change(content):
         starts = list(content.starts)
@@ -117,7 +117,7 @@ def start(b, value):
     return {"starts": change}
 
 
-# The payload's blocks hold about 33, 33, 33 and 0 entries. Three of the starts can vary.
+# The payload's blocks hold about 33, 33, 33 and 0 entries. Three starts can vary.
 WRONG_STARTS = {
     "first not 0": start(0, 1),
     "first all ones": start(0, 2**32 - 1),

@@ -75,7 +75,7 @@ def test_bytes_match_formulas(results):
     numel = sum(n * m for n, m in weights) + biases
     # PowerSGD compresses a matrix if its two factors are less than half as large.
     powersgd = sum(n + m if 2 * (n + m) < n * m else n * m for n, m in weights) + biases
-    # DCT: a header, starts of blocks, and 4 bytes per entry of a capacity of 1.25 x density.
+    # DCT sends a header, starts of blocks, and 4 bytes per entry. The capacity is 1.25 x density.
     capacity, blocks = -(-int(numel * DENSITY * 125) // 100), -(-numel // 16384)
     dct = sum(-(-n // 16) * 16 for n in (64 + 4 * (blocks + 1), 2 * capacity, 2 * capacity))
     expected = {"dense": 4 * numel, "bf16": 2 * numel, "powersgd": 4 * powersgd, "dct": dct}
@@ -85,7 +85,7 @@ def test_bytes_match_formulas(results):
 
 
 def test_output_without_a_terminal(results):
-    """Prints a line per run, a table and a conclusion, without control characters."""
+    """The output has a line per run, a table and a conclusion, and no control characters."""
     output, _, summary = results
     for mode, runs in summary["modes"].items():
         for run in runs:
@@ -99,7 +99,7 @@ def test_output_without_a_terminal(results):
 
 
 def _runs(losses, steps, sent, step_ms):
-    """A run for each log loss."""
+    """Make one run per log loss."""
     record = Record(*(np.full(steps, value) for value in (0.5, step_ms)), {"gradients": sent})
     return [Run(n, Scores(0.7, loss, 1.0), record, None, "") for n, loss in enumerate(losses)]
 

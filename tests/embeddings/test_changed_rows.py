@@ -46,7 +46,7 @@ def _start():
 
 
 def _batch(number, rank):
-    """(ids, one per bag; the gradient of the row of each id)."""
+    """(one id per bag, the gradient of each id's row)."""
     generator = torch.Generator().manual_seed(2 * number + rank)
     ids = torch.randint(ROWS, (IDS,), generator=generator)
     return ids, torch.randint(-2, 3, (IDS, 1, WIDTH), generator=generator).float() / 4

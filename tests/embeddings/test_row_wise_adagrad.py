@@ -20,7 +20,7 @@ def _weights(dtype=torch.float64):
 
 
 def _per_id(step):
-    """The gradients of the rows of a batch, one per id."""
+    """The gradients of the rows of a batch, per id."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randn(len(BATCHES[step]), WIDTH, generator=generator, dtype=torch.float64)
 

@@ -22,7 +22,7 @@ namespace {
 
 #define DCT_PLAIN __attribute__((no_sanitize("address", "undefined")))
 
-// How often each branch was taken, by a hash of its source and target.
+// Counts of each taken branch, indexed by a hash of the branch's source and target.
 constexpr int64_t kBranches = 1 << 14;
 uint8_t taken[kBranches];
 uint16_t touched[kBranches];
@@ -36,7 +36,7 @@ DCT_PLAIN void forget_branches() {
   last = 0;
 }
 
-// Whether the last input took a branch with a count of a new magnitude.
+// Returns whether the last input took some branch a number of times that is new in magnitude.
 DCT_PLAIN bool is_new() {
   bool found = false;
   for (int64_t i = 0; i < num_touched; ++i) {

@@ -33,7 +33,7 @@ class _Simulation:
             sent = np.where(abs(acc) >= thresholds, acc, 0)
             self.residual = acc - sent
             self.base = self.base + sent.mean(0)
-        else:  # the averaging is skipped, and all changes stay pending
+        else:  # no rank averages, and all changes stay pending
             self.residual = acc
         self.weights[:] = self._start()
 

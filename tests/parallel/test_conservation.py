@@ -1,4 +1,4 @@
-"""Every gradient is applied or pending, for all bucket layouts and in skipped steps.
+"""Every gradient is applied or pending, for all bucket layouts and after skipped steps.
 
 All sums are exact, because gradients are small integers and means are over powers of two.
 """

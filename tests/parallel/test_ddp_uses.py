@@ -223,7 +223,7 @@ def test_copied_state_has_only_the_settings(rank):
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(2)
 def test_checkpoint_loads_into_any_memory_format(rank, transport):
-    """Sent plus pending entries equal the gradient after loads into other memory formats."""
+    """After loads into other memory formats, sent plus pending entries equal the gradient."""
     shape = (16, 32, 3, 3)
     grad = torch.arange(16 * 32 * 9).view(shape).sub(1000).float()
     formats = (torch.channels_last, torch.contiguous_format, torch.channels_last)

@@ -28,7 +28,7 @@ def _numbers(step, rank):
     sizes = 10.0 ** torch.randint(-3, 3, (NUMEL // 1024,), generator=generator).float()
     x = torch.randn(NUMEL, generator=generator) * sizes.repeat_interleave(1024)
     x *= 2.0 ** torch.randint(-8, 3, (NUMEL,), generator=generator).float()
-    return x * (torch.arange(NUMEL) // 64 % 8 == 0)  # the oracle is fast for zeros
+    return x * (torch.arange(NUMEL) // 64 % 8 == 0)  # because the oracle is fast for zeros
 
 
 class _Exchange:
@@ -140,7 +140,7 @@ class _OracleOfTables:
 
 
 def _extra_bytes(make):
-    """Bytes besides payloads: the flag for finite weights, or the list of changed rows."""
+    """Bytes that are not payloads: the flag for finite weights, or the list of changed rows."""
     ranks = dist.get_world_size()
     if make is _Tables:
         return 8 + 4 * (NUMEL // WIDTH)

@@ -54,7 +54,7 @@ class GradientRunner:
     """
 
     idle = False
-    TAKES_BACK_ALL_PASSES = True  # take_back also restores what earlier passes of a step sent
+    TAKES_BACK_ALL_PASSES = True  # take_back also restores entries sent in earlier passes
 
     def _backward(self, gradients, exchanged):
         """Run a backward pass; `exchanged` says whether its gradients are sent."""
@@ -162,7 +162,7 @@ class GradientRunner:
     # Helpers
 
     def _applied(self, step, mean):
-        """Return whether the optimizer stepped, which the program or the scaler decides."""
+        """Step, unless the program or the scaler skips the step; return whether it stepped."""
         overflows = bool(step.get("outside")) and self._scaler.is_enabled()
         self._outside.grad = torch.full_like(self._outside, torch.inf if overflows else 0.0)
         if step["then"] == "take_back":
@@ -187,7 +187,7 @@ class GradientRunner:
             assert 0 <= figures["density"] <= 1 and figures["residual_norm"] >= 0
 
     def _record(self, mean, times, affected):
-        """Record a mean that was applied or dropped but is not in the account otherwise."""
+        """Record a mean that was applied or dropped but is not yet in the account."""
         self.account.put(torch.where(affected | ~mean.isfinite(), 0.0, mean), times)
         self.account.may_lose |= affected
 
