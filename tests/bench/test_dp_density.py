@@ -1,4 +1,4 @@
-"""experiments.dp_density: simulated and real ranks are equal, learning rates, reuse of runs."""
+"""experiments.dp_density: equality of simulated and real ranks, learning rates, reuse of runs."""
 
 import argparse
 import itertools
@@ -143,7 +143,7 @@ def _simulated(task, make, ranks):
 
 @pytest.fixture
 def one_thread():
-    """Use one thread, like a rank. The number of threads changes sums within an op."""
+    """Use one thread, like a rank. The number of threads affects the rounding of sums."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -234,7 +234,7 @@ def test_finished_runs_are_reused(tmp_path, monkeypatch):
     settings = dp_density.settings_of(dp_density.parse(given))
     for _ in range(2):
         dp_density.work(dp_density.parse(given))
-        assert len(trained) == 4  # two methods with two learning rates, on the selecting seed
+        assert len(trained) == 4  # two methods with two learning rates each
     dp_density.work(dp_density.parse([*given, "--seeds", "2"]))
     assert len(trained) == 6  # two methods at their best learning rates
     records = runs.load(tmp_path, settings)

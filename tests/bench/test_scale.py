@@ -94,7 +94,7 @@ def test_bytes_match_the_measured_ones():
 
 
 def test_predicted_steps_are_near_those_that_were_measured():
-    """Uses the run that the CPU's constants are from, and its measured compute and link rates."""
+    """Uses the run that gave the CPU's constants, with its compute times and link rates."""
     errors = []
     for link in RUN["links"]:
         at = GLOO._replace(bandwidth=link["bits_per_second"] / 8)

@@ -88,7 +88,7 @@ def test_scale_is_rounded_to_float32_once(backend, scale):
 
 @pytest.mark.parametrize("out_scale", [65536.0, 1 / 3, 0.0, -2.0, math.inf, math.nan])
 def test_out_scale(backend, out_scale):
-    """factor = float32(scale) * out_scale is rounded before it multiplies the sum."""
+    """factor = float32(scale) * out_scale is rounded before the sum is multiplied by it."""
     geometry = Geometry(3000, "int8")
     received, out_scale = payloads(geometry, 3), torch.tensor(out_scale)
     for scale, given in ((1 / 3, out_scale), (0.1, out_scale.view(1))):

@@ -1,4 +1,4 @@
-"""Rows created in training equal rows created before it; checkpoints; other world sizes."""
+"""Rows created during training equal rows created before; checkpoints; other world sizes."""
 
 import copy
 import re

@@ -65,12 +65,12 @@ def _state(bags, optimizer):
 
 
 def _copies(tensor):
-    """The tensors of all replicas."""
+    """`tensor` of all replicas, in order."""
     return gathered(tensor.detach())
 
 
 def _snapshot(bags, optimizer):
-    """Copies of the weight and of the state to average, for an oracle."""
+    """Copies, for an oracle, of the weight and of the state that is averaged."""
     state = _state(bags, optimizer)
     return bags.weight.detach().clone(), None if state is None else state.clone()
 

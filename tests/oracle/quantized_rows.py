@@ -1,4 +1,4 @@
-"""row_quantize, row_dequantize, row_dequantize_sum: one row at a time, in Python's integers."""
+"""row_quantize, row_dequantize, row_dequantize_sum: one row at a time, in Python integers."""
 
 import functools
 import math

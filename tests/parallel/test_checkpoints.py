@@ -27,7 +27,7 @@ from ranks import (
     train_step,
 )
 
-# Rows that do not divide by 2, one row for two shards, a small tensor, and more than one block.
+# An odd number of rows, one row for two shards, a small tensor, and more than one block.
 SIZES = ((301, 7), (1, 900), (31,), (20_000,))
 NUMEL = 2107 + 900 + 31 + 20_000
 

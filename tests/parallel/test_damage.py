@@ -22,7 +22,7 @@ from ranks import assert_same, entry, on_ranks, run_ranks, set_timeout, shorten_
 SIZES = (20_000, 100, 30_000)
 NUMEL = 50_100
 STARTS = 64
-PLACES = {  # {name: (byte of the payload, expected status)}
+PLACES = {  # {name: (offset of the corrupted byte, expected status)}
     "magic": (0, 1),
     "version": (4, 1),
     "flags": (7, 1),

@@ -117,7 +117,7 @@ PROMISES = {
     "row_quantize_wide_kernel": Promise(in_flight={LOADS: 4}, divides=True),
     # A warp reads up to 1,304 bytes of its rows.
     "row_dequantize_kernel": Promise(wide_loads=3, wide_stores=1, in_flight={STREAMS: 3}),
-    # Two messages of a warp's rows, or four where a lane loads one vector of each.
+    # Loads two messages of a warp's rows, or four if a lane loads one vector of each.
     "row_dequantize_sum_kernel": Promise(
         wide_loads=4, wide_stores=5, in_flight={STREAMS: 4}, fuses=True
     ),
