@@ -13,7 +13,7 @@ import torch
 from library_defaults import seen_by_packages
 
 context = multiprocessing.get_context("forkserver")
-# dlrm.comparison imports dct_parallel only if its extra packages exist. DDP imports dynamo.
+# dlrm.comparison imports dct_parallel only if the example's extras exist. DDP imports dynamo.
 _PRELOAD = ["dct_parallel", "dlrm.comparison", "pytest", "torch._dynamo"]
 _PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.optim", "torchrec.distributed"]
 _PRELOAD += ["dct_embeddings"]

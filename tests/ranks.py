@@ -65,7 +65,7 @@ def _rank(rank, world_size, backend, folder, function, args):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = function(rank, *args)
-    # All ranks finish before one exits. With a barrier, its last message could be lost.
+    # No rank exits before all ranks have finished. A barrier's last message could be lost.
     store.set(f"done{rank}", "")
     store.wait([f"done{other}" for other in range(world_size)])
     gc.collect()  # frees models before their group

@@ -60,7 +60,7 @@ def _compiling(target: GPUTarget) -> Iterator[list]:
         compiled.append(run(self, *map(mock, args), grid=grid, warmup=True, **kwargs))
 
     JITFunction.run = compile_only
-    driver = SimpleNamespace(  # of a GPU that is not present
+    driver = SimpleNamespace(  # replaces the driver of an absent GPU
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
         get_current_target=lambda: target,

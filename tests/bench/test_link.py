@@ -100,7 +100,7 @@ def test_hybrid_modes_send_fewer_bytes_of_rows(tmp_path):
     assert link.main(given) == 0
     cells = json.loads((tmp_path / "link.json").read_text())["cells"]
     sent = {cell["mode"]: cell["payload_bytes"] for cell in cells}
-    rows = 16 * 13  # sent by each rank, and received by it
+    rows = 16 * 13  # rows that each rank sends and receives
     # Sparse rows send 4 values each way, and positions forward. Quantized rows: 18 and 6 bytes.
     assert sent["hybrid-format"] - sent["hybrid-dct"] == rows * ((18 + 6) - (4 * 3 + 4 * 2))
     assert sent["hybrid-format-dedup"] < sent["hybrid-format"] < sent["hybrid-dense"] / 10

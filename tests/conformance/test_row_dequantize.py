@@ -77,7 +77,7 @@ def test_float16_overflow_and_nan(backend, dtype, format):
 @formats
 @pytest.mark.parametrize("width", [5, 64, 300])
 def test_round_trip(backend, width, format):
-    """The result is close to x, and quantizing it again reproduces it up to rounding."""
+    """The result is close to x. Quantizing the result reproduces it up to rounding."""
     x = samples.normal(20 * width).view(20, width)
     rows = backend.row_quantize(x.to(backend.device), format)
     once = backend.row_dequantize(rows, width, format, torch.float32)

@@ -94,7 +94,7 @@ def test_misaligned_views(backend, offset, dtype, format):
 
 @formats
 def test_rows_of_every_exponent(backend, format):
-    """Each row has one magnitude. Magnitudes range from rounded to zero up to the largest scale."""
+    """Each row has one magnitude, between magnitudes that round to zero and the largest scale."""
     x = samples.normal(16 * 256).view(256, 16).clamp(-3, 3) / 3
     exponents = torch.arange(-127, 129).clamp(max=127).view(256, 1)
     x = (x.double() * torch.exp2(exponents.double())).float()

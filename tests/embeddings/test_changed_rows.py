@@ -1,4 +1,4 @@
-"""Replicas are equal after a sync at any time, even while gradients accumulate.
+"""Replicas are equal after a sync at any time, even if gradients accumulate or are not yet applied.
 
 Here gradients do not depend on weights, and all numbers are small multiples of a power of two. So
 SGD gives the same bits for any order of averaging. The oracle holds both replicas' whole tables in
@@ -192,7 +192,7 @@ def _prefetch(replica):
     replica.forward()
     for _ in range(6):
         replica.zero_grad()
-        replica.forward()  # of the next batch
+        replica.forward()  # looks up the next batch
         replica.backward()
         replica.step()
 

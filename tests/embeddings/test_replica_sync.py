@@ -89,7 +89,7 @@ def _looked_up(first, last, rows=ROWS, replicas=2, batch=BATCH):
 def _check_message(settings, accumulated, left):
     """Check that the changes that a replica sends, `accumulated - left`, fit the format."""
     format, delivered = settings["format"], accumulated - left
-    if format == "bfloat16":  # the largest entries, a fraction of DENSITY, rounded
+    if format == "bfloat16":  # sends the largest entries, rounded; DENSITY is their fraction
         went = delivered != 0
         count = min(math.ceil(DENSITY * len(left)), int((accumulated != 0).sum()))
         assert 0.8 * count < went.sum() <= 1.25 * count + 1  # the threshold is an estimate

@@ -287,7 +287,7 @@ def test_rows_and_bytes_of_a_lookup(rank):
     out.sum().backward()
     grad = once.weight.grad.coalesce()
     assert grad.indices().tolist() == ([[3]], [[0, 1, 3]])[rank]
-    # The mean over the samples of both ranks.
+    # The gradient is the mean over the samples of both ranks.
     assert torch.equal(grad.values()[:, 0], torch.tensor(([2.0], [2.0, 1.0, 1.0])[rank]).double())
     for of_bags in (bags, once):
         nothing = of_bags(IDS[:0].int(), LENGTHS[:, :0].contiguous())

@@ -26,7 +26,7 @@ struct Input {
   std::vector<uint8_t> bytes;
 };
 
-// Decodes a setting: each choice consumes one digit of it.
+// Decodes a setting. Each choice consumes one digit of the setting.
 class Setting {
  public:
   explicit Setting(uint32_t setting) : rest_(setting) {}
@@ -48,7 +48,7 @@ struct Field {
   int bytes;
 };
 
-// Memory between guards. ASan reports accesses to them, and intact() checks their bytes.
+// Memory between guards. ASan reports accesses to guards, and intact() checks the guards' bytes.
 class Memory {
  public:
   ~Memory() { ASAN_UNPOISON_MEMORY_REGION(arena_, sizeof(arena_)); }

@@ -178,7 +178,7 @@ def test_error_reaches_ranks_of_other_groups(rank):
 
 @on_ranks(3)
 def test_missing_ranks_raise_at_the_timeout(rank):
-    """Missing ranks cause a timeout. If one of them raised an error, that error is reported."""
+    """Missing ranks cause a timeout. If a missing rank raised an error, that error is reported."""
     store = dist.group.WORLD.get_group_store()
     if rank == 0:
         with pytest.raises(PeerError) as error:

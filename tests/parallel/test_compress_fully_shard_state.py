@@ -219,7 +219,7 @@ def test_invalid_states_change_nothing(rank):
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @on_ranks(4)
 def test_combined_with_the_hook_between_replicas(rank, format):
-    """Ranks 0 and 1 hold the shards of one replica, ranks 2 and 3 those of the other."""
+    """Ranks 0 and 1 hold the shards of one replica, ranks 2 and 3 the other replica's shards."""
     mesh = shard_mesh()
     model = sharded(mesh=mesh["shard"])
     lossless = {"density": 1.0, "format": "float32", "start_step": 0}

@@ -1,6 +1,6 @@
 """A payload is corrupted in flight: the receiver raises in each later call that reads results.
 
-These calls are the end of the next backward pass, `stats` and others.
+Results are read at the end of the next backward pass, and by `stats` and other methods.
 Other ranks are not notified. They fail when the receiver exits, or when their group times out.
 """
 

@@ -162,7 +162,7 @@ class GradientRunner:
     # Helpers
 
     def _applied(self, step, mean):
-        """Step, unless the program or the scaler skips the step; return whether it stepped."""
+        """Step the optimizer, unless the program or scaler skips it; return whether it stepped."""
         overflows = bool(step.get("outside")) and self._scaler.is_enabled()
         self._outside.grad = torch.full_like(self._outside, torch.inf if overflows else 0.0)
         if step["then"] == "take_back":
