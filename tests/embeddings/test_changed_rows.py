@@ -275,7 +275,7 @@ def test_closures_and_gradients_set_by_the_user(rank):
             oracle.step()
             replica.sync()
 
-        # A gradient is set aside during a sync.
+        # The gradient is removed during a sync and restored afterwards.
         closure()
         kept, replica.bags.weight.grad = replica.bags.weight.grad, None
         replica.sync()

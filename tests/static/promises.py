@@ -45,7 +45,7 @@ SCATTERS = Promise(wide_stores=1, in_flight={STREAMS: 16}, between_blocks=MARKS)
 
 # By prefix of the kernel's name; the longest matching prefix applies.
 PROMISES = {
-    # Eight vectors each of residual and gradient. Loads of 16-bit gradients have 8 bytes.
+    # Eight vectors each of residual and gradient. Loads of 16-bit gradients read 8 bytes each.
     "mask_pack_stage_kernel": Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}),
     "mask_pack_stage_kernel<float>": Promise(wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}),
     # Positions and values of six groups of entries.
