@@ -1,4 +1,4 @@
-"""Shared by all tests: seeds, settings of hypothesis, and the backends under test."""
+"""Seeds, settings of hypothesis, and the backends under test, for all tests."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ from ptx import backend as ptx
 
 from dct_kernels import testing
 
-# ptx-cuda executes nvcc's PTX of the CUDA kernels on the CPU. Without nvcc its tests are skipped.
+# ptx-cuda executes nvcc's PTX of the CUDA kernels on the CPU. Tests on it need nvcc.
 BACKENDS = {**testing.backends(), "ptx-cuda": ptx.BACKEND}
 # ptx-triton executes the PTX of Triton's kernels, in a process that does not interpret them.
 if os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available():
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """With DCT_REQUIRE_NVCC=1, tests skipped because nvcc or its tools are missing fail."""
+    """With DCT_REQUIRE_NVCC=1, tests fail instead of being skipped if nvcc or a tool is missing."""
     report = yield
     if (
         report.skipped
@@ -97,7 +97,7 @@ def seed():
 
 @pytest.fixture
 def one_rank(tmp_path):
-    """A process group with one rank. Collects garbage first, so older objects do not use it."""
+    """A process group with one rank. Garbage is collected first, so older objects do not use it."""
     gc.collect()
     store = f"file://{tmp_path}/rendezvous"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)

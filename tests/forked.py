@@ -13,7 +13,7 @@ import torch
 from library_defaults import seen_by_packages
 
 context = multiprocessing.get_context("forkserver")
-# Without its extra packages dlrm.comparison cannot preload dct_parallel. DDP imports dynamo.
+# dlrm.comparison imports dct_parallel only if the example's extras exist. DDP imports dynamo.
 _PRELOAD = ["dct_parallel", "dlrm.comparison", "pytest", "torch._dynamo"]
 _PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.optim", "torchrec.distributed"]
 _PRELOAD += ["dct_embeddings"]
@@ -22,13 +22,12 @@ _MAX_CHARACTERS = 300  # maximum characters per value
 
 
 def start():
-    """Start the fork server unless it is running."""
     context.set_forkserver_preload(_PRELOAD)
     forkserver.ensure_running()
 
 
 def run_forked(function, calls, timeout):
-    """[function(*call) for call in calls], each in a process, all in parallel.
+    """[function(*call) for call in calls]. Calls run in parallel, each in its own process.
 
     Raises an error with the tracebacks of all failed processes. Kills processes that still run
     after `timeout` seconds, or 10 seconds after another one has failed.
@@ -77,7 +76,7 @@ def _call(function, call, number, folder, default_dtype):
 def _values(error):
     """The local variables of the test in which an assertion failed.
 
-    pytest rewrites assertions to show values only in its own process.
+    pytest rewrites assertions only in its own process, so here it cannot show values.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     in_tests = [frame for frame in frames if Path(frame.f_code.co_filename).is_relative_to(_TESTS)]

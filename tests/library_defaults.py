@@ -42,7 +42,7 @@ class _DefaultsOfOthers(TorchFunctionMode):
 
 
 def _caller():
-    """The first package up the stack except torch, because modules of torch create tensors."""
+    """The nearest package on the stack except torch, whose own modules also create tensors."""
     frame = sys._getframe(2)
     while (package := frame.f_globals.get("__name__", "").partition(".")[0]) == "torch":
         frame = frame.f_back

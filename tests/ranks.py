@@ -65,7 +65,7 @@ def _rank(rank, world_size, backend, folder, function, args):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = function(rank, *args)
-    # All ranks finish before one exits. A barrier could lose its last message.
+    # No rank exits before all ranks have finished. A barrier's last message could be lost.
     store.set(f"done{rank}", "")
     store.wait([f"done{other}" for other in range(world_size)])
     gc.collect()  # frees models before their group
@@ -116,7 +116,7 @@ def gathered(tensor):
 
 
 def assert_same(tensor):
-    """Compare a tensor across ranks. All ranks fail if one differs, and report which and where."""
+    """Compare a tensor across ranks. If one differs, all ranks fail and report where."""
     first, *others = gathered(tensor)
     differences = []
     for rank, other in enumerate(others, start=1):

@@ -1,4 +1,4 @@
-"""Arguments of a wrong type at every entry point: the error names them, and shows None as None."""
+"""Arguments of a wrong type at every entry point: errors name them, and show None as None."""
 
 import inspect
 import re

@@ -28,7 +28,7 @@ REFERENCE = {
 # On these pages, later programs continue the first one.
 CONTINUED = ("guide/coming_from.md", "guide/recipes.md")
 
-# Otherwise a program might end while the other rank is still connecting to it.
+# Otherwise a rank might exit while the other rank is still connecting to it.
 END = """
 store = dist.distributed_c10d._get_default_store()
 store.set(f"done{dist.get_rank()}", "")
@@ -77,7 +77,7 @@ def test_every_public_name_is_on_its_page(package):
 
 
 def _calls(text):
-    """The calls in the Python code of a page: in spans, blocks and lines of blocks."""
+    """The calls in the Python code of a page: in inline code, code blocks and their lines."""
     fenced = re.findall(r"```(?:python)?\n(.*?)```", text, re.S)
     lines = [line.partition("  #")[0] for block in fenced for line in block.splitlines()]
     for code in {*fenced, *lines, *re.findall(r"`([^`\n]+)`", text)}:
@@ -88,7 +88,7 @@ def _calls(text):
 
 
 def test_calls_match_the_signatures():
-    """Includes code that no test runs, and signatures."""
+    """The pages also contain signatures, and code that no test runs."""
     packages = map(importlib.import_module, REFERENCE)
     public = {name: getattr(package, name) for package in packages for name in package.__all__}
     signatures, found = {name: inspect.signature(made) for name, made in public.items()}, 0

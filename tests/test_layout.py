@@ -174,7 +174,7 @@ def test_calls_without_dtype_or_device_are_found():
 
 
 def test_every_tensor_is_created_with_a_dtype_and_a_device():
-    """So torch.set_default_dtype and torch.set_default_device have no effect."""
+    """Therefore torch.set_default_dtype and set_default_device have no effect on the packages."""
     found = [
         f"{name}:{line}: {call}"
         for name, (_, tree) in MODULES.items()
@@ -206,7 +206,7 @@ def test_a_wheel_contains_every_module(tmp_path):
 
 
 def test_a_folder_with_the_name_of_the_package_is_not_imported(tmp_path):
-    """For example, a checkout in the folder of the user's programs."""
+    """The folder may be, for example, a checkout next to the user's program."""
     (tmp_path / "dct_kernels").mkdir()
     program = tmp_path / "program.py"
     program.write_text("import dct_kernels, dct_parallel; print(dct_kernels.__file__)")

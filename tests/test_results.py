@@ -14,7 +14,7 @@ KEPT = sorted((ROOT / "bench" / "results").rglob("*.json"))
 
 
 def test_signatures_in_the_reference_match_the_code():
-    """`python -m bench.signatures` updates them."""
+    """`python -m bench.signatures` updates the signatures."""
     assert [page.name for page in signatures.differing()] == []
 
 
@@ -27,7 +27,7 @@ def test_every_page_is_in_the_index_and_names_its_commit():
 
 
 def test_every_experiment_is_linked_from_a_page():
-    """Files without a commit are raw outputs, from which the experiment in their folder is made."""
+    """Files without a commit are raw outputs, from which the folder's experiment is made."""
     text = "".join(PAGES.values())
     for path in KEPT:
         content = json.loads(path.read_text())
@@ -69,7 +69,7 @@ def test_step_times_in_the_readme_are_those_of_the_runs():
 
 
 def test_each_row_of_losses_in_the_readme_is_from_one_run():
-    """Its bytes, their factors and the loss are in one row of a page. Tables begin with float32."""
+    """The row's bytes, factors and loss are in one row of a page. Tables begin with float32."""
     tables = ""
     for page, heading in (
         ("text_python.md", "FSDP2 between shards, and PowerSGD, 3,000 steps"),

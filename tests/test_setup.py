@@ -106,7 +106,7 @@ def test_pure_python_needs_no_torch_and_no_compiler(setup, monkeypatch):
 def test_nvcc_must_have_the_cuda_version_of_torch(
     setup, tmp_path, monkeypatch, capsys, torch_cuda, release, versions
 ):
-    """Otherwise the build has no CUDA kernels, and DCT_CUDA=1 stops it."""
+    """Otherwise no CUDA kernels are built, and with DCT_CUDA=1 the build fails."""
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     if release:

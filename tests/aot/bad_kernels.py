@@ -19,15 +19,15 @@ def _launch(block: int, numel: int, **options) -> None:
 
 
 def fused() -> None:
-    """A multiplication and an addition, with the compiler's default options."""
+    """Multiplies and adds with the compiler's default options."""
     _launch(256, 256, enable_fp_fusion=True)
 
 
 def narrow() -> None:
-    """A length that is not a multiple of a wide access."""
+    """Accesses a length that is not a multiple of a wide access."""
     _launch(256, 255, enable_fp_fusion=False)
 
 
 def spilling() -> None:
-    """More elements than fit in the registers of a warp."""
+    """Holds more elements than fit in the registers of a warp."""
     _launch(32768, 32768, enable_fp_fusion=False)

@@ -96,7 +96,7 @@ def quantized_cases(format: str, dtype: torch.dtype) -> list[Case]:
         ops.dequantize_sum_pack(payloads, torch.empty(NUMEL), payload, format, 1 / RANKS)
 
     label = f"{format}, {_name(dtype)}"
-    some = ("wide_loads", "wide_stores")  # of float32; codes are fewer or single bytes
+    some = ("wide_loads", "wide_stores")  # for float32 tensors; accesses to codes are narrower
     dividing = () if format in layout.UNSCALED else ARCHITECTURES
     return [
         Case(f"quantize_pack, {label}", quantize, some, dividing=dividing),

@@ -1,4 +1,4 @@
-"""Compiles the kernels that host functions launch, for an architecture without its GPU.
+"""Compiles the kernels that host functions launch. The target GPU need not be present.
 
 An op is called on fake tensors, and each launch goes through Triton's JIT until the kernel would
 run. So the kernels have the same argument specialization and options as in a user's program.
@@ -36,7 +36,7 @@ class Kernel:
     wide_stores: int
     narrow_stores: int
     fma: int  # float32 instructions
-    fusion: bool  # whether the compiler may generate them
+    fusion: bool  # whether the compiler may generate fma instructions
 
 
 def compile_launches(architecture: str, call: Callable[[], object]) -> list[Kernel]:
@@ -48,7 +48,7 @@ def compile_launches(architecture: str, call: Callable[[], object]) -> list[Kern
 
 @contextlib.contextmanager
 def _compiling(target: GPUTarget) -> Iterator[list]:
-    """While active, a launch compiles the kernel and appends it to the list."""
+    """While this is active, each launch compiles its kernel and appends it to the list."""
     compiled = []
     run = JITFunction.run
 
@@ -60,7 +60,7 @@ def _compiling(target: GPUTarget) -> Iterator[list]:
         compiled.append(run(self, *map(mock, args), grid=grid, warmup=True, **kwargs))
 
     JITFunction.run = compile_only
-    driver = SimpleNamespace(  # of a GPU that is not present
+    driver = SimpleNamespace(  # replaces the driver of an absent GPU
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
         get_current_target=lambda: target,
@@ -86,7 +86,7 @@ def _examine_ptx(kernel) -> dict[str, int]:
         "narrow_loads": _count(r"\bld\.global(?!\S*\.v4\.[bf]32)\S*\.[a-z](16|32|64)\b", ptx),
         "wide_stores": _count(r"\bst\.global\S*\.v4\.[bf]32", ptx),
         "narrow_stores": _count(r"\bst\.global(?!\S*\.v4\.[bf]32)\S*\.[a-z](16|32|64)\b", ptx),
-        # The assembler can also fuse.
+        # The assembler can also fuse multiply-adds.
         "fma": max(_count(r"\bfma\.\S*f32", ptx), _count(r"\bFFMA2?\b", machine_code)),
     }
 

@@ -1,4 +1,4 @@
-"""experiments.dp_density: simulated ranks equal real ones, choice of rates, reuse of runs."""
+"""experiments.dp_density: equality of simulated and real ranks, learning rates, reuse of runs."""
 
 import argparse
 import itertools
@@ -109,7 +109,7 @@ def _real(rank, width, ranks, names):
 
 def _sharded(rank, width, ranks, weights, gradients):
     """The weights after STEPS steps of FSDP2 on real ranks, and the bytes sent."""
-    warnings.filterwarnings("ignore", ".* returned a view tensor")  # nothing changes it in place
+    warnings.filterwarnings("ignore", ".* returned a view tensor")  # no code writes to the view
     task = Task(width)
     model = task.model(0)
     for module in (*model.blocks, model):
@@ -143,14 +143,14 @@ def _simulated(task, make, ranks):
 
 @pytest.fixture
 def one_thread():
-    """Use one thread, like a rank. The number of threads changes sums within an op."""
+    """Use one thread, like a rank. The number of threads affects the rounding of sums."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-# No hooks on three ranks, because a ring adds their first, dense steps in another order.
+# Hooks are not tested on three ranks, because a ring sums the dense first steps in another order.
 @pytest.mark.parametrize(
     "ranks, width, names", [(2, 48, (*STATES, *AVERAGERS)), (3, 32, AVERAGERS)]
 )
@@ -162,7 +162,7 @@ def test_simulated_ranks_equal_real_ranks(one_thread, ranks, width, names):
             assert torch.equal(weight, real[name][key]), (name, key)
 
 
-@pytest.mark.parametrize("ranks, width", [(2, 48), (3, 32)])  # 3 shards are uneven
+@pytest.mark.parametrize("ranks, width", [(2, 48), (3, 32)])  # 3 ranks have uneven shards
 @pytest.mark.parametrize("formats", [("int8", "int4"), ("int4", "bfloat16")], ids="-".join)
 def test_simulated_shards_equal_fsdp2(one_thread, ranks, width, formats):
     make, task = dp_methods.method("fsdp-" + "-".join(formats)), Task(width)
@@ -234,9 +234,9 @@ def test_finished_runs_are_reused(tmp_path, monkeypatch):
     settings = dp_density.settings_of(dp_density.parse(given))
     for _ in range(2):
         dp_density.work(dp_density.parse(given))
-        assert len(trained) == 4  # both methods with both rates, and the seed that selects a rate
+        assert len(trained) == 4  # two methods with two learning rates each
     dp_density.work(dp_density.parse([*given, "--seeds", "2"]))
-    assert len(trained) == 6  # both methods at their best rates
+    assert len(trained) == 6  # two methods at their best learning rates
     records = runs.load(tmp_path, settings)
     dense = next(run for run in records if run["method"] == "dense")
     numel = sum(p.numel() for p in dp_tasks.ClicksTask(rows=600).model(0).parameters())

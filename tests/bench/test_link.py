@@ -23,7 +23,7 @@ from bench.network.report import merge, render
 from bench.rates import describe_rate, parse_rate
 
 SMALL = ["--hash-size", "300", "--batch-size", "16", "--steps", "15", "--modes", "dense,dct"]
-# Probes the machine itself, because root in a container may not be allowed to do this.
+# Runs these commands as a probe, because root in a container may lack the permission.
 PROBE = """
 set -e
 ip netns add $PROBE
@@ -83,7 +83,7 @@ def test_namespaces(tmp_path):
     assert link.main(["--rates", "500mbit,unlimited", *SMALL, *out]) == 0
     result = json.loads((tmp_path / "link.json").read_text())
     _check(result, [5e8, None])
-    # Headers and acknowledgements are not counted, so this is below the rate on any machine.
+    # Headers and acknowledgements are not counted, so the result is below the link rate.
     assert result["links"][0]["bits_per_second"] < 5e8
     for cell in result["cells"]:
         headers = 66 * cell["packets"]
@@ -100,22 +100,22 @@ def test_hybrid_modes_send_fewer_bytes_of_rows(tmp_path):
     assert link.main(given) == 0
     cells = json.loads((tmp_path / "link.json").read_text())["cells"]
     sent = {cell["mode"]: cell["payload_bytes"] for cell in cells}
-    rows = 16 * 13  # sent by each rank, and received by it
-    # Sparse rows: 4 values both ways, and positions forward. Quantized rows: 18 and 6 bytes.
+    rows = 16 * 13  # rows that each rank sends and receives
+    # Sparse rows send 4 values each way, and positions forward. Quantized rows: 18 and 6 bytes.
     assert sent["hybrid-format"] - sent["hybrid-dct"] == rows * ((18 + 6) - (4 * 3 + 4 * 2))
     assert sent["hybrid-format-dedup"] < sent["hybrid-format"] < sent["hybrid-dense"] / 10
 
 
 @pytest.mark.large
 def test_sharded_modes_send_fewer_bytes(tmp_path):
-    """6 blocks of width 384 are gathered twice; embeddings and a head of 97 rows once."""
+    """6 blocks of width 384 are gathered twice, and embeddings and a head of 97 rows once."""
     modes = "fsdp-torch,fsdp-int8,fsdp-int8-kept"
     given = ["--steps", "15", "--modes", modes, "--loopback", "--out", str(tmp_path)]
     assert link.main(given) == 0
     cells = json.loads((tmp_path / "link.json").read_text())["cells"]
     unquantized, int8, kept = (cell["payload_bytes"] for cell in cells)
     blocks, rest = 6 * (12 * 384**2 + 13 * 384), (2 * 98 + 64 + 2) * 384 + 98
-    assert unquantized == 3 * blocks + 2 * rest  # half of the elements, 2 bytes each
+    assert unquantized == 3 * blocks + 2 * rest  # a rank sends half of the elements in 2 bytes
     # int8 has 66 bytes per 64 elements, and 1 % of the parameters are small and stay dense.
     assert unquantized / 1.95 < int8 < unquantized / 1.9
     assert kept == pytest.approx(int8 * (2 * blocks + 2 * rest) / (3 * blocks + 2 * rest), rel=1e-3)
@@ -206,7 +206,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank():
         [_measured([0.004], 1132), _measured([0.005], 1132)],
     ]
     cell = merge(2, 1e9, "dct", rounds, 1)
-    assert cell["steps"] == 3 and cell["step_ms"][1] == pytest.approx(3.0)  # of (3, 2, 5)
+    assert cell["steps"] == 3 and cell["step_ms"][1] == pytest.approx(3.0)  # median of (3, 2, 5)
     run = {"links": [], "cells": [cell]}
     assert "| DCT | 1,000 | 1,132 | 1.000 | 2 |" in " ".join(render(run).split())  # 1000 + 2 * 66
     assert merge(2, None, "dct", rounds, 2)["wire_bytes"] == 1132 / 2  # two ranks share a counter

@@ -36,7 +36,7 @@ def test_bytes_are_counted_and_finished_runs_are_reused(tmp_path, monkeypatch, c
         chosen, tested = (records[name, 0.1, seed] for seed in (0, 1))
         assert "test" not in chosen and 0.3 < tested["test"]["auc"] < 1
     sent = records["int4,sign+dedup", 0.1, 1]["bytes"]
-    rows = (sent["ids"] - 40) / 4  # the counts of ids are 40 bytes
+    rows = (sent["ids"] - 40) / 4  # the counts of ids take 40 bytes
     assert 0 < rows < 0.5 * 128 * 13
     assert sent["rows forward"] == pytest.approx(rows * (8 + 2))
     assert sent["rows backward"] == pytest.approx(rows * (2 + 2))

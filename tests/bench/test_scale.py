@@ -58,7 +58,7 @@ def test_dense_formats_and_local_steps_by_hand():
     assert step.pack == pytest.approx((12e6 + payload) / 2e9)
     assert step.wire == pytest.approx(1e-3 + payload * (2e-6 + 1e-7))
     assert step.unpack == pytest.approx((4e6 + 2 * payload) / 1e9)
-    # Local steps exchange once in ten steps, after the optimizer's step, without overlap.
+    # With local steps, ranks exchange every ten steps, after the optimizer's step, without overlap.
     payload = 64 + 977 * 240
     step = model.step("local", 2, link)
     assert step.pack == pytest.approx((12e6 / 4e9 + (12e6 + payload) / 2e9) / 10)
@@ -94,7 +94,7 @@ def test_bytes_match_the_measured_ones():
 
 
 def test_predicted_steps_are_near_those_that_were_measured():
-    """Uses the run that gave the CPU's constants, with its compute and its links' plain rates."""
+    """Uses the run that gave the CPU's constants, with its compute times and link rates."""
     errors = []
     for link in RUN["links"]:
         at = GLOO._replace(bandwidth=link["bits_per_second"] / 8)
@@ -171,13 +171,13 @@ def test_step_time_is_proportional_to_the_number_of_parameters(method):
     ("parameters", "overlap"), [(5_000_000, 0), (25_000_000, 50), (7_000_000_000, 67)]
 )
 def test_all_buckets_but_the_last_overlap_with_the_backward_pass(parameters, overlap, capsys):
-    """Buckets of 25 MB: 1, 4 and 1,069."""
+    """Gradients fill 1, 4 and 1,069 buckets of 25 MB."""
     given = ["--parameters", str(parameters), "--compute-ms", "900", "--device", "gpu"]
     assert scale.main([*given, "--ranks", "2", "--rates", "1gbit"]) == 0
     printed = capsys.readouterr().out
     assert f"of which\n{overlap}% overlap with communication" in printed
     dense = float(re.search(r"float32 DDP +\| ([\d,.]+) ms", printed)[1].replace(",", ""))
-    wire = 4 * parameters / 125e6 * 1e3  # milliseconds of an all-reduce of 2 ranks
+    wire = 4 * parameters / 125e6 * 1e3  # milliseconds of an all-reduce on 2 ranks
     assert dense == pytest.approx(wire + 900 * (1 - overlap / 100), rel=0.005)
 
 

@@ -25,7 +25,7 @@ def arguments(op):
     """Valid arguments by name; every call creates new tensors."""
     f32, grad, one = torch.ones(NUMEL), torch.ones(NUMEL), torch.tensor(1.0)
     received, sent = valid_payloads(), torch.full((QUANTIZED_BYTES,), 7, dtype=U8)
-    # 4 of 50 columns: 4 bytes of column indices are smaller than a bitmap of 7 bytes.
+    # With 4 of 50 columns, 4 bytes of column indices are smaller than a bitmap of 7 bytes.
     x, positions = torch.ones(ROWS, WIDTH), torch.zeros(ROWS, K, dtype=U8)
     values, rows = torch.ones(ROWS, K), torch.zeros(ROWS, WIDTH + 2, dtype=U8)
     of_ranks = torch.zeros(2, ROWS, WIDTH + 2, dtype=U8)
@@ -127,10 +127,10 @@ def raises(call, args, op, named, error):
 
 
 def refused(backend, op, args, named, error):
-    """Check the errors of the public function and of the backend's op; return the former's text.
+    """Check the errors of the public function and the backend's op; return the function's text.
 
-    A Python backend raises the same text. A compiled one raises RuntimeError with one rule, and
-    reports some of the values after "got" in the public function's text.
+    A Python backend raises an error with the same text. A compiled backend raises RuntimeError. Its
+    values after "got" are a part of those in the public function's text.
     """
     text = raises(getattr(dct_kernels, op), args, op, named, error)
     assert re.match(rf"dct::{op}: {re.escape(named)} must ", text), text

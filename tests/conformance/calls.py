@@ -12,7 +12,7 @@ from oracle import thresholds
 from conformance import bits
 from conformance.memory import Arena
 
-PREFILL = 0x5A  # payloads are filled with it before the op, which must keep unused bytes
+PREFILL = 0x5A  # fills payloads before the op, which must not change unused bytes
 
 
 class Packed(NamedTuple):

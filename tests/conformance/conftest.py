@@ -5,11 +5,11 @@ from collections import defaultdict
 import pytest
 import torch
 
-# Triton's interpreter takes milliseconds per program of a launch, and its compiler seconds per
-# kernel. So these backends run a limited number of cases of each test, drawn with a fixed seed.
+# Triton's interpreter takes milliseconds per program of a launch, and Triton's compiler seconds per
+# kernel. So only a limited number of each test's cases run on Triton, drawn with a fixed seed.
 # Tests of a hundred launches (many_launches) run only if the limit is at least this number. Tests
-# of thousands of programs (many_programs) run on other backends. The PTX of nvcc executes faster,
-# so it has its own limit. A limit of 0 runs everything.
+# of thousands of programs (many_programs) run only on other backends. PTX from nvcc executes
+# faster, so ptx-cuda has a separate limit. With a limit of 0, all tests and cases run.
 CASES_OF_MANY_LAUNCHES = 8
 
 
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _is_deselected(item, limit: int) -> bool:
-    """Whether the test is skipped at this limit."""
+    """Whether this limit deselects the test."""
     if item.get_closest_marker("many_programs"):
         return True
     return limit < CASES_OF_MANY_LAUNCHES and bool(item.get_closest_marker("many_launches"))

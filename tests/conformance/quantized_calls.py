@@ -40,7 +40,7 @@ def quantize_pack(backend, residual, grad, format, ranges=None, inv_scale=None, 
     """Run quantize_pack, compare the residual and all bytes with the oracle, and return them.
 
     With `grad=None` the gradient adds nothing. The payload is [nbytes] if `ranges` is None,
-    otherwise [ranges, nbytes]. It is `room` bytes longer than needed.
+    otherwise [ranges, nbytes]. Each payload is `room` bytes longer than needed.
     """
     grad = neutral_gradient(residual) if grad is None else grad
     numel = grad.numel()
@@ -99,7 +99,7 @@ def _compared(residual, expected_residual, payload, rows, geometry):
 
 
 def numbers(numel, dtype=torch.float32, seed=0):
-    """[numel]: each group of 64 is of one kind. Most are finite, because a NaN spoils its group."""
+    """[numel]; a group of 64 has one kind of value. Most groups are finite: a NaN voids a group."""
     return _numbers(numel, dtype, seed).clone()
 
 

@@ -114,7 +114,7 @@ def test_forward_mode_raises(entry, op):
 
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, once per op
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # raised by vmap once per op
 def test_torch_func_gradients(op):
     """Differentiates sum(kept**3) twice, with torch.func alone and inside plain autograd."""
     x = samples.normal(60).view(2, 30)
@@ -136,7 +136,7 @@ def test_torch_func_gradients(op):
     torch.testing.assert_close(torch.func.grad(lambda x: grad(x).sum())(x), second)
     leaf = x.clone().requires_grad_()
     torch.testing.assert_close(torch.autograd.grad(grad(leaf).sum(), leaf)[0], second)
-    if op == "row_pack":  # per sample
+    if op == "row_pack":  # one sample at a time
         torch.testing.assert_close(torch.vmap(lambda row: grad(row.view(1, -1))[0])(x), first)
 
 
@@ -147,7 +147,7 @@ WRITTEN |= {"dequantize_sum_pack": {"residual", "payload"}}
 
 @pytest.mark.parametrize("op", OPS)
 def test_only_mutated_arguments_bump_their_version_counter(op):
-    """Autograd and torch.compile rely on this."""
+    """Autograd and torch.compile rely on the version counters."""
     args = arguments(op)
     tensors = {name: value for name, value in args.items() if isinstance(value, torch.Tensor)}
     before = {name: tensor._version for name, tensor in tensors.items()}
@@ -161,7 +161,7 @@ def test_only_mutated_arguments_bump_their_version_counter(op):
     ("op", "arg"), [(op, arg) for op in WRITTEN for arg in sorted(WRITTEN[op])]
 )
 def test_mutating_an_argument_that_requires_grad_raises(entry, op, arg):
-    """Both leaves and non-leaves raise, like in-place ops of torch, unless grad mode is off."""
+    """Ops raise for leaves and non-leaves, like torch's in-place ops, unless grad mode is off."""
     args, call = arguments(op), getattr(entry, op)
     if not args[arg].is_floating_point():
         pytest.skip("integers cannot require grad")

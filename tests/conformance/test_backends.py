@@ -160,7 +160,7 @@ def test_backend_of_a_device(installed):
 
 
 def test_forcing_eager_registers_no_compiled_kernel(installed):
-    """The ops then run the reference implementation."""
+    """With eager forced, the ops run the reference implementation."""
     assert installed["kernels of eager"][0] == "[False, True]\n"
 
 
@@ -181,7 +181,7 @@ def test_eager_is_used_without_a_compiled_library(uncompiled):
 
 
 def test_dct_parallel_warns_once_that_eager_is_used(uncompiled):
-    """The text names the installation of a wheel. Forcing eager suppresses the warning."""
+    """The warning contains the path of the installation. Forcing eager suppresses the warning."""
     output, error = uncompiled["layer"]
     assert output == "eager\n", error
     assert error.count("<string>:1: UserWarning: DCT: backend eager on cpu") == 1, error
@@ -193,7 +193,7 @@ def test_dct_parallel_warns_once_that_eager_is_used(uncompiled):
 
 
 def test_a_library_built_for_other_schemas_is_not_loaded(tmp_path):
-    """Otherwise its first op would misread the arguments."""
+    """Otherwise the library's first op would misread its arguments."""
     older = tmp_path / "_C.abi3.so"
     older.write_bytes(b"dct_kernels built with torch 2.13.0\0")
     assert "compiled for other schemas" in _load._why_not_loaded("cpp", older)
@@ -208,7 +208,7 @@ def run_again(files, *options, **environment):
 
 @pytest.mark.large
 def test_forced_eager_passes_opcheck_and_autograd():
-    """By default these tests use the dispatcher's choice, which may be compiled."""
+    """By default the dispatcher chooses the backend for these tests, possibly a compiled one."""
     run_again(("opcheck", "autograd"), backend="eager")
 
 

@@ -65,7 +65,7 @@ def test_sum_is_in_rank_order(backend, format):
         ([minus, large, one], 2.0),
         ([one, large, minus], 0.0),
     ):
-        # The scale 2**30 / 127 is rounded, and so is its product.
+        # The scale 2**30 / 127 is rounded, and so is the product with a code.
         out, status = quantized_calls.dequantize_sum(backend, ranks, geometry, scale=2.0)
         assert out[0].item() == pytest.approx(expected, rel=0.01)
         assert out[1:].tolist() == [0.0] * 69
@@ -88,7 +88,7 @@ def test_scale_is_rounded_to_float32_once(backend, scale):
 
 @pytest.mark.parametrize("out_scale", [65536.0, 1 / 3, 0.0, -2.0, math.inf, math.nan])
 def test_out_scale(backend, out_scale):
-    """factor = float32(scale) * out_scale is rounded before it multiplies the sum."""
+    """factor = float32(scale) * out_scale is rounded before the sum is multiplied by it."""
     geometry = Geometry(3000, "int8")
     received, out_scale = payloads(geometry, 3), torch.tensor(out_scale)
     for scale, given in ((1 / 3, out_scale), (0.1, out_scale.view(1))):

@@ -69,7 +69,7 @@ def run_dense_ops(backend, residual, grad, format):
 
 @pytest.mark.many_programs
 def test_threads_and_repetitions_agree(backend, threads):
-    """Only eager and cpp use torch's threads. Other backends are repeated once."""
+    """Only eager and cpp use torch's threads. Calls on other backends are repeated once."""
     threads(1)
     first = run_all_ops(backend)
     threaded = backend in (BACKENDS["eager"], BACKENDS.get("cpp"))

@@ -1,7 +1,7 @@
 """More than 2**31 elements need 64-bit indices. Runs on the compiled CPU kernels only.
 
-Deselected by default; run it with `pytest -m large`. The oracle is a few planted entries, which
-need no second tensor. Pages that are never touched take no memory.
+The tests are deselected by default; run them with `pytest -m large`. The oracle is a few planted
+entries, which need no second tensor. Pages that are never touched take no memory.
 """
 
 import math
@@ -23,7 +23,7 @@ CPP = BACKENDS.get("cpp")
 @pytest.fixture(autouse=True)
 def compiled(poisoned_memory):
     assert CPP is not None, "the large tests need the compiled CPU kernels"
-    torch.utils.deterministic.fill_uninitialized_memory = False  # would touch every page
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filling would touch every page
 
 
 def planted(dtype, indices=PLANTED, numel=NUMEL):
@@ -109,8 +109,8 @@ def test_dense_payload():
 
 
 def test_dense_payload_of_several_ranges_and_dequantize_sum_pack():
-    """Needs 10 GB. Three ranges hold the rows of one range; then an owner repacks them."""
-    where, ranges = (0, 2**30, 2**31 - 1, 2**31, LAST, NUMEL - 1), 3  # at most one per group of 64
+    """Needs 10 GB. Three ranges hold the same rows as one range. Then an owner repacks them."""
+    where, ranges = (0, 2**30, 2**31 - 1, 2**31, LAST, NUMEL - 1), 3  # in separate groups of 64
     grad = planted(torch.bfloat16, where)
     geometry = quantized_payload.Geometry(NUMEL, "ternary", ranges)
     rows = torch.zeros(ranges, geometry.nbytes, dtype=torch.uint8)

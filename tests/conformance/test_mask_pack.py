@@ -92,7 +92,7 @@ def test_conservation_over_all_exponents(backend, value_dtype):
 
 
 def test_a_non_finite_gradient_leaves_the_residual_unchanged(backend):
-    """If an fp16 loss scale overflows, the gradient may be inf and NaN everywhere."""
+    """If a scaled fp16 loss overflows, all entries of the gradient may be inf or NaN."""
     residual = samples.normal(20000)
     grad = torch.full((20000,), math.inf, dtype=torch.float16)
     grad[::3] = math.nan

@@ -32,7 +32,7 @@ def test_garbage(backend, dtype, format):
 
 @formats
 def test_every_byte(backend, format):
-    """Every byte of codes with a scale of 1, including invalid ternary, int8 -128, int4 -8."""
+    """Every byte of codes with a scale of 1, and invalid ternary bytes, int8 -128, int4 -8."""
     each = {"int8": 1, "int4": 2, "ternary": 5, "sign": 8}[format]
     rows = torch.arange(256).to(torch.uint8).view(256, 1)
     scale = torch.tensor([0x80, 0x3F], dtype=torch.uint8)
@@ -77,7 +77,7 @@ def test_float16_overflow_and_nan(backend, dtype, format):
 @formats
 @pytest.mark.parametrize("width", [5, 64, 300])
 def test_round_trip(backend, width, format):
-    """The result is close to x, and quantizing it again reproduces it up to rounding."""
+    """The result is close to x. Quantizing the result reproduces it up to rounding."""
     x = samples.normal(20 * width).view(20, width)
     rows = backend.row_quantize(x.to(backend.device), format)
     once = backend.row_dequantize(rows, width, format, torch.float32)

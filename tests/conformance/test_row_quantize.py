@@ -13,7 +13,8 @@ from dct_kernels import row_layout
 x_dtypes = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
 formats = pytest.mark.parametrize("format", oracle.FORMATS)
 
-# Around bytes of 2, 5 and 8 codes, vectors, warps, blocks of 32, and the tile of a program.
+# Widths around the boundaries of bytes (2, 5 and 8 codes), vectors, warps, 32-entry blocks, and
+# the tile of a Triton program.
 WIDTHS = (1, 2, 4, 5, 6, 7, 8, 9, 16, 31, 32, 33, 64, 127, 128, 255, 256)
 WIDTHS += (1023, 1024, 1025, 2048, 2052, 4099)
 
@@ -93,7 +94,7 @@ def test_misaligned_views(backend, offset, dtype, format):
 
 @formats
 def test_rows_of_every_exponent(backend, format):
-    """Each row has one magnitude, from rows that round to zero to the largest scale."""
+    """Each row has one magnitude, between magnitudes that round to zero and the largest scale."""
     x = samples.normal(16 * 256).view(256, 16).clamp(-3, 3) / 3
     exponents = torch.arange(-127, 129).clamp(max=127).view(256, 1)
     x = (x.double() * torch.exp2(exponents.double())).float()
@@ -129,7 +130,7 @@ def test_ternary_by_hand(backend):
     x = torch.tensor([[4.0, -4.0, 1.0, 0.0, 2.0, -2.0]])  # 0.75 times the mean magnitude is 1.625
     rows = check(backend, x, "ternary")
     assert rows.view(torch.int8)[0, :-2].tolist() == [1 - 3 + 81, -1]
-    assert rows[0, -2:].tolist() == [0x40, 0x40]  # 3
+    assert rows[0, -2:].tolist() == [0x40, 0x40]  # a scale of 3
 
 
 def test_sign_by_hand(backend):
@@ -137,7 +138,7 @@ def test_sign_by_hand(backend):
     x = torch.tensor([[-1.0, 1.0, -1.0, -0.0, 0.0, 2.0, -2.0, 1.0, -2.0]])
     rows = check(backend, x, "sign")
     assert rows[0, :-2].tolist() == [0b01000101, 1]
-    assert rows[0, -2:].tolist() == [0x8E, 0x3F]  # 10 / 9
+    assert rows[0, -2:].tolist() == [0x8E, 0x3F]  # a scale of 10 / 9
 
 
 @formats

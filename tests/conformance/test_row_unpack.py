@@ -70,8 +70,8 @@ BITMAP = (20, 4)
     ],
 )
 def test_invalid_positions_are_ignored(backend, shape, positions, accepted):
-    """Columns must ascend, and bits past the k-th or the width are invalid. An invalid slot gathers
-    0 and scatters nothing. Later slots keep their values."""
+    """Columns must ascend. Set bits after the k-th one or past the width are invalid. An invalid
+    slot gathers 0 and scatters nothing. Later slots keep their values."""
     width, k = shape
     positions = torch.tensor([positions], dtype=torch.uint8)
     x, values = torch.arange(1.0, width + 1).view(1, width), torch.arange(1.0, k + 1).view(1, k)

@@ -60,7 +60,7 @@ def test_density_of_a_million_elements_is_within_the_stated_error(backend):
     assert abs(density / 0.01 - 1) < 3 * math.sqrt((1 - 0.01) / (65536 * 0.01))
 
 
-# Products that differ from those in decimal or float32 arithmetic.
+# These products differ from the products in decimal or float32 arithmetic.
 @pytest.mark.parametrize(
     ("density", "n", "k"),
     [

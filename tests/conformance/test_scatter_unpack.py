@@ -54,7 +54,7 @@ def test_ranks_and_ranges(backend, ranges, ranks):
 
 
 def test_many_ranks(backend):
-    """There are more ranks than pieces of a tile, which the ranks share."""
+    """There are more ranks than pieces of a tile, so ranks share pieces."""
     geometry = Geometry(5000, 100, "bfloat16")
     calls.scatter_unpack(backend, payloads(geometry, 130, 0.01), geometry, scale=1 / 130)
 
@@ -107,7 +107,7 @@ def test_scale_is_rounded_to_float32_once(backend, scale):
 
 @pytest.mark.parametrize("out_scale", [65536.0, 1 / 3, 0.0, -2.0, math.inf, math.nan])
 def test_out_scale(backend, out_scale):
-    """factor = float32(scale) * out_scale is rounded before it multiplies the sum."""
+    """factor = float32(scale) * out_scale is rounded before the sum is multiplied by it."""
     geometry = Geometry(3000, 400, "bfloat16")
     pool, out_scale = samples.normal(3000, torch.bfloat16), torch.tensor(out_scale)
     ranks = [calls.random_payload(geometry, 0.1, seed, pool) for seed in range(3)]

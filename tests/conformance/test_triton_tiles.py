@@ -24,7 +24,7 @@ TILES = {
 def triton(monkeypatch):
     for op, sizes in TILES.items():
         for name, size in sizes.items():
-            # Imported by its path, because the package's attribute is the function.
+            # Imported by path, because the package's attribute of this name is the function.
             monkeypatch.setattr(importlib.import_module(f"dct_kernels.triton.{op}"), name, size)
     return BACKENDS["triton"]
 

@@ -42,7 +42,6 @@ def rewritten(geometry, r=0, **changes):
 
 
 def written(geometry, content):
-    """A payload of one range."""
     row = bytearray(geometry.nbytes)
     payload.write(row, geometry, content)
     return [bytes(row)]
@@ -108,7 +107,7 @@ def test_only_the_range_with_the_wrong_header_is_void(backend):
 
 
 def start(b, value):
-    """A change that replaces start b by a number, or by a function of the content."""
+    """A change that replaces start b with a number, or with a function of the content."""
 
     def change(content):
         starts = list(content.starts)
@@ -118,7 +117,7 @@ def start(b, value):
     return {"starts": change}
 
 
-# The payload's blocks hold about 33, 33, 33 and 0 entries. Three of the starts can vary.
+# The payload's blocks hold about 33, 33, 33 and 0 entries. Three starts can vary.
 WRONG_STARTS = {
     "first not 0": start(0, 1),
     "first all ones": start(0, 2**32 - 1),
@@ -157,7 +156,7 @@ def test_the_last_start_of_every_range(backend, r):
 
 
 def test_the_only_start_of_an_empty_range(backend):
-    """It has no block, and its only start must equal its count, 0."""
+    """An empty range has no block, and its only start must equal its count, 0."""
     geometry = Geometry(10, 2, "float32", ranges=2)
     bad = [rewritten(geometry, r=1, starts=[value]) for value in (0, 1, 2**32 - 1)]
     assert statuses(backend, geometry, bad) == [0, 2, 2]
@@ -171,7 +170,7 @@ def test_the_other_blocks_are_added(backend):
     assert content.starts == [0, 2, 4, 5, 6]
     rows = written(geometry, content.but(starts=[0, 2, 1, 5, 6]))
     out, status = calls.scatter_unpack(backend, [rows], geometry)
-    # Block 1 descends. Block 2 now spans entries 1 to 5, whose positions do not ascend.
+    # Block 1 ends before it starts. Block 2 spans entries 1 to 5, whose positions do not ascend.
     assert status == [2 | 4]
     assert out.nonzero().flatten().tolist() == [5, 6, 49152]
 
@@ -211,7 +210,7 @@ def test_positions_in_a_short_last_block(backend):
 
 
 def test_more_entries_than_a_block_has_elements(backend):
-    """Their positions cannot all ascend."""
+    """The positions of so many entries cannot all ascend."""
     geometry = Geometry(2 * 16384, 2 * 16384, "float32")
     count = 16384 + 20
     content = payload.content(geometry, 0, np.arange(count), [0x3F800000] * count)
@@ -230,7 +229,7 @@ def test_a_bad_first_block_does_not_hide_the_flags(backend):
 @pytest.mark.many_launches
 @value_dtypes
 def test_garbage_after_a_valid_header(backend, value_dtype):
-    """The starts are valid in half of the payloads. In half, the positions mostly ascend."""
+    """Half of the payloads have a random start. Independently, half have a random position."""
     geometry = Geometry(BLOCKS_AND_A_BIT, 30, value_dtype)
     rng = np.random.default_rng(0)
 

@@ -15,7 +15,7 @@ def line(label="1", ints=INTS, categoricals=CATEGORICALS):
 
 
 def write_rows(path, seed, rows, before=(), after=()):
-    """Write the first `rows` rows of a generator between other lines; *.gz is compressed."""
+    """Write the first `rows` rows of a generator between other lines. A *.gz file is compressed."""
     block = Generator(seed).rows(np.arange(rows))
     lines = [
         line(

@@ -31,7 +31,7 @@ def test_rows_depend_only_on_their_number():
 def test_labels_are_drawn_with_the_true_probabilities():
     """The score on the labels is close to the one that the true probabilities imply."""
     p = np.sort(BLOCK.probability)
-    wrong_order = np.cumsum(p) - p  # expected ones among the rows ranked lower
+    wrong_order = np.cumsum(p) - p  # expected number of ones in rows ranked lower
     expected_auc = 1 - np.sum((1 - p) * wrong_order + 0.5 * p * (1 - p)) / (p.sum() * (1 - p).sum())
     expected_loss = -np.mean(p * np.log(p) + (1 - p) * np.log(1 - p))
     auc, loss, calibration = score(BLOCK.labels, BLOCK.probability)
@@ -41,7 +41,7 @@ def test_labels_are_drawn_with_the_true_probabilities():
 
 
 def test_hashes_of_values():
-    """Each column and value has a hash, as missing values do; other rows do not change it."""
+    """The hash of a value, or of a missing one, depends only on the value and its column."""
     values = np.array([[5, 9], [5, 5], [MISSING, 2**63 - 1], [0, MISSING]])
     hashes = hash_values(values)
     assert hashes.dtype == np.int64 and hashes.min() >= 0

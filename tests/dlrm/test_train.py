@@ -31,7 +31,7 @@ TRAIN = [sys.executable, ROOT / "examples/train_dlrm.py"]
 
 
 def _call_on_ranks(*arguments):
-    """The output of rank 0 of two, started as torchrun does. Rank 1 prints nothing."""
+    """Return the output of rank 0. Two ranks are started as by torchrun; rank 1 prints nothing."""
     (status, out, err), second = run_as_torchrun(called, RANKS, main, *arguments)
     assert (status, second) == (0, (0, "", "")), err
     return out
@@ -75,7 +75,7 @@ def test_bytes_match_formulas(results):
     numel = sum(n * m for n, m in weights) + biases
     # PowerSGD compresses a matrix if its two factors are less than half as large.
     powersgd = sum(n + m if 2 * (n + m) < n * m else n * m for n, m in weights) + biases
-    # DCT: a header, starts of blocks, and 4 bytes per entry of a capacity of 1.25 x density.
+    # DCT sends a header, starts of blocks, and 4 bytes per entry. The capacity is 1.25 x density.
     capacity, blocks = -(-int(numel * DENSITY * 125) // 100), -(-numel // 16384)
     dct = sum(-(-n // 16) * 16 for n in (64 + 4 * (blocks + 1), 2 * capacity, 2 * capacity))
     expected = {"dense": 4 * numel, "bf16": 2 * numel, "powersgd": 4 * powersgd, "dct": dct}
@@ -85,7 +85,7 @@ def test_bytes_match_formulas(results):
 
 
 def test_output_without_a_terminal(results):
-    """Prints a line per run, a table and a conclusion, without control characters."""
+    """The output has a line per run, a table and a conclusion, and no control characters."""
     output, _, summary = results
     for mode, runs in summary["modes"].items():
         for run in runs:
@@ -99,7 +99,7 @@ def test_output_without_a_terminal(results):
 
 
 def _runs(losses, steps, sent, step_ms):
-    """A run for each log loss."""
+    """Make one run per log loss."""
     record = Record(*(np.full(steps, value) for value in (0.5, step_ms)), {"gradients": sent})
     return [Run(n, Scores(0.7, loss, 1.0), record, None, "") for n, loss in enumerate(losses)]
 
@@ -114,7 +114,7 @@ def _runs(losses, steps, sent, step_ms):
     ],
 )
 def test_the_conclusion(one_rank, monkeypatch, losses, steps, begins):
-    """1 M parameters, of which 1.25 % are sent with 4 bytes each; 20 ms of compute."""
+    """1 M parameters, of which 1.25 % are sent with 4 bytes each. Compute takes 20 ms."""
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     numel, options = 2**20, parse(["--density", "0.01"])
     dct_bytes = 4 * numel / 100
@@ -219,7 +219,7 @@ def test_errors_name_option_rule_and_value(tmp_path, monkeypatch, capsys, given,
 @pytest.mark.large
 @pytest.mark.parametrize("launcher", [[], [*TORCHRUN[1:], "--nproc-per-node", "2"]])
 def test_as_written(tmp_path, launcher):
-    """In new processes, which import everything that they need."""
+    """Runs the program in new processes, which must import everything that they need."""
     command = [TRAIN[0], *launcher, TRAIN[1], *SMALL, "--out", tmp_path]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

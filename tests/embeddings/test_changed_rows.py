@@ -1,4 +1,4 @@
-"""Replicas are equal after a sync at any time: with accumulated gradients, or before their step.
+"""Replicas are equal after a sync at any time, even if gradients accumulate or are not yet applied.
 
 Here gradients do not depend on weights, and all numbers are small multiples of a power of two. So
 SGD gives the same bits for any order of averaging. The oracle holds both replicas' whole tables in
@@ -46,7 +46,7 @@ def _start():
 
 
 def _batch(number, rank):
-    """(ids, one per bag; the gradient of the row of each id)."""
+    """(one id per bag, the gradient of each id's row)."""
     generator = torch.Generator().manual_seed(2 * number + rank)
     ids = torch.randint(ROWS, (IDS,), generator=generator)
     return ids, torch.randint(-2, 3, (IDS, 1, WIDTH), generator=generator).float() / 4
@@ -156,11 +156,11 @@ class _Replica:
         self._ahead.pop()
 
     def abort(self):
-        """An exception between forward and backward."""
+        """Discard a batch, as after an exception between forward and backward."""
         self._ahead.clear()
 
     def check(self):
-        """After a flush, replicas are equal and include every step of both."""
+        """After a flush, the replicas are equal and include every step of both replicas."""
         self.flush()
         weight = self.bags.weight.detach()
         for tensor in (weight, *self._states()):
@@ -192,7 +192,7 @@ def _prefetch(replica):
     replica.forward()
     for _ in range(6):
         replica.zero_grad()
-        replica.forward()  # of the next batch
+        replica.forward()  # looks up the next batch
         replica.backward()
         replica.step()
 
@@ -275,7 +275,7 @@ def test_closures_and_gradients_set_by_the_user(rank):
             oracle.step()
             replica.sync()
 
-        # A gradient is set aside during a sync.
+        # The gradient is removed during a sync and restored afterwards.
         closure()
         kept, replica.bags.weight.grad = replica.bags.weight.grad, None
         replica.sync()
@@ -283,7 +283,7 @@ def test_closures_and_gradients_set_by_the_user(rank):
         replica.step()
         replica.check()
 
-        # Lookups change nothing, so a sync after them sends the same bytes as an immediate sync.
+        # Lookups change no rows, so a sync after lookups sends as many bytes as an immediate sync.
         with WireMeter(replica.bags.mesh.get_group("replicate")) as meter:
             replica.sync()
             immediate = meter.take()

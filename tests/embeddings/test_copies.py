@@ -1,4 +1,4 @@
-"""Copies of bags and layers share groups but not rows. States of a different rank raise."""
+"""Copies of bags and layers share groups but not rows. Loading another rank's state raises."""
 
 import copy
 import io
@@ -98,7 +98,7 @@ def test_saving_a_whole_module_raises(rank):
 
 @on_ranks(2)
 def test_loading_the_state_of_a_different_rank_raises(rank):
-    """Ranks have equally many rows, so the state would fit and mix up the rows."""
+    """Ranks have equal numbers of rows, so without this error, rows would be mixed up."""
     bags = ShardedEmbeddingBags([torch.randn(8, 3)], plan_shards([8], 2, [0]), shard_mesh(1, 2))
     rows = FeatureRows(torch.randn(10, 3))
     for module, name, identity in (

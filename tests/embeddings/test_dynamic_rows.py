@@ -1,4 +1,4 @@
-"""Rows created in training equal rows created before it; checkpoints; other world sizes."""
+"""Rows created during training equal rows created before; checkpoints; other world sizes."""
 
 import copy
 import re
@@ -42,7 +42,7 @@ def _ids(step, sample):
     generator = torch.Generator().manual_seed(100 * step + sample)
     num_ids = 30 if step < 20 else 60
     numbers = torch.randint(num_ids, (FIELDS, 2), generator=generator)
-    return numbers * (2**62 // 60)  # far apart
+    return numbers * (2**62 // 60)  # ids are far apart
 
 
 def _bags(step, samples):
@@ -136,7 +136,7 @@ def _trained(rank):
     assert state["weight"].shape == (len(rows), 1 + WIDTH)
     assert state["weight"].untyped_storage().nbytes() == state["weight"].nbytes
 
-    # The state replaces other rows of a rank.
+    # Loading the state replaces the rank's other rows.
     again = _rows()
     _layer(again)(*_bags(30, [rank]))
     other = RowWiseAdagrad([again.weight], LR)
@@ -168,7 +168,7 @@ def _trained(rank):
 
 
 def _check_merged(rank, states, merged):
-    """Each row of both ranks is on one of four ranks, with its attached state, bit for bit."""
+    """Check that the rows of both ranks, with attached state, are on four ranks, bit for bit."""
     rows = _rows()
     optimizer = RowWiseAdagrad([rows.weight], LR)
     sums = optimizer.state[rows.weight]["sum"]
@@ -191,7 +191,7 @@ def _check_merged(rank, states, merged):
     for id_, (row, number) in expected.items():
         assert torch.equal(found[id_][0], row) and torch.equal(found[id_][1], number)
     before = len(rows)
-    _layer(rows)(*_bags(0, [rank % 2]))  # known ids are found at their owners
+    _layer(rows)(*_bags(0, [rank % 2]))  # no rows are created for known ids
     assert len(rows) == before
 
 
@@ -203,7 +203,7 @@ def test_checkpoints_of_two_ranks_merge_and_load_on_four():
 
 @on_ranks(1)
 def test_attached_state_is_the_state_of_the_optimizer(rank):
-    """States load in any order, including states from before `attach` named the optimizer."""
+    """States load in any order, also states that were saved before `attach` took the optimizer."""
     seen = {7: 0.0, 2**62: 0.0, 5: 0.0}  # {id: expected accumulator}
 
     def made():
@@ -314,7 +314,7 @@ def test_merging_wrong_states_raises(rank):
         text = f"dct::merge_feature_rows: states{text}"
         _refused(text, lambda given=states: merge_feature_rows(given), error)
     for name, value, got in (
-        ("weight", torch.zeros(2, 1), "(3, 1), got torch.float32 (2, 1)"),  # for 3 ids
+        ("weight", torch.zeros(2, 1), "(3, 1), got torch.float32 (2, 1)"),  # the state has 3 ids
         ("weight", torch.zeros(3, 2), "(3, 1), got torch.float32 (3, 2)"),
         ("weight", torch.zeros(3, 1, dtype=F64), "(3, 1), got torch.float64 (3, 1)"),
         ("per_row.sum", torch.zeros(4), "(3,), got torch.float32 (4,)"),
@@ -361,7 +361,7 @@ def test_wrong_ids_and_states_raise_and_change_nothing(rank):
     (result,) = layer(torch.tensor([5, 2**63 - 1, 7]), lengths)
     assert not result.any() and len(rows) == 0
     result.sum().backward()
-    assert not rows.weight.grad.to_dense()[0].any()  # row 0 stays 0
+    assert not rows.weight.grad.to_dense()[0].any()  # row 0 has no gradient
     layer.train()
     layer(torch.tensor([5, 2**63 - 1, 5]), lengths)
     before = rows.weight[:3].clone()
@@ -371,7 +371,7 @@ def test_wrong_ids_and_states_raise_and_change_nothing(rank):
     ):
         _refused(text, lambda ids=ids: layer(torch.tensor(ids), lengths))
     assert rows.ids().tolist() == [5, 2**63 - 1] and torch.equal(rows.weight[:3], before)
-    layer(torch.tensor([5, 6, 5]), lengths)  # within the capacity
+    layer(torch.tensor([5, 6, 5]), lengths)  # fits into the capacity
 
     optimizer, state = RowWiseAdagrad([rows.weight]), rows.state_dict()
     rows.attach("sum", optimizer, "sum")

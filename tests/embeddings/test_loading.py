@@ -58,7 +58,7 @@ def _put(state, path, value):
 
 
 def _trained_layer(seed):
-    """A layer of dynamic rows whose optimizer is attached, after a step."""
+    """A layer of dynamic rows with its optimizer attached, after one step."""
     torch.manual_seed(seed)
     rows = DynamicFeatureRows(3, 20)
     layer = EquivalentSubstitution(rows, [FirstLayer(1, 3, 2)])

@@ -65,12 +65,12 @@ def _state(bags, optimizer):
 
 
 def _copies(tensor):
-    """The tensors of all replicas."""
+    """`tensor` of all replicas, in order."""
     return gathered(tensor.detach())
 
 
 def _snapshot(bags, optimizer):
-    """Copies of the weight and of the state to average, for an oracle."""
+    """Copies, for an oracle, of the weight and of the state that is averaged."""
     state = _state(bags, optimizer)
     return bags.weight.detach().clone(), None if state is None else state.clone()
 
@@ -87,12 +87,12 @@ def _looked_up(first, last, rows=ROWS, replicas=2, batch=BATCH):
 
 
 def _check_message(settings, accumulated, left):
-    """Check that `accumulated - left`, the changes that a replica sends, fits the format."""
+    """Check that the changes that a replica sends, `accumulated - left`, fit the format."""
     format, delivered = settings["format"], accumulated - left
-    if format == "bfloat16":  # the largest entries, a fraction of DENSITY, rounded
+    if format == "bfloat16":  # sends the largest entries, rounded; DENSITY is their fraction
         went = delivered != 0
         count = min(math.ceil(DENSITY * len(left)), int((accumulated != 0).sum()))
-        assert 0.8 * count < went.sum() <= 1.25 * count + 1  # the threshold is from few samples
+        assert 0.8 * count < went.sum() <= 1.25 * count + 1  # the threshold is an estimate
         assert accumulated[went].abs().min() >= accumulated[~went].abs().max()
         assert torch.equal(left[~went], accumulated[~went])
         assert torch.equal(delivered, delivered.bfloat16().float())
@@ -106,7 +106,7 @@ def _check_message(settings, accumulated, left):
             assert went.any() or part.abs().max() < 1e-6
             assert torch.allclose(sizes, sizes[:1].expand_as(sizes), atol=1e-7)
             assert torch.equal(sent[went].sign(), part[went].sign())
-        else:  # the error is less than a step
+        else:  # the error is less than a quantization step
             assert rest.abs().max() <= part.abs().max() / {"int8": 127, "int4": 7}[format]
 
 
@@ -123,14 +123,14 @@ def _payload_bytes(settings, numel):
 )
 @on_ranks("replicas")
 def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, transport, many):
-    rows, batch = ([9000, 25], 1200) if many else (ROWS, BATCH)  # otherwise less than a block
+    rows, batch = ([9000, 25], 1200) if many else (ROWS, BATCH)  # else less than a block
     for (name, make), settings in zip(cycle(OPTIMIZERS.items()), COMPRESSED, strict=False):
         settings = settings | {"transport": transport}
         bags = _bags(rows, shape=(replicas, 1))
         optimizer = make([bags.weight])
         sync = ReplicaSync(bags, optimizer=optimizer, every=2, **settings)
         average, group = sync._average, bags.mesh.get_group("replicate")
-        pending = torch.zeros(sum(rows), WIDTH)  # of all rows, for the oracle
+        pending = torch.zeros(sum(rows), WIDTH)  # the oracle's pending changes
         known_rows = torch.empty(0, dtype=torch.int64)
         for period in range(3):
             synced, _ = _snapshot(bags, optimizer)
@@ -151,7 +151,7 @@ def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, 
             pending = torch.zeros_like(pending)
             pending[known_rows] = average.residual
             moved = bags.weight.detach().double() - synced
-            # All changes are sent or pending, none twice, and other rows are unchanged.
+            # Each change is either sent or pending, and other rows are unchanged.
             changes, left = (sum(_copies(tensor.double())) for tensor in (accumulated, pending))
             near = 1e-6 * max(synced.abs().max(), changes.abs().max())
             assert (replicas * moved + left - changes).abs().max() < near
@@ -189,7 +189,7 @@ def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, 
         assert (bags.weight - (synced + mean)).abs().max() < near
         assert state is None or torch.equal(_state(bags, optimizer), state)
         assert_same(bags.weight.detach())
-        assert average.rows.untyped_storage().nbytes() == 0  # freed, not only sliced
+        assert average.rows.untyped_storage().nbytes() == 0  # the memory is freed
         assert average.residual.untyped_storage().nbytes() == 0
         before = bags.weight.detach().clone()
         with WireMeter(group) as meter:
@@ -200,7 +200,7 @@ def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, 
 
 
 class _Sizes(TorchDispatchMode):
-    """Records the largest new tensor. Writing into `known` creates none."""
+    """Records the largest new tensor. Writing into `known` creates no tensor."""
 
     def __init__(self, *known):
         super().__init__()
@@ -229,13 +229,13 @@ def test_a_sync_accesses_only_rows_that_were_looked_up(rank):
         others = torch.ones(sum(rows), dtype=torch.bool)
         others[union] = False
         state = optimizer.state[bags.weight]
-        with torch.no_grad():  # NaN would show if they were read
+        with torch.no_grad():  # reading these rows would give NaN
             for tensor in (bags.weight, *state.values()):
                 tensor[others] = math.nan
         known = sync._average.touched._known
         with _Sizes(bags.weight, known, *state.values()) as made:
             sync.step()
-        assert 0 < made.largest <= 4096  # the samples for a threshold
+        assert 0 < made.largest <= 4096  # the size of a threshold's sample
         assert bags.weight[others].isnan().all() and bags.weight[union].isfinite().all()
         assert (bags.weight[union] != start[union]).any()
         assert state["sum"][union].isfinite().all() and (state["sum"][union] > 0).any()
@@ -256,7 +256,7 @@ def test_float32_rows_and_bfloat16_changes(rank):
         with WireMeter(bags.mesh.get_group("replicate")) as meter:
             sync.step()
             sent = meter.take()
-        bytes_a_row = WIDTH * (4 if format == "float32" else 2) + 4  # rings of 2
+        bytes_a_row = WIDTH * (4 if format == "float32" else 2) + 4  # rings of 2 ranks
         assert sent == 8 + 4 * max(map(len, touched)) + len(union) * bytes_a_row
         if format == "float32":
             expected = sum(part / 2 for part in _copies(trained))
@@ -270,7 +270,7 @@ def test_float32_rows_and_bfloat16_changes(rank):
         synced, _ = _snapshot(bags, optimizer)
         _train(bags, optimizer, 1, rank)
         trained, _ = _snapshot(bags, optimizer)
-        sync.flush()  # nothing is pending, and nothing is rounded
+        sync.flush()  # sends all changes without rounding
         mean = sum(_copies(trained.double())) / 2
         assert torch.allclose(bags.weight.double(), mean, rtol=0, atol=2e-7)
         assert not torch.equal(bags.weight, synced)
@@ -363,7 +363,7 @@ def _dies(rank):
     sync.step()
     if rank == 1:
         os._exit(7)
-    _train(bags, optimizer, 1, rank)  # needs no other rank, because its sharding group has one rank
+    _train(bags, optimizer, 1, rank)  # not collective: the sharding group has one rank
     sync.step()
 
 

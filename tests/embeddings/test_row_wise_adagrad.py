@@ -20,7 +20,7 @@ def _weights(dtype=torch.float64):
 
 
 def _per_id(step):
-    """The gradients of the rows of a batch, one per id."""
+    """The gradients of the rows of a batch, per id."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randn(len(BATCHES[step]), WIDTH, generator=generator, dtype=torch.float64)
 
@@ -138,7 +138,7 @@ def _sync(weights, optimizers):
 
 
 def test_delayed_replicas_average_to_a_step_with_the_averaged_gradient():
-    """The step between two syncs is lr * mean(sum of gradients) / root of the synced v."""
+    """The step between two syncs is lr * mean(sum of gradients) / sqrt(synced v)."""
     weights, optimizers = _replicas(
         3, lambda w: MomentumScaledRowWiseAdagrad([w], LR, scale=3, delayed=True)
     )
@@ -166,10 +166,10 @@ def test_delayed_replicas_average_to_a_step_with_the_averaged_gradient():
 
 
 def _relative_step(replicas, scale, chance, noise, delayed=False, steps=600, rows=64, width=16):
-    """The distance of averaged replicas relative to one group with all samples, averaged over rows.
+    """Return how far the weights of averaged replicas move, relative to one group.
 
-    In each step a replica has a gradient for a row with probability `chance`. Its entries are 1
-    plus normal noise times `noise`.
+    The group processes all samples. The ratio is averaged over rows. With probability `chance`, a
+    replica has a gradient for a row in a step. Its entries are 1 plus normal noise times `noise`.
     """
     generator = torch.Generator().manual_seed(11)
     start = torch.zeros(rows, width, dtype=torch.float64)
@@ -199,7 +199,7 @@ def _relative_step(replicas, scale, chance, noise, delayed=False, steps=600, row
     ids=["rare", "noisy", "clean"],
 )
 def test_steps_of_4_averaged_replicas(chance, noise, unscaled, scaled, delayed):
-    """Scaling by 4 doubles steps: rare and noisy rows then move as far as in one group."""
+    """Scale 4 doubles steps. Rare and noisy rows then move the same distance as in one group."""
     assert _relative_step(4, 1, chance, noise, delayed) == pytest.approx(unscaled, rel=0.15)
     assert _relative_step(4, 4, chance, noise, delayed) == pytest.approx(scaled, rel=0.15)
 

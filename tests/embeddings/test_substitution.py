@@ -33,7 +33,7 @@ def _weight(dtype):
 
 @functools.cache
 def _sample(step, number, longest=3):
-    """(ids of each field, up to `longest` and with repetitions; a label)."""
+    """(0 to `longest` ids per field, which may repeat; a label)."""
     generator = torch.Generator().manual_seed(10 * step + number)
     lengths = torch.randint(longest + 1, (FIELDS,), generator=generator).tolist()
     ids = [torch.randint(ROWS, (length,), generator=generator) for length in lengths]
@@ -259,7 +259,7 @@ def test_bytes_match_formulas_and_partial_results_do_not_grow_with_ids(rank, kin
 
 
 class Scaled(SubstituteOperator):
-    """Pooled rows times a parameter. The gradient of their sum is the sum of all pooled rows."""
+    """Multiplies pooled rows by `scale`. The gradient of `scale` is the sum of all pooled rows."""
 
     def __init__(self):
         super().__init__(WIDTH, first=1)
@@ -275,7 +275,7 @@ class Scaled(SubstituteOperator):
 @pytest.mark.parametrize("aggregate", ["reduce_scatter", "all_reduce"])
 @on_ranks(2)
 def test_frozen_parameters(rank, aggregate):
-    """Frozen parameters get no gradients. Thawed and replaced ones get gradients of all ranks."""
+    """Frozen parameters get no gradients. Unfrozen and replaced ones get the mean gradient."""
     operator = Scaled()
     layer = EquivalentSubstitution(FeatureRows(_weight(torch.float64)), [operator], aggregate)
     scatter = aggregate == "reduce_scatter"
@@ -315,7 +315,7 @@ def test_frozen_parameters(rank, aggregate):
 
 @on_ranks(2)
 def test_rows_are_distributed_evenly(rank):
-    """Each row is on one rank. Ranks have equal numbers of rows, also of strided ids."""
+    """Each row is on one rank. Ranks have equal numbers of rows, also for strided ids."""
     for rows in (2, 3, 64, 1000, 2**20 + 7):
         owned = FeatureRows(torch.arange(rows).double().view(-1, 1))
         ids = owned.ids()

@@ -48,7 +48,7 @@ class Odd(SubstituteOperator):
 
 @on_ranks(1)
 def test_partial_results_must_have_a_row_per_sample(rank):
-    """Operators written by users are checked."""
+    """The partial results of a user's operator are checked."""
     ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])
     for function, got in (
         (lambda pooled: pooled.sum((1, 2)), "(2,)"),
@@ -133,7 +133,7 @@ def test_empty_bags(rank):
 
 @on_ranks(2)
 def test_operators_and_rows_must_be_the_same_on_all_ranks(rank):
-    """Otherwise ids would reach ranks without their rows, and sizes of messages would differ."""
+    """Otherwise a rank would receive ids of rows that it does not own, or wrong message sizes."""
     text = "dct::FeatureRows: rows must be the same on every rank, got 10 on rank 0, 11 on rank 1"
     _refused(text, lambda: FeatureRows(torch.zeros(10 + rank, 3)))
     alone = [dist.new_group([r]) for r in range(2)][rank]
@@ -245,15 +245,15 @@ def test_all_ranks_raise_if_inputs_differ(rank):
 
 @on_ranks(2)
 def test_lengths_that_wrap_around_raise(rank):
-    """Lengths whose int64 sum wraps around to the number of ids, on one rank and from others."""
+    """On one rank, the int64 sum of the lengths wraps around to the number of ids."""
     ids, lengths = torch.tensor([3, 9, 1]), torch.tensor([[1, 1, 1]])
     others = "every rank must accept its input, got an error on rank 1: see the output there"
     for aggregate in ("reduce_scatter", "all_reduce"):
         layer = _layer(aggregate=aggregate)
         for wrong, total in (
-            ([[2**63 - 1, 2**63 - 1, 5]], 2**64),  # 2^64 + 3 in float64
+            ([[2**63 - 1, 2**63 - 1, 5]], 2**64),  # the exact sum is 2^64 + 3
             ([[2**62] * 4 + [3]], 2**64),
-            ([[2**62, 2**62, 3]], 2**63),  # negative in int64
+            ([[2**62, 2**62, 3]], 2**63),  # the int64 sum is negative
         ):
             text = f"ids must have {total} elements like lengths, got 3" if rank else others
             given = torch.tensor(wrong) if rank else lengths

@@ -143,7 +143,7 @@ def test_replicas_are_bitwise_equal_after_a_sync(rank):
     mesh = shard_mesh(2, 2)
     scaled = partial(MomentumScaledRowWiseAdagrad, scale=2, delayed=True)
     for optimizer_of in (RowWiseAdagrad, scaled):
-        bags, optimizer, sync = _trained(rank, mesh, optimizer_of, 5, every=3)  # synced after 3
+        bags, optimizer, sync = _trained(rank, mesh, optimizer_of, 5, every=3)  # syncs at step 3
         watched = bags.weight, optimizer.to_average(bags.weight)
         before = [_copies(bags, tensor) for tensor in watched]
         assert not any(torch.equal(*replicas) for replicas in before)
@@ -171,7 +171,7 @@ def test_replicas_are_bitwise_equal_after_a_sync(rank):
         out.sum().backward()
         assert bags.weight.grad.is_sparse
 
-    # Replicas with different tables start with those of the first.
+    # If replicas have different tables, all start with the tables of the first replica.
     tables = [table + rank for table in _tables()]
     replicas = _copies(bags, ShardedEmbeddingBags(tables, _plan(2), mesh).weight)
     assert torch.equal(*replicas)
@@ -229,7 +229,7 @@ def test_wrong_plans_and_settings_raise(rank):
     sgd = torch.optim.SGD([bags.weight], LR)
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))], LR)
     momentum, decay = (
-        torch.optim.SGD([bags.weight], LR, **{setting: 0.9})  # these change other rows
+        torch.optim.SGD([bags.weight], LR, **{setting: 0.9})  # also change other rows
         for setting in ("momentum", "weight_decay")
     )
     of_wide = torch.optim.SGD([wide.weight], LR)
@@ -287,7 +287,7 @@ def test_rows_and_bytes_of_a_lookup(rank):
     out.sum().backward()
     grad = once.weight.grad.coalesce()
     assert grad.indices().tolist() == ([[3]], [[0, 1, 3]])[rank]
-    # The mean over the samples of both ranks.
+    # The gradient is the mean over the samples of both ranks.
     assert torch.equal(grad.values()[:, 0], torch.tensor(([2.0], [2.0, 1.0, 1.0])[rank]).double())
     for of_bags in (bags, once):
         nothing = of_bags(IDS[:0].int(), LENGTHS[:, :0].contiguous())
@@ -303,7 +303,7 @@ def test_wrong_ids_and_lengths_raise(rank):
     largest = 2**63 - 1
     wraps = torch.tensor([[largest, largest], [2, 3]])
     turns = torch.tensor([[2**62, 2**62], [2**62, 2**62 + 3]])
-    assert wraps.sum() == turns.sum() == len(IDS)  # in int64; the exact sums are 2**64 more
+    assert wraps.sum() == turns.sum() == len(IDS)  # in int64; the exact sums are larger by 2**64
     more, negative = torch.tensor([[4, 0], [0, 0]]).int(), torch.tensor([[2, 2], [-1, 0]])
     other, elements = (
         "every rank must accept its input, got an error on rank 0",
@@ -362,7 +362,7 @@ def test_a_plan_has_every_table_once_and_equally_many_per_rank(ranks, row_wise):
 
 
 def test_plans_by_hand():
-    # Largest first: 9 | 8 7. The rest go to the smaller sum, with equal numbers of tables.
+    # Largest first, each table goes to the rank with the smaller sum. Both ranks get two tables.
     plan = plan_shards([9, 1, 8, 7], 2)
     assert [[shard.table for shard in part] for part in plan] == [[0, 1], [2, 3]]
     assert plan_shards([5, 9, 2, 4], 2) == [

@@ -4,8 +4,8 @@
 //   fuzz OP HEX                one input, as printed by a run that stopped
 //
 // Kernels compiled with DCT_COVERAGE report the branches that they take, and inputs that take new
-// branches are mutated further. No call may access memory outside of its arguments, which guards
-// and sanitizers check. Results must equal those of the decoders in the headers.
+// branches are mutated further. No call may access memory outside of its arguments; guards and
+// sanitizers detect such accesses. Results must equal those of the decoders in the headers.
 
 #include <unistd.h>
 
@@ -22,7 +22,7 @@ namespace {
 
 #define DCT_PLAIN __attribute__((no_sanitize("address", "undefined")))
 
-// How often each branch was taken, by a hash of its source and target.
+// Counts of each taken branch, indexed by a hash of the branch's source and target.
 constexpr int64_t kBranches = 1 << 14;
 uint8_t taken[kBranches];
 uint16_t touched[kBranches];
@@ -36,7 +36,7 @@ DCT_PLAIN void forget_branches() {
   last = 0;
 }
 
-// Whether the last input took a branch with a count of a new magnitude.
+// Returns whether the last input took some branch a number of times that is new in magnitude.
 DCT_PLAIN bool is_new() {
   bool found = false;
   for (int64_t i = 0; i < num_touched; ++i) {
@@ -179,7 +179,7 @@ extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:prin
 
 extern "C" DCT_PLAIN void __sanitizer_cov_trace_pc() {
   const auto here = reinterpret_cast<uintptr_t>(__builtin_return_address(0)) -
-                    reinterpret_cast<uintptr_t>(&num_touched);  // at any load address
+                    reinterpret_cast<uintptr_t>(&num_touched);  // independent of the load address
   const uint64_t mixed = (here ^ last) * 0x9E3779B97F4A7C15;
   const auto branch = static_cast<uint16_t>(mixed >> 50);
   last = here >> 1;

@@ -19,14 +19,14 @@
 
 namespace dct::test {
 
-// A setting that selects sizes, formats and so on, and the untrusted bytes. These are truncated or
+// The untrusted bytes, and a setting that selects sizes and formats. The bytes are truncated or
 // padded with zeros to the length that the call needs.
 struct Input {
   uint32_t setting = 0;
   std::vector<uint8_t> bytes;
 };
 
-// Decodes a setting: each choice consumes one digit of it.
+// Decodes a setting. Each choice consumes one digit of the setting.
 class Setting {
  public:
   explicit Setting(uint32_t setting) : rest_(setting) {}
@@ -42,13 +42,13 @@ class Setting {
   uint32_t rest_;
 };
 
-// The place of a number in an input's bytes.
+// The position of a number in an input's bytes.
 struct Field {
   int64_t offset;
   int bytes;
 };
 
-// Memory between guards. ASan reports accesses to them, and intact() checks their bytes.
+// Memory between guards. ASan reports accesses to guards, and intact() checks the guards' bytes.
 class Memory {
  public:
   ~Memory() { ASAN_UNPOISON_MEMORY_REGION(arena_, sizeof(arena_)); }
@@ -99,7 +99,7 @@ inline uint64_t boundary(Random& random) {
   return near + random.integer(-1, 1);
 }
 
-// Mutates an input slightly. `field` returns the place of a number in its bytes.
+// Mutates an input slightly. `field` returns the position of a number in its bytes.
 template <typename FieldOf>
 void mutate(Random& random, Input& input, const Input& other, const FieldOf& field) {
   std::vector<uint8_t>& bytes = input.bytes;
@@ -165,13 +165,13 @@ void mutate(Random& random, Input& input, const Input& other, const FieldOf& fie
   }
 }
 
-// Values of the trusted arguments: numbers near 1 and special ones, equal in every run.
+// Values of the trusted arguments: numbers near 1 and special values, the same in every run.
 inline const std::vector<float>& floats() {
   static const std::vector<float> pool = Random(1).reals<float>(1 << 14);
   return pool;
 }
 
-// Calls function(parallel), which runs tasks one after the other, or on threads with TSan.
+// Calls function(parallel). `parallel` runs tasks one after the other, or with TSan on threads.
 template <typename Function>
 void with_tasks(int64_t tasks, Function&& function) {
 #if defined(__SANITIZE_THREAD__)

@@ -49,7 +49,7 @@ inline void put_header(uint8_t* out, const Kind& kind, int64_t numel, int flags)
   std::memcpy(out + 20, &numel, 4);
 }
 
-// The value of entry `i` of a row of any bytes.
+// The value of entry `i` of a row with arbitrary bytes.
 inline float entry(const uint8_t* row, int64_t i, const Kind& kind) {
   uint32_t u = 0;
   if (!kind.scaled()) {
@@ -63,7 +63,7 @@ inline float entry(const uint8_t* row, int64_t i, const Kind& kind) {
   return multiply(static_cast<float>(code), static_cast<float>(decode<BFloat16>(u)));
 }
 
-// Writes the bytes of a row, and which of its entries are sent.
+// Writes the bytes of a row, and marks the entries that are sent.
 inline void put_row(uint8_t* row, const float* acc, const Kind& kind, bool* sent) {
   std::vector<int> codes;
   for (int64_t i = 0; i < kEntries; ++i) {
@@ -108,8 +108,8 @@ inline void put(uint8_t* out, const std::vector<float>& acc, float* residual, co
   put_header(out, kind, numel, all ? 0 : 2);
 }
 
-// Returns the sum of payloads [ranks, ranges, nbytes] of any bytes, except those with a wrong
-// header, and writes the status of each rank.
+// Returns the sum of payloads [ranks, ranges, nbytes] with arbitrary bytes, and writes the status
+// of each rank. Payloads with a wrong header are not added.
 inline std::vector<float> sum_of(const uint8_t* payloads, int64_t ranks, int64_t ranges,
                                  int64_t nbytes, int64_t numel, const Kind& kind,
                                  std::vector<int32_t>& status) {

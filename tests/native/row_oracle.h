@@ -91,7 +91,7 @@ inline std::vector<uint8_t> packed(const std::vector<int>& codes, uint32_t scale
   return row;
 }
 
-// The code of column `c` in a row of any bytes.
+// The code of column `c` in a row with arbitrary bytes.
 inline int code_at(const uint8_t* row, int64_t c, RowFormat format) {
   const int each = codes_per_byte(format), k = static_cast<int>(c % each), byte = row[c / each];
   if (format == RowFormat::kInt8) return static_cast<int8_t>(byte);

@@ -1,6 +1,6 @@
 #pragma once
 
-// Shared by the native tests: a check that stops the program, threads, random inputs, exact
+// Code for all native tests: a check that stops the program, threads, random inputs, exact
 // rounding.
 
 #include <algorithm>
@@ -37,7 +37,7 @@ constexpr DType kDType = std::is_same_v<T, Float16>    ? DType::kFloat16
                          : std::is_same_v<T, BFloat16> ? DType::kBFloat16
                                                        : DType::kFloat32;
 
-// Runs tasks on new threads, which take them one by one. So the order differs between runs.
+// Runs tasks on new threads, which take tasks one by one, so the order differs between runs.
 struct Threads {
   int64_t threads;
 
@@ -115,7 +115,7 @@ uint32_t encode(double x, bool saturate = false) {
   if (std::isinf(x)) return sign | infinity;
   if (x == 0) return sign;
   const int exponent = std::max(std::ilogb(x), 1 - F::kBias);
-  // The units in the last place are the bit pattern, except for the exponent's offset.
+  // The number of units in the last place is the bit pattern, except for the exponent's offset.
   const double units = std::nearbyint(std::ldexp(std::fabs(x), F::kMantissa - exponent));
   const double pattern = units + std::ldexp(exponent - 1 + F::kBias, F::kMantissa);
   if (pattern >= infinity) return sign | (saturate ? infinity - 1 : infinity);

@@ -15,7 +15,7 @@ OVERFLOW, NON_FINITE = 1, 2
 
 
 def bounds(numel, ranges, r):
-    """First and past-the-last element of range r."""
+    """The first element of range r, and the first one after the range."""
     length = _ceil_div(_ceil_div(numel, BLOCK), ranges) * BLOCK
     return min(r * length, numel), min((r + 1) * length, numel)
 

@@ -76,7 +76,7 @@ def encode(acc, format):
 
 
 def decode(body, numel, format):
-    """The float32 values of rows of any bytes."""
+    """The float32 values of rows with arbitrary bytes."""
     size = -(-numel // ROW) * ROW_BYTES[format]
     raw = np.frombuffer(body, np.uint8)[:size].reshape(-1, ROW_BYTES[format])
     if format not in WITH_SCALES:

@@ -1,4 +1,4 @@
-"""row_quantize, row_dequantize, row_dequantize_sum: one row at a time, in Python's integers."""
+"""row_quantize, row_dequantize, row_dequantize_sum: one row at a time, in Python integers."""
 
 import functools
 import math
@@ -36,7 +36,7 @@ def row_dequantize(rows, width, format, dtype):
 
 
 def row_dequantize_sum(rows, width, format, dtype):
-    """Raw bits [B, width]; rows are uint8 [P, B, w] of anything."""
+    """Raw bits [B, width]; rows are uint8 [P, B, w] with any bytes."""
     total, *others = (
         floats.widen(row_dequantize(message, width, format, "float32"), "float32")
         for message in rows
@@ -79,7 +79,7 @@ def _in_units(row):
     """Magnitudes and the unit of their sums, as multiples of 2**-149, the smallest float32."""
     bits = (row.view(np.uint32) & 0x7FFFFFFF).tolist()
     magnitudes = [(b & 0x7FFFFF | 0x800000) << (b >> 23) - 1 if b >> 23 else b for b in bits]
-    # 2**-21 times the power of two of the largest, and at least 2**-126.
+    # 2**-21 times the largest magnitude rounded down to a power of two, but at least 2**-126.
     return magnitudes, 1 << max(max(magnitudes).bit_length() - 1 - 21, 149 - 126)
 
 

@@ -1,4 +1,4 @@
-"""Sharded models for the tests of `compress_fully_shard`, and the gradients to expect."""
+"""Sharded models for the tests of `compress_fully_shard`, and their expected gradients."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ ROUNDING = {"int8": 0.5 / 127 * (1 + 2**-7), "int4": 0.5 / 7 * (1 + 2**-7), "bfl
 
 
 class Block(nn.Module):
-    """A matrix whose rows do not divide by the number of ranks, and small parameters."""
+    """A matrix whose number of rows is not divisible by the ranks, and small parameters."""
 
     def __init__(self, inputs=50, outputs=71):
         super().__init__()

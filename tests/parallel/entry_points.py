@@ -46,7 +46,7 @@ class Hook:
         return self._flat(self.parameters)
 
     def pending(self):
-        """Return the pending gradients of all ranks, in units of the mean, flat, float64."""
+        """Return all ranks' pending gradients as flat float64 numbers, in units of the mean."""
         return all_pending(self.state.state_dict())
 
     def parts(self):

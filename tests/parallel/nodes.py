@@ -35,7 +35,7 @@ def same_step(model, grads):
 
 
 def all_pending(state_dict):
-    """Return the pending gradients of all ranks, in units of the mean, flat, float64."""
+    """Return all ranks' pending gradients as flat float64 numbers, in units of the mean."""
     saved = entry(state_dict)
     nodes = saved["world_size"] // saved["local_size"]
     pending = torch.cat(

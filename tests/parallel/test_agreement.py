@@ -25,7 +25,7 @@ REFUSAL = "dct::test: every rank must take part, got ValueError from rank 1: wro
 
 @on_ranks(3)
 def test_every_rank_names_different_settings(rank):
-    """Different values of each setting raise, and training works afterwards."""
+    """If ranks differ in a setting, all ranks raise. Training works afterwards."""
     last = rank == 2
 
     def refused(name, others, value, module, **settings):
@@ -104,7 +104,7 @@ def test_ranks_compare_steps_set_by_post_local_sgd(rank):
 @pytest.mark.parametrize("call", ["flush", "average_parameters", "dct_hook"])
 @on_ranks(2)
 def test_error_names_the_call_that_compares_first(rank, call):
-    """Only rank 0 calls, and no rank has loaded a checkpoint."""
+    """Only rank 0 makes the call, and no rank has loaded a checkpoint."""
     run = (Hook if call == "dct_hook" else LocalSteps)(SIZES, density=0.1)
     shorten_timeouts(1)
     if rank == 0:
@@ -178,7 +178,7 @@ def test_error_reaches_ranks_of_other_groups(rank):
 
 @on_ranks(3)
 def test_missing_ranks_raise_at_the_timeout(rank):
-    """Missing ranks cause a timeout. If one of them raised an error, that error is reported."""
+    """Missing ranks cause a timeout. If a missing rank raised an error, that error is reported."""
     store = dist.group.WORLD.get_group_store()
     if rank == 0:
         with pytest.raises(PeerError) as error:
@@ -238,7 +238,7 @@ def test_take_back_changes_all_ranks_or_none(rank, make):
 def test_one_rank_can_take_back_a_failed_step(rank, make, name):
     """The step fails before or after packing. Entries sent in the previous step are not restored.
 
-    state_dict() raises until take_back(), because it would lack the entries of the failed step.
+    state_dict() raises until take_back(), because a state would lack the failed step's entries.
     """
 
     def fails(*args, **options):
@@ -263,5 +263,5 @@ def test_one_rank_can_take_back_a_failed_step(rank, make, name):
     dist.barrier()
     if rank == 1:
         point.state.take_back()
-    packed = not name.endswith(("reduce_scatter", "dense_mean"))  # these come before packing
+    packed = not name.endswith(("reduce_scatter", "dense_mean"))  # these run before packing
     assert torch.equal(point.pending(), before + numbers.double() * packed)

@@ -90,7 +90,7 @@ def _steps(rank):
 @on_ranks("world_size")
 def test_dtypes_shapes_async_bytes_and_nan(rank):
     ranks = dist.get_world_size()
-    # With two ranks, float32 has the same bits as dist.all_reduce. A torch.dtype is a format.
+    # With two ranks, float32 results equal those of dist.all_reduce. A torch.dtype is a format.
     x = y = _grad(rank, 0)
     all_reduce_compressed(x := x.clone(), format=torch.float32)
     dist.all_reduce(y := y.clone())

@@ -1,4 +1,4 @@
-"""DCTAverager: non-finite weights and failed exchanges raise, without loss of other changes."""
+"""DCTAverager: non-finite weights and failed exchanges raise, and no other change is lost."""
 
 import os
 import signal

@@ -1,6 +1,6 @@
 """DCTAverager against a simulation of all ranks in numpy, float64.
 
-The simulation takes the thresholds from the averager, and they decide which entries are sent. All
+The simulation uses the averager's thresholds, which determine the entries that are sent. All
 arithmetic is exact: numbers have few bits and are multiples of 3, for the mean of 3 ranks.
 """
 
@@ -33,7 +33,7 @@ class _Simulation:
             sent = np.where(abs(acc) >= thresholds, acc, 0)
             self.residual = acc - sent
             self.base = self.base + sent.mean(0)
-        else:  # the averaging is skipped, and all changes stay pending
+        else:  # no rank averages, and all changes stay pending
             self.residual = acc
         self.weights[:] = self._start()
 

@@ -1,4 +1,4 @@
-"""Checkpoints at every entry point: bitwise resume, and loads with other transports and ranks."""
+"""Checkpoints at every entry point: bitwise resume, other transports and world sizes."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ from ranks import (
     train_step,
 )
 
-# Rows that do not divide by 2, one row for two shards, a small tensor, and more than one block.
+# An odd number of rows, one row for two shards, a small tensor, and more than one block.
 SIZES = ((301, 7), (1, 900), (31,), (20_000,))
 NUMEL = 2107 + 900 + 31 + 20_000
 
@@ -50,7 +50,7 @@ def _load(entry, source, saved, converted=False):
 
 
 def _check_resume(rank, make, options, folder):
-    """Compare resumed runs with an uninterrupted one, from files and DCP folders.
+    """Compare runs that resume from files and DCP folders with an uninterrupted run.
 
     After an averaging, the state alone restores the weights of an averager with step_ahead. Between
     averagings the user loads the weights.

@@ -77,7 +77,7 @@ def test_inline_executor_starts_and_completes_in_order():
 
 
 def test_thread_executor_ends_with_its_owner_and_keeps_nothing_alive():
-    before = set(threading.enumerate())  # some of these may end during the test
+    before = set(threading.enumerate())  # some of these threads may end during the test
     worker, owned = ThreadExecutor(), torch.ones(3)
     watch = weakref.ref(owned)
     worker.submit(lambda owned=owned: (owned.add_(1), None)[1], None).wait()
@@ -102,7 +102,7 @@ def test_meter_counts_bytes_per_rank(rank):
     x, parts = torch.ones(210), [torch.empty(210) for _ in range(ranks)]
     flat, short = torch.empty(210 * ranks), torch.empty(840 // 4 // ranks)
     even, sent = torch.ones(12, 5), torch.ones(10 + ranks - 1, 5)
-    stays, goes = 10, 1  # rows for this rank, and for every other
+    stays, goes = 10, 1  # rows for this rank, and for each other rank
     splits = [stays if r == rank else goes for r in range(ranks)]
     received = torch.empty(stays + ranks - 1, 5)
     gather, reduce = (ranks - 1) * 840, (ranks - 1) * 840 // ranks
@@ -116,10 +116,10 @@ def test_meter_counts_bytes_per_rank(rank):
         "broadcast": (reduce, lambda f: f(x.clone(), src=0)),
         "all_to_all_single": ((ranks - 1) * 240 // ranks, lambda f: f(torch.empty(12, 5), even)),
     }
-    if ranks == 4:  # 210 does not divide by 4: 52 elements per rank
+    if ranks == 4:  # 210 is not divisible by 4, so each rank gets 52 elements
         calls["reduce_scatter_tensor"] = (3 * 208, calls["reduce_scatter_tensor"][1])
         calls["reduce_scatter_single"] = (3 * 208, calls["reduce_scatter_single"][1])
-    warnings.simplefilter("ignore", FutureWarning)  # the old names
+    warnings.simplefilter("ignore", FutureWarning)  # torch deprecates the old names
     originals = {name: getattr(dist, name, None) for name in calls}
     with WireMeter() as meter:
         for name, (expected, call) in calls.items():

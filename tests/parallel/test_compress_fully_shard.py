@@ -1,4 +1,4 @@
-"""compress_fully_shard: bits of the gathered weights and of the reduced gradients."""
+"""compress_fully_shard: bitwise checks of gathered weights and reduced gradients."""
 
 import pytest
 import torch
@@ -126,7 +126,7 @@ def test_all_ranks_and_passes_use_bitwise_equal_weights(rank, format):
         assert state.stats()["step"] == 4  # although the root has no parameters of its own
 
 
-# Rows that do not divide by 3, a single row, and small parameters between them.
+# Row counts not divisible by 3, a single row, and small parameters between them.
 SHAPES = ((61, 40), (37,), (1, 900), (5,), (64, 30))
 
 

@@ -51,7 +51,7 @@ def test_nonfinite_weight_reaches_every_rank_until_repaired(rank, bad):
                 assert_same(torch.stack([(~w.isfinite()).sum() for w in found.values()]))
             if rank == 1:
                 part.view(-1)[3] = good
-            found = computed_weights(model)  # in int4, lost entries are sent as changes from 0
+            found = computed_weights(model)  # in int4, changes of lost entries start from 0
             assert all((found[n] - exact[n]).abs().max() < 0.02 for n in exact)
             assert_same(torch.cat([weight.flatten() for weight in found.values()]))
 

@@ -166,7 +166,7 @@ def _resharded(rank, folder):
     assert torch.equal(_flat(exact), _flat(full_weights(model)))
     apart = max((kept[name] - exact[name]).abs().max() for name in exact)
     most = max((found[name] - exact[name]).abs().max() for name in exact)
-    assert 0 < most <= ROUNDING["int4"] * apart + 1e-7  # the kept weights were the starting point
+    assert 0 < most <= ROUNDING["int4"] * apart + 1e-7  # changes start from the kept weights
     _train(other, rank, range(2))
     assert_same(_flat(computed_weights(other)))
 
@@ -212,14 +212,14 @@ def test_invalid_states_change_nothing(rank):
     refuses("step must be the same on every rank, got 2 on rank 0, 3 on rank 1", step=2 + rank)
     error, text = (ValueError, "version must be") if rank == 1 else (RuntimeError, "from rank 1")
     refuses(text, error, version=6 - rank)
-    state.load_state_dict({**good, "weights": "int8"})  # a new format discards them
+    state.load_state_dict({**good, "weights": "int8"})  # a new format discards kept weights
     assert torch.equal(_flat(computed_weights(model)), _flat(full_weights(model)))
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @on_ranks(4)
 def test_combined_with_the_hook_between_replicas(rank, format):
-    """Ranks 0 and 1 hold the shards of one replica, ranks 2 and 3 those of the other."""
+    """Ranks 0 and 1 hold the shards of one replica, ranks 2 and 3 the other replica's shards."""
     mesh = shard_mesh()
     model = sharded(mesh=mesh["shard"])
     lossless = {"density": 1.0, "format": "float32", "start_step": 0}
@@ -235,7 +235,7 @@ def test_combined_with_the_hook_between_replicas(rank, format):
         loss_of(model, 5, rank).backward()
         sent = meter.take()
     assert state.stats()["step"] == hook.stats()["step"] == 4
-    assert 0 < sent <= state.stats()["wire_bytes"]  # the weights were gathered earlier
+    assert 0 < sent <= state.stats()["wire_bytes"]  # weights were gathered before
     by_rank = plain_gradients(Net(), weights, [(5, r) for r in range(4)])
     require_close(gradients(model), by_rank, format)
     state.close()

@@ -106,7 +106,7 @@ def _require_near(loss, expected):
 
 
 def _train(reference, model, loss_of, rank, steps=10):
-    """Train both with Adam; check that losses stay close to those of the reference."""
+    """Train the model and the reference with Adam; check that their losses stay close."""
     optimizers = [torch.optim.Adam(m.parameters(), lr=3e-3) for m in (reference, model)]
     first = None
     for step in range(steps):
@@ -253,7 +253,7 @@ def test_clip_grad_norm_1d(rank, max_norm):
 
 @on_ranks(2)
 def test_dp_state_dict_save_load(rank):
-    """Full state dicts are not rounded. A model that loads one trains with the same bits."""
+    """A model that loads a full state dict produces bitwise identical results in training."""
     model = _mlps()
     start = copy.deepcopy(model).state_dict()
     _shard(model)

@@ -38,7 +38,7 @@ def test_fresh_threshold_matches_the_accumulated_gradient():
 
 def test_fixed_threshold_is_sampled_first_and_every_refresh_every_steps():
     c = Compressor(64, density=0.25, policy="fixed", refresh_every=7)
-    c.step = 3  # as after load_state_dict
+    c.step = 3  # as load_state_dict does
     sampled = []
     for step in range(3, 30):
         grad = grads(64, step)
@@ -149,7 +149,7 @@ def test_fixed_threshold_passes_no_finite_entry_before_a_finite_sample():
     assert c.threshold.tolist() == [math.inf] and not c.residual.any()
     c.pack(grads(100, 0))
     assert c.seen.tolist() == [0] and torch.equal(c.residual, grads(100, 0))
-    c.take_back()  # as for a step that a scaler skips; the next step samples again
+    c.take_back()  # as if a scaler skips the step; the next step samples again
     c.pack(grads(100, 1))
     assert c.threshold.tolist() == [largest(grads(100, 0) + grads(100, 1), 10)]
 

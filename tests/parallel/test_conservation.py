@@ -1,4 +1,4 @@
-"""Every gradient is applied or pending, for all bucket layouts and in skipped steps.
+"""Every gradient is applied or pending, for all bucket layouts and after skipped steps.
 
 All sums are exact, because gradients are small integers and means are over powers of two.
 """
@@ -37,7 +37,7 @@ def _check_conservation(rank, make, cases):
             assert len(layouts) == 2 or "bucket_cap_mb" not in settings  # DDP rebuilds its buckets
             saved = entry(point.state.state_dict())["parameters"].values()
             held = sum(int(parts["residual"].count_nonzero()) for parts in saved)
-            assert held <= -(-sum(sizes) // (point.local_size or 1)) + 8  # only this rank's part
+            assert held <= -(-sum(sizes) // (point.local_size or 1)) + 8  # this rank's part only
             if make is Hook and transport == "reduce_scatter" and (ranks, sizes) in OWNERS:
                 kept = sum(int(o.count_nonzero()) for p in saved for o in p["owner_residual"])
                 assert (kept > 100) == (rank < OWNERS[ranks, sizes])
@@ -63,7 +63,7 @@ def test_every_gradient_is_applied_or_pending(make, ranks, cases):
 
 PARAMETERS = (2000, 30, 5000, 20_000)  # the last one exceeds a block, so it has two owners
 POISON = {  # positions at which the last rank's gradient is infinite
-    "one": [2030 + 17],  # fits into the payload
+    "one": [2030 + 17],  # fits into the capacity
     "flood": list(range(2031, 7030)),  # exceeds the capacity
     "whole": [2003],  # in a parameter that is sent completely
     "last": [27_029],  # in the last part of a bucket
@@ -86,7 +86,7 @@ def _check_skipped_step(rank, make, cases):
             scaler.scale(point.loss(everyone[rank])).backward()
             if by_scaler:
                 if step == BAD_STEP and poison == "flood":
-                    point.state.take_back()  # the scaler's skip must not take back a second time
+                    point.state.take_back()  # the skipped step must not be taken back a second time
                 scaler.step(point.optimizer)
                 scaler.update()
             elif _norm(point).isfinite():

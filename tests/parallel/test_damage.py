@@ -1,7 +1,6 @@
-"""A payload is corrupted in flight: the receiver raises in the next call and in all later ones.
+"""A payload is corrupted in flight: the receiver raises in each later call that reads results.
 
-Only calls that read results raise: the end of the next backward pass, `stats` and others.
-
+Results are read at the end of the next backward pass, and by `stats` and other methods.
 Other ranks are not notified. They fail when the receiver exits, or when their group times out.
 """
 
@@ -23,7 +22,7 @@ from ranks import assert_same, entry, on_ranks, run_ranks, set_timeout, shorten_
 SIZES = (20_000, 100, 30_000)
 NUMEL = 50_100
 STARTS = 64
-PLACES = {  # {name: (byte of the payload, expected status)}
+PLACES = {  # {name: (offset of the corrupted byte, expected status)}
     "magic": (0, 1),
     "version": (4, 1),
     "flags": (7, 1),
@@ -113,7 +112,7 @@ def _raises(text, *calls):
 def _raises_in_all_calls(point, text):
     state = point.state
     calls = [state.stats, state.parameter_stats, state.state_dict, state.plan, state.take_back]
-    if not isinstance(point, Sharded):  # its forward pass is collective
+    if not isinstance(point, Sharded):  # FSDP2's forward pass is collective
         calls.append(lambda: point.step(_numbers(STEP + 1)))
     _raises(text, *calls, lambda: state.load_state_dict({}), state.close, state.close)
 
@@ -166,7 +165,7 @@ TWO_BUCKETS = functools.partial(Hook, bucket_cap_mb=0.1)
     "make, victims, senders, phases",
     [
         (TWO_BUCKETS, [1, 2], [3, 3, 3, 3], PHASES[:1]),
-        (TWO_BUCKETS, [3], [3, 3, 3, 3], PHASES[:1]),  # only the sender receives it
+        (TWO_BUCKETS, [3], [3, 3, 3, 3], PHASES[:1]),  # the sender is the only victim
         (NodeMesh, [0, 3], [2, 3, 2, 3], PHASES),
         (Sharded, [1], [2, 3, 2, 3], PHASES),
     ],

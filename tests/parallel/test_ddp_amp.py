@@ -61,7 +61,7 @@ def test_accumulation_with_an_overflow_loses_no_finite_gradient(rank, no_sync, b
         dist.all_reduce(left)
         dist.all_reduce(expected)
         kept = left - 2 * model.module.p[index].detach() == expected
-        # Lost entries either overflowed or are the bucket's first, which reports the overflow.
+        # Lost entries either overflowed or are a bucket's first entry, which reports the overflow.
         lost = kept.logical_not().nonzero().flatten().tolist()
         assert set(lost) <= [set(), {3}, {0, 17}][index], (name, lost)
     assert skipped == 2

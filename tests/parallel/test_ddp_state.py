@@ -51,12 +51,12 @@ def test_plan_and_stats_report_bytes_per_step(rank):
         for plan in (before, after)
     )
     assert last == stats["wire_bytes"]
-    # Each bucket adds a header of 64 bytes, two starts of 4 and an entry of 2 + 2, each rounded up
-    # to 16.
+    # Each bucket adds a header of 64 bytes, two starts of 4 bytes, and an entry of 2 + 2 bytes.
+    # Each part is rounded up to 16 bytes.
     assert last - first == pytest.approx(112 * (buckets - 1), rel=0.3)
     rows = {line.split()[0]: line.split() for line in after.splitlines()}
     assert before.count("\n0: 0.weight ... 8.bias  ") == 1
-    # 72 bytes and 1.25 * 0.01 * 8320 entries of 2 + 2 bytes, each part rounded up to 16.
+    # 72 bytes and 1.25 * 0.01 * 8320 entries of 2 + 2 bytes, each part rounded up to 16 bytes.
     assert re.search(r"^1: 2.bias ... 0.weight +4 +8,320 +104 +496$", after, re.M), after
     assert rows["total"] == ["total", "10", "16,705", f"{stats['wire_bytes']:,}"]
     assert rows["float32"][-1] == f"{16_705 * 4:,}"

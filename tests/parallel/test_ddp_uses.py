@@ -128,7 +128,7 @@ def test_backward_with_create_graph(rank):
 @pytest.mark.parametrize("format", ["bfloat16", "int4", "ternary"])
 @on_ranks(2)
 def test_sent_residual_of_an_unused_parameter_is_lost(rank, format):
-    """A known limit, because DDP discards the mean. Sparse formats send few entries, dense most."""
+    """A known limit: DDP discards the mean. Sparse formats lose few entries, dense ones most."""
     model = DDP(Dictated((3000, 1500)), find_unused_parameters=True)
     model, state = hooked(model, format=format, density=0.2 if format == "bfloat16" else 1)
     generator, second = torch.Generator().manual_seed(rank), model.module.p[1]
@@ -201,7 +201,7 @@ def test_take_back_before_anything_is_sent(rank):
 
 @on_ranks(2)
 def test_copied_state_has_only_the_settings(rank):
-    """AveragedModel makes such copies. Calls on a copy raise, and the original keeps training."""
+    """AveragedModel makes such copies. Calls on a copy raise; training the original still works."""
     scaler, model = torch.amp.GradScaler("cpu"), ddp(mlp())
     optimizer = torch.optim.SGD(model.parameters())
     model, state = hooked(model, density=0.8, grad_scaler=scaler, optimizer=optimizer)
@@ -223,7 +223,7 @@ def test_copied_state_has_only_the_settings(rank):
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(2)
 def test_checkpoint_loads_into_any_memory_format(rank, transport):
-    """Sent plus pending entries equal the gradient after loads into other memory formats."""
+    """After loads into other memory formats, sent plus pending entries equal the gradient."""
     shape = (16, 32, 3, 3)
     grad = torch.arange(16 * 32 * 9).view(shape).sub(1000).float()
     formats = (torch.channels_last, torch.contiguous_format, torch.channels_last)
@@ -282,7 +282,7 @@ class _Tied(nn.Module):
 @pytest.mark.parametrize("ignored", [["first.weight"], ["last.weight"], ["middle.weight"], []])
 @on_ranks(2)
 def test_state_covers_the_parameters_that_ddp_averages(rank, ignored):
-    """DDP ignores one name of a tied weight but averages it. requires_grad changes afterwards."""
+    """DDP averages a tied weight even if one name is ignored. requires_grad changes after DDP()."""
     gradients = []
     for compressed in (False, True):
         torch.manual_seed(1)
@@ -379,7 +379,7 @@ class _Checkpointed(nn.Module):
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(2)
 def test_static_graph_and_reentrant_checkpoints_change_nothing(rank, transport):
-    """With static_graph, DDP calls the first hooks after the pass. Reentrant passes are nested."""
+    """With static_graph, DDP calls the first step's hooks after the pass. Reentrant passes nest."""
     results = {}
     for static_graph, use_reentrant in itertools.product((False, True), (None, False, True)):
         model = DDP(_Checkpointed(use_reentrant), bucket_cap_mb=0.02, static_graph=static_graph)

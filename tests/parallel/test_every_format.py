@@ -1,7 +1,7 @@
 """Every format at every entry point with both transports, on the same numbers.
 
-Results equal, bit for bit, those that `tests/oracle` computes for all ranks in one process. The
-rest is pending. All ranks have equal bits, and bytes match the formula and `plan()`.
+`tests/oracle` computes bitwise equal results for all ranks in one process. Entries that are not
+sent are pending. All ranks have bitwise equal results. Byte counts match the formula and `plan()`.
 """
 
 import itertools
@@ -28,7 +28,7 @@ def _numbers(step, rank):
     sizes = 10.0 ** torch.randint(-3, 3, (NUMEL // 1024,), generator=generator).float()
     x = torch.randn(NUMEL, generator=generator) * sizes.repeat_interleave(1024)
     x *= 2.0 ** torch.randint(-8, 3, (NUMEL,), generator=generator).float()
-    return x * (torch.arange(NUMEL) // 64 % 8 == 0)  # the oracle is fast for zeros
+    return x * (torch.arange(NUMEL) // 64 % 8 == 0)  # because the oracle is fast for zeros
 
 
 class _Exchange:
@@ -140,7 +140,7 @@ class _OracleOfTables:
 
 
 def _extra_bytes(make):
-    """Bytes besides payloads: the flag for finite weights, or the list of changed rows."""
+    """Bytes that are not payloads: the flag for finite weights, or the list of changed rows."""
     ranks = dist.get_world_size()
     if make is _Tables:
         return 8 + 4 * (NUMEL // WIDTH)

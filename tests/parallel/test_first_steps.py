@@ -1,6 +1,6 @@
 """Warnings in an optimizer's first step: second moments of sparse gradients, and a missing scaler.
 
-Each warns once, at the user's line, and contains the line to write instead.
+Each warning appears once, at the user's line, and contains the line to write instead.
 """
 
 import gc
@@ -97,7 +97,7 @@ def test_scaler_that_was_not_passed_warns(one_rank, call, given, steps, expected
 
 @pytest.mark.parametrize("listed", [1, 2])
 def test_optimizer_that_was_not_passed_warns(one_rank, listed):
-    """An optimizer that was not passed warns, unless the passed ones hold its parameters."""
+    """An optimizer that was not passed causes a warning, unless passed ones hold its parameters."""
     scaler, point = _scaler(), Hook(SIZES, **SPARSE)
     point.state.close()
     optimizers = [SGD([parameter]) for parameter in point.parameters]

@@ -13,7 +13,7 @@ from dct_parallel import dct_fully_shard_hook
 from ranks import Dictated, assert_same, batch, gathered, mlp, on_ranks, shard_mesh, train_step
 from wire_meter import WireMeter
 
-# Rows that do not divide by 2, one row for two ranks, and a small tensor that is sent completely.
+# An odd number of rows, one row for two ranks, and a small tensor that is sent completely.
 SHAPES = ((301, 7), (1, 900), (31,), (2000, 2))
 
 

@@ -89,7 +89,7 @@ def test_close_releases_thread_and_group(rank, transport, started):
     assert "DCT: density 0.1" in state.plan() and state.stats()["step"] == 4
     with pytest.raises(ValueError, match="state must be open, got a closed one"):
         model(torch.ones(1, 64)).sum().backward()
-    # A new state can be created, and can be closed after all groups are destroyed.
+    # Then a new state can be created. It can also be closed after all groups are destroyed.
     model = ddp(mlp())
     state = DCTState(model, density=0.1)
     _train(rank, model, state)
@@ -197,7 +197,7 @@ def test_garbage_collection_releases_threads_and_files(rank, made):
         for _ in range(3):
             model(torch.ones(1, 64)).sum().backward()
         del model
-        before = before or resources()  # excludes what torch starts once
+        before = before or resources()  # excludes threads that torch starts once
     deadline = time.monotonic() + 20  # threads end with a delay
     while any(now > then for now, then in zip(resources(), before, strict=True)):
         assert time.monotonic() < deadline, (resources(), before)

@@ -64,7 +64,7 @@ def test_uneven_inputs_and_accumulation(rank):
 
 @on_ranks(4)
 def test_bytes_between_and_inside_nodes(rank):
-    """Compare the bytes with `stats` and `plan`, and with a sixth of those without a mesh."""
+    """Compare the bytes with `stats` and `plan`, and with a sixth of the bytes without a mesh."""
     model, state = meshed_model(SIZES, 2)
     groups = state._topology.between, state._topology.node.group
     for step in range(4):
@@ -76,7 +76,7 @@ def test_bytes_between_and_inside_nodes(rank):
     assert f"of part {rank % 2} of 2 of every bucket" in plan
     assert f"this rank sends {inside.take():,} bytes" in plan
     flat = step_bytes(DCTState(DDP(Dictated(SIZES)), density=0.05)._buckets.plans())
-    # A sixth: half the elements, sent to one rank instead of three.
+    # The factor is a sixth: half of the elements are sent, to one rank instead of three.
     assert counted == pytest.approx(flat / 6, rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""StepLedger without a network: bucket results, and when they are read."""
+"""StepLedger without a network: bucket results, and when results are read."""
 
 import contextlib
 from functools import partial

@@ -55,7 +55,7 @@ def _batch(step):
 
 
 def _pipelined(rank, schedule, density, format=torch.float32):
-    """Return this rank's weights after training, its losses, and its bytes per step."""
+    """Return this rank's weights after training, its losses, and its sent bytes per step."""
     module = _stages(density, format)[rank]
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = schedule(stage, MICROBATCHES, loss_fn=nn.MSELoss())

@@ -43,7 +43,7 @@ def test_sent_plus_residual_equals_the_accumulated_gradient(format, numel):
             assert (sent + left - acc).abs().le(2.0**-24 * left.abs() + 1e-45).all()
         else:
             assert torch.equal(sent + left, acc)
-        if format in QUANTIZED_FORMATS:  # as rows of 64, the last one filled with zeros
+        if format in QUANTIZED_FORMATS:  # rows of 64 entries; zeros fill the last row
             rows = torch.nn.functional.pad(before + grad, (0, -numel % SCALED)).view(-1, SCALED)
             expected = row_dequantize(row_quantize(rows, format), SCALED, format, torch.float32)
             assert torch.equal(sent.float(), expected.flatten()[:numel])
@@ -92,7 +92,7 @@ def test_group_with_a_nonfinite_entry_keeps_its_residual(bad):
 
 
 def test_corrupted_headers_add_nothing():
-    """A payload with an invalid header adds nothing and has status 1. Rows may be any bytes."""
+    """A payload with an invalid header adds nothing and has status 1. Any bytes are valid rows."""
     codec = Quantized(3000, "int4", 1, None, CPU)
     good = codec.pack(_numbers(3000)).clone()
     for byte in range(64):

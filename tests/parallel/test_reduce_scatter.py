@@ -67,14 +67,14 @@ def test_bytes_match_the_formula(world_size, sizes):
 
 
 def test_total_bytes_are_those_of_a_parameter_server():
-    """All ranks send the bytes of one server, minus entries that stay with their owner."""
+    """Ranks send as many bytes as with a parameter server, minus entries that stay on a rank."""
     ranks, sizes = 4, (4 * BLOCK,)
     sent = [counted for counted, _ in run_ranks(_counted, ranks, sizes, 0.05)]
     settings = Settings(0.05, "bfloat16")
     message = BucketPlan(("p.0",), sizes, settings, "all_gather", ranks).payload_bytes
     server = 2 * ranks * message  # one message and one answer per rank
-    assert 0.75 * server <= sum(sent) < 0.8 * server  # messages are shorter, so headers add up
-    assert 2 * max(sent) < 0.4 * server  # into and out of the busiest rank
+    assert 0.75 * server <= sum(sent) < 0.8 * server  # shorter messages have more headers
+    assert 2 * max(sent) < 0.4 * server  # sent and received by the busiest rank
 
 
 @pytest.mark.parametrize("numel", [2**22, 10**7])

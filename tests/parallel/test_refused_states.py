@@ -96,7 +96,7 @@ def _of_parameter(key, rule, values):
 
 
 def _bad_tensors(key, good, more=""):
-    """Return rows with invalid values for a tensor."""
+    """Return rows (path, value, error) with invalid values for a tensor."""
     shape, kind = list(good.shape), type(good).__name__
     rule = f"a float32 {shape} tensor of finite numbers"
     values = {"nothing": GONE, "'xyz'": "xyz", "None": None, "[0.0]": [0.0]}
@@ -376,7 +376,7 @@ def test_merge_states_refuses_invalid_states(tmp_path):
 
 
 def test_merged_residual_is_the_mean_over_nodes():
-    """The mean is exact in float64. Each of a node's two ranks holds a part; owners are added."""
+    """The mean is exact in float64. Each rank of a node holds a part. Owner residuals are added."""
     generator = torch.Generator().manual_seed(0)
     nodes, owned = (torch.randn(n, 1000, generator=generator) for n in (2, 4))
     for owners in (False, True):

@@ -113,7 +113,7 @@ def _gathers(rank, widths):
     grads = [_random(50 + r, ROWS, sum(widths)) for r in range(ranks)]
     for format in FORMATS:
         total = torch.zeros(ROWS, widths[rank])
-        for grad in grads:  # summed in rank order in float32, for the same bits
+        for grad in grads:  # in rank order in float32, so that the result is bitwise identical
             total += _gradient(grad.split(widths, 1)[rank], format)
         sizes = [_bytes(width, format) for width in widths]
         sent = (ranks - 1) * ROWS * max(forward for forward, _ in sizes)
@@ -196,7 +196,7 @@ def test_training_at_density_1_is_bitwise_equal(rank):
 @on_ranks(2)
 def test_single_column_empty_and_noncontiguous_rows(rank):
     one = all_to_all_rows(torch.tensor([[5.0 + rank], [7.0 + rank]]), [1, 1], format=HALF)
-    assert one.tolist() == [[5.0 + rank * 2], [6.0 + rank * 2]]  # d = 1
+    assert one.tolist() == [[5.0 + rank * 2], [6.0 + rank * 2]]  # one column
     none = torch.zeros(0, 8, requires_grad=True)
     scattered, gathered = (
         all_to_all_rows(none, [0, 0], format=HALF),
@@ -204,7 +204,7 @@ def test_single_column_empty_and_noncontiguous_rows(rank):
     )
     (scattered.sum() + gathered.sum()).backward()
     assert scattered.shape == none.grad.shape == (0, 8) and gathered.shape == (0, 16)
-    x = torch.randn(8, 4).t()  # not contiguous; only rank 0 has rows
+    x = torch.randn(8, 4).t()  # not contiguous; rank 1 has no rows
     sent, splits = (x, [1, 3]) if rank == 0 else (x[:0], [0, 0])
     expected = all_to_all_rows(sent.contiguous(), splits, format=ALL)
     assert torch.equal(all_to_all_rows(sent, splits, format=ALL), expected)

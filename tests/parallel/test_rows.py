@@ -130,7 +130,7 @@ def test_eval_mode_compresses_unless_inference_is_false():
     off = RowPack(k=4, format=torch.bfloat16, inference=False)
     unpack = RowUnpack(32, torch.float32)
     assert unpack(*off(x)).count_nonzero() == 3 * 4
-    assert unpack(*off(x)).dtype == torch.float32  # not the dtype of the values
+    assert unpack(*off(x)).dtype == torch.float32  # not the values' dtype
     assert RowUnpack(32)(*off(x)).dtype == torch.bfloat16
     values = on.eval()(x)[0]
     assert values.shape == (3, 4) and values.dtype == torch.bfloat16
@@ -226,7 +226,7 @@ def test_row_format_is_hashable_and_frozen():
 def test_quantize_modules_match_the_ops(shape, forward, backward):
     x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
     message = RowQuantize(RowFormat(forward, backward))(x)
-    carried = message.detach().clone().requires_grad_()  # as if sent to another device
+    carried = message.detach().clone().requires_grad_()  # as after a transfer to another device
     y = RowDequantize(WIDTH, RowFormat(forward, backward))(carried)
     y.backward(grad)
     assert carried.grad.shape == message.shape and carried.grad.dtype == message.dtype

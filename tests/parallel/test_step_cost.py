@@ -14,7 +14,7 @@ from dct_parallel.exchange.bucket import Bucket, StepResults, run_now
 from dct_parallel.exchange.plan import BucketPlan
 from ranks import Dictated, batch, ddp, hooked, mlp, on_ranks, train, train_step
 
-# Launches of torch's ops on CUDA for small contiguous tensors. The docs state those of our ops.
+# CUDA launches of torch's ops for small contiguous tensors. The docs state those of our ops.
 TORCH = {"cat": Launches(1, 0)}
 COPIES = ("copy_",)
 COLLECTIVES = ("_allgather_base_", "allgather_into_tensor_coalesced_", "alltoall_base_")
@@ -67,7 +67,7 @@ def _bucket(sizes, scaled, transport):
 
 @on_ranks(2)
 def test_kernels_memsets_copies_and_collectives_per_bucket(rank):
-    """The numbers are the same with a scaler. reduce_scatter packs, sums, packs and unpacks."""
+    """A scaler does not change the counts. reduce_scatter packs, sums, packs again and unpacks."""
     for sizes, scaled in itertools.product(([5000, 30_000], [100, 30]), (False, True)):
         assert _bucket(sizes, scaled, "all_gather") == (5, 1, 0, 1)
         # Rank 1 owns nothing of the small bucket.
@@ -110,7 +110,7 @@ def test_profiler_shows_a_span_per_phase(rank):
     buckets = len(model._comm_hooks[0][1]._buckets.in_order())
     averages = {event.key: event.count for event in profiler.key_averages()}
     phases = {name: averages[f"dct::{name}"] for name in ("pack", "exchange", "unpack")}
-    assert phases == dict.fromkeys(phases, 3 * buckets)  # 2 dense steps of 5
+    assert phases == dict.fromkeys(phases, 3 * buckets)  # 2 of the 5 steps are dense
     assert averages["dct::read_back"] == 3
     assert averages["dct::exchange_dense"] >= 2
-    assert averages["dct::wait"] == 2  # at the end of each pass after a compressed one
+    assert averages["dct::wait"] == 2  # passes that follow a compressed pass wait at the end

@@ -12,9 +12,9 @@ from programs import ROOT, TORCHRUN
 FOLDER = ROOT / "examples/recipes"
 
 MLP = 128 * 512 + 512 + 512 + 1
-LAYER = 12 * 64**2 + 13 * 64  # of a GPT-2 of width 64
+LAYER = 12 * 64**2 + 13 * 64  # a layer of a GPT-2 of width 64
 GPT2 = (97 + 16) * 64 + 2 * LAYER + 2 * 64
-# {recipe: (parameters, steps, checkpoints to delete before it resumes)}
+# {recipe: (parameters, steps, checkpoints to delete before the second run)}
 RECIPES = {
     "with_accelerate.py": (MLP, 150, "epoch[23]"),
     "with_lightning.py": (MLP, 150, "epoch=[12]*"),
@@ -58,7 +58,7 @@ def test_a_recipe_trains_and_resumes(recipe, options, tmp_path):
 
     if counted is None:
         pytest.skip("the bytes sent are not checked: they need `unshare --net` and `ip`")
-    # The messages of both ranks. The rest is initial weights, two dense steps or the flush, and
+    # The messages of both ranks. Other bytes are initial weights, two dense steps or the flush, and
     # messages of torchrun and the framework. In float32, both ranks send `dense` bytes per step.
     messages = 2 * nbytes * (steps // period)
     assert messages < counted < messages + 24 * numel + 2**20 < dense * steps / 3
@@ -74,7 +74,7 @@ def _weights(printed):
 def _run(program, options, folder):
     """(output, bytes sent on a private loopback device or None if it cannot be created).
 
-    The kernel counts the bytes, so nothing that a framework sends is missing.
+    The kernel counts the bytes, so the count includes everything that a framework sends.
     """
     namespace = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     up = ["sh", "-ec", 'ip link set lo up; "$@"; cat /proc/net/dev', "sh"]

@@ -7,9 +7,9 @@ A part is a module in this package that defines
     run(entry_point, first, count, seed)
         -> {"failures": [{"case": 7, "what": "..."}, ...], "name": 3, ...}
 
-`run` runs the cases first .. first + count - 1. The seed and its number determine each case. Other
-names in the result are counts, which are added up over the calls. For names that begin with "max_",
-the maximum is kept.
+`run` runs the cases first .. first + count - 1. The seed and the case's number determine the case.
+Other names in the result are counts, which are added up over the calls. For names that begin with
+"max_", the maximum is kept.
 
 `make test` runs a thousandth of each part, but at least one case, at the entry points in QUICK (by
 default all). `-m large` runs a hundredth at all entry points.

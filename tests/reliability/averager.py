@@ -108,7 +108,6 @@ class Runner:
         self._group = group_of(ranks)
 
     def _make(self, weights):
-        """Create a model, an averager and an account."""
         model = Odd(self._shapes, self._frozen)
         for p, dtype, contributions in zip(model.p, self._dtypes, weights, strict=True):
             p.data = p.data.to(dtype)

@@ -1,4 +1,4 @@
-"""Shared by the random programs: models, gradients, digests and checks of errors."""
+"""Models, gradients, digests and checks of errors for all random programs."""
 
 import contextlib
 import functools
@@ -75,10 +75,10 @@ def poison(tensors, rank, bad):
 
 
 def with_same_scale(mask, messages, places, format):
-    """Return the masked entries, and in quantized formats all that share a scale with them.
+    """Return the masked entries and, in quantized formats, all entries that share their scales.
 
     Args:
-        messages, places: the message of each entry, and its position there.
+        messages, places: the message of each entry, and the entry's position in the message.
     """
     if format not in QUANTIZED:
         return mask
@@ -156,12 +156,10 @@ def broadcast_from_rank_0(value, group=None):
 
 @functools.cache
 def group_of(ranks):
-    """Return a group of the first `ranks` ranks."""
     return dist.new_group(range(ranks))
 
 
 @functools.cache
 def mesh_of(replicas, shards):
-    """Return a mesh of the first ranks."""
     ranks = torch.arange(replicas * shards).view(replicas, shards)
     return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))

@@ -184,7 +184,7 @@ class Runner(GradientRunner):
             elif kind == "all_reduce":
                 dct_fully_shard_hook(self._model, mesh=self._mesh["shard"], density=0.1)
             elif kind == "nan" and not part["residual"].to_local().numel():
-                self._state.load_state_dict(None)  # this rank has no entry to corrupt
+                self._state.load_state_dict(None)  # this rank has no entry that could be NaN
             else:
                 self._state.load_state_dict(changed[kind])
         assert digest(self._state.state_dict()) == before
@@ -229,5 +229,5 @@ class Runner(GradientRunner):
         return self._layout
 
     def _sends_with(self, rank):
-        shards = self._mesh["shard"].size()  # their mean is sent
+        shards = self._mesh["shard"].size()  # the mean over a shard group is sent
         return rank // shards == self.rank // shards

@@ -1,4 +1,4 @@
-"""Shared by the programs for the two hooks: a step and its effect on the account."""
+"""Code that the runners of both hooks share: it runs one step and updates the account."""
 
 import contextlib
 import copy
@@ -43,13 +43,18 @@ def draw_step(draw, ranks):
 class GradientRunner:
     """Runs a program with a hook on one rank.
 
-    Subclasses define `_model`, `_group` (all ranks of the mean), `_state`, `_options`, `_all` (all
-    parameters), `_parameters` (the trained ones), `_optimizer` (for these and `_outside`),
-    `_scaler` and `account`. They implement the methods that have no body here.
+    Subclasses implement the methods without a body, and define these attributes:
+
+    - `_model`, `_state`, `_scaler` and `account`
+    - `_options`: the options of `_state`
+    - `_group`: the process group over which gradients are averaged
+    - `_all`: all parameters
+    - `_parameters`: the trained parameters
+    - `_optimizer`: the optimizer of `_parameters` and `_outside`
     """
 
     idle = False
-    TAKES_BACK_ALL_PASSES = True  # take_back also restores what earlier passes of a step sent
+    TAKES_BACK_ALL_PASSES = True  # take_back also restores entries sent in earlier passes
 
     def _backward(self, gradients, exchanged):
         """Run a backward pass; `exchanged` says whether its gradients are sent."""
@@ -64,13 +69,13 @@ class GradientRunner:
         """Set all parameters from the result of `_flat`."""
 
     def _replace(self, weights):
-        """Create what a load expects: a model, a state and an optimizer."""
+        """Create a model, a state and an optimizer, into which a checkpoint is loaded."""
 
     def _pending(self):
         """Return this rank's pending gradients, flat, in units of the sum over ranks."""
 
     def _positions(self):
-        """Return the message of each entry and its position there."""
+        """Return the message of each entry and the entry's position in it."""
 
     def _sends_with(self, rank):
         """Whether non-finite gradients of `rank` enter the messages of this rank."""
@@ -157,7 +162,7 @@ class GradientRunner:
     # Helpers
 
     def _applied(self, step, mean):
-        """Return whether the optimizer stepped, which the program or the scaler decides."""
+        """Step the optimizer, unless the program or scaler skips it; return whether it stepped."""
         overflows = bool(step.get("outside")) and self._scaler.is_enabled()
         self._outside.grad = torch.full_like(self._outside, torch.inf if overflows else 0.0)
         if step["then"] == "take_back":
@@ -182,7 +187,7 @@ class GradientRunner:
             assert 0 <= figures["density"] <= 1 and figures["residual_norm"] >= 0
 
     def _record(self, mean, times, affected):
-        """Record a mean that was applied or dropped but is not in the account otherwise."""
+        """Record a mean that was applied or dropped but is not yet in the account."""
         self.account.put(torch.where(affected | ~mean.isfinite(), 0.0, mean), times)
         self.account.may_lose |= affected
 

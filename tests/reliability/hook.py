@@ -111,7 +111,7 @@ class Runner(GradientRunner):
     # Calls of a program
 
     def replay(self, how, steps):
-        if self._exchanged > 1:  # before, the checkpoint does not contain the final buckets
+        if self._exchanged > 1:  # earlier checkpoints do not contain the final buckets
             super().replay(how, steps)
 
     def resize(self, ranks, transport, by_dcp):

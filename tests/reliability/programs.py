@@ -2,9 +2,9 @@
 
 Programs contain steps, skipped steps, accumulation, take_back, flush, checkpoints, changes of the
 number of ranks, NaN, overflow and invalid calls. After each program, all contributions of ranks are
-in the weights or pending. This is checked per entry against float64 sums, to float32 rounding.
-Replicas have equal bits, and a checkpoint resumes bit for bit. Invalid calls raise an error of this
-package and change nothing.
+in the weights or pending. Each entry is compared with float64 sums, up to float32 rounding.
+Replicas are bitwise identical, and a run that resumes from a checkpoint is bitwise identical to an
+uninterrupted run. Invalid calls raise an error of this package and change nothing.
 
 A program consists of settings and a list of calls, which are methods of a `Runner`. To repeat one:
 
@@ -48,7 +48,7 @@ def run(entry_point, first, count, seed):
 
 
 def shrink(pool, entry_point, program, text):
-    """Remove calls while the program still fails; return it and its error."""
+    """Remove calls while the program still fails; return the program and its error."""
     ranks, settings, calls = program
     at, end = 0, time.monotonic() + SHRINK_SECONDS
     while at < len(calls) and time.monotonic() < end:

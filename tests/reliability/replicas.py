@@ -247,7 +247,7 @@ class Runner:
             self._touched |= rows | dense.any(1)
 
     def _prepare_sync(self):
-        """Before a sync, record which entries it may lose or round."""
+        """Before a sync, record which entries the sync may lose or round."""
         bad = ~self._bags.weight.detach().isfinite()
         bad_state = ~self._state().isfinite()
         flags = torch.cat([self._touched.view(-1, 1), bad, bad_state.view(-1, 1)], 1).int()

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(256) polls_weakly(const unsigned long long* fl
   if (*flag != 0) x[threadIdx.x] = 1.0f;
 }
 
-// Other blocks also add to it, which no promise declares.
+// Other blocks also add to `count`, which no promise declares.
 __global__ void __launch_bounds__(256) counts_alone(unsigned* count) { atomicAdd(count, 1u); }
 
 __device__ unsigned add_acquire_release(unsigned* address) {

@@ -22,7 +22,7 @@ class Promise:
     # releases and the next acquires.
     between_blocks: tuple[str, ...] = ()
     in_order: bool = False
-    # A correctly rounded division uses fused multiply-adds, and flushes where it makes NaNs.
+    # A correctly rounded division uses fused multiply-adds, and instructions that flush subnormals.
     divides: bool = False
     # Multiply-adds are fused only where the product is exact, which does not change the result.
     fuses: bool = False
@@ -45,12 +45,12 @@ SCATTERS = Promise(wide_stores=1, in_flight={STREAMS: 16}, between_blocks=MARKS)
 
 # By prefix of the kernel's name; the longest matching prefix applies.
 PROMISES = {
-    # Eight vectors each of residual and gradient. Loads of 16-bit gradients have 8 bytes.
+    # Eight vectors each of residual and gradient. Loads of 16-bit gradients read 8 bytes each.
     "mask_pack_stage_kernel": Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}),
     "mask_pack_stage_kernel<float>": Promise(wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}),
     # Positions and values of six groups of entries.
     "mask_pack_scatter_kernel": Promise(in_flight={LOADS: 12}),
-    # Four picks each of the gradient and the residual.
+    # Loads four sampled entries each from the gradient and the residual.
     "sample_threshold_kernel<float>": Promise(
         in_flight={WORDS: 8}, between_blocks=LAST_BLOCK, in_order=True
     ),
@@ -60,7 +60,7 @@ PROMISES = {
     "sample_threshold_kernel<Float16>": Promise(
         in_flight={HALVES: 4, WORDS: 4}, between_blocks=LAST_BLOCK, in_order=True
     ),
-    # All eight picks of a thread.
+    # Loads all eight sampled entries of a thread.
     "select_pick_kernel<float>": Promise(in_flight={WORDS: 16}, in_order=True),
     "select_pick_kernel<BFloat16>": Promise(in_flight={HALVES: 8, WORDS: 8}, in_order=True),
     "select_pick_kernel<Float16>": Promise(in_flight={HALVES: 8, WORDS: 8}, in_order=True),
@@ -79,7 +79,7 @@ PROMISES = {
     "quantize_pack_kernel": QUANTIZES,
     "quantize_pack_kernel<(PayloadFormat)0>": replace(QUANTIZES, divides=False),
     "quantize_pack_kernel<(PayloadFormat)1>": replace(QUANTIZES, divides=False),
-    # Codes and scales of a row, from several ranks. The first block of a range sets a status bit.
+    # Loads a row's codes and scales of several ranks. The first block of a range sets a status bit.
     # Sums go to other lanes through 4.5 KB per row, except with float32; ternary has two rows.
     "dequantize_sum_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608, fuses=True),
     "dequantize_sum_kernel<(PayloadFormat)0>": SUMS,
@@ -87,7 +87,7 @@ PROMISES = {
     "dequantize_sum_kernel<(PayloadFormat)6>": replace(
         SUMS, in_flight={STREAMS: 4}, dynamic_shared_bytes=8 * 8704, fuses=True
     ),
-    # Also eight vectors of the residual.
+    # Also loads eight vectors of the residual.
     "dequantize_sum_pack_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608, divides=True),
     "dequantize_sum_pack_kernel<(PayloadFormat)0>": SUMS,
     "dequantize_sum_pack_kernel<(PayloadFormat)1>": replace(SUMS, dynamic_shared_bytes=8 * 4608),
@@ -117,7 +117,7 @@ PROMISES = {
     "row_quantize_wide_kernel": Promise(in_flight={LOADS: 4}, divides=True),
     # A warp reads up to 1,304 bytes of its rows.
     "row_dequantize_kernel": Promise(wide_loads=3, wide_stores=1, in_flight={STREAMS: 3}),
-    # Two messages of a warp's rows, or four where a lane loads one vector of each.
+    # Loads two messages of a warp's rows, or four if a lane loads one vector of each.
     "row_dequantize_sum_kernel": Promise(
         wide_loads=4, wide_stores=5, in_flight={STREAMS: 4}, fuses=True
     ),

@@ -55,7 +55,7 @@ def initial_weights(tables=TABLES):
 
 
 def local_shards_of(dmp):
-    """Yields (number of the table, this rank's shard of it, its slices of the table)."""
+    """Yields (number of the table, this rank's shard, the shard's slices of the table)."""
     for name, value in dmp.state_dict().items():
         table = int(name.split(".")[-2].removeprefix("t"))
         if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
@@ -116,7 +116,7 @@ def to_features(part, weighted, distinct):
 
 
 def received_of(x, format):
-    """Rows after an exchange in a number format, by the oracle."""
+    """The oracle for rows after an exchange in a number format."""
     if format in DTYPES:
         return x.to(DTYPES[format]).float()
     rows = x.reshape(-1, SHARED).numpy()

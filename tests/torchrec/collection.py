@@ -14,7 +14,7 @@ _ASSERTION = """        assert (
 
 
 def allow_cpu():
-    """Remove only that assertion, unlike python -O, which removes all assertions."""
+    """Remove only TorchRec's CUDA assertion. python -O would remove all assertions."""
     source = inspect.getsource(DMPCollection.__init__)
     assert source.count(_ASSERTION) == 1
     source = textwrap.dedent(source.replace(_ASSERTION, ""))

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """A model with pooled bags, or with `pooled=False` with rows that it sums itself."""
+    """A model with pooled bags. With `pooled=False`, it sums the rows itself."""
 
     def __init__(self, optimizer, lr, pooled=True):
         super().__init__()

@@ -79,7 +79,7 @@ def _collection(shards):
 
 
 def _flat(dmp, kind):
-    """This rank's weights ("weights_by_dtype") or optimizer state, and the group of replicas."""
+    """(this rank's weights ("weights_by_dtype") or optimizer state, the group of replicas)."""
     (ctx,) = dmp._ctxs
     (tensors,) = getattr(ctx, kind).values()
     return torch.cat([tensor.detach().flatten() for tensor in tensors]), ctx.replica_pg
@@ -102,13 +102,13 @@ def _check_equal(tensor, group):
 
 
 def _pending(replicas, group):
-    """The changes that this rank has not sent, as its share of the replicas' sum."""
+    """The changes that this rank has not sent, in units of the sum over replicas."""
     (state,) = replicas.state_dict()["ranks"][str(dist.get_rank())].values()
     return state["residual"] + group.size() * sum(state["owner_residual"])
 
 
 def _bytes_sent(settings, numel, others):
-    """The bytes of weights in a sync. Each replica owns a range."""
+    """The bytes of weights that a rank sends in a sync. Each replica owns a range."""
     times, ranges = (1, 1) if settings["transport"] == "all_gather" else (2, others + 1)
     longest = range_bounds(numel, ranges, 0)[1]
     if settings["density"] == 1:

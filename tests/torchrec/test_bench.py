@@ -10,7 +10,7 @@ from programs import ROOT
 pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
 
 SMALL = "--rows 700 --hash-size 50 --embedding-dim 64 --batch-size 32 --bottom 256 --top 16-16"
-# Rows that a rank sends for 32 samples of the other rank: of 13 tables, or row-wise of all 26.
+# Rows sent by a rank for 32 samples of the other rank, from 13 tables, or row-wise from all 26.
 ROWS = {"": 32 * 13, "row_wise": 32 * 26}
 BYTES = {  # {exchange: (bytes of an embedding of 64 entries, of its gradient)}
     "float32": (256, 256),

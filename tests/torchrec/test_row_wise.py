@@ -30,7 +30,7 @@ from torchrec.distributed.sharding_plan import row_wise
 
 from dct_parallel.rows import reduce_scatter
 
-EPS = 1e-6  # TorchRec adds it to the divisor of means, and to 1 for sums
+EPS = 1e-6  # TorchRec adds EPS to the divisor, which is 1 for sums
 
 
 def _expected(inputs, grads, forward, backward, tables):
@@ -72,13 +72,13 @@ FORMATS = [
     ("int4", "sign"),
     ("sign", "int4"),
 ]
-# (tables, samples of each rank): even, uneven, none. TorchRec requires samples for means.
+# (tables, samples per rank). TorchRec's mean pooling requires at least one sample per rank.
 CASES = {
     2: [(TABLES, (6, 6)), (TABLES, (1, 4)), (SUMS, (5, 0)), (SUMS, (0, 0))],
     4: [(TABLES, (3, 3, 3, 3)), (TABLES, (1, 4, 2, 3)), (SUMS, (0, 5, 1, 2)), (SUMS, (0, 0, 0, 0))],
 }
-# Also the distinct bags of each feature, for features with different batch sizes. FBGEMM on the CPU
-# then supports only tables of one kind.
+# Also the distinct bags of each feature, so that features have different batch sizes. For these,
+# FBGEMM on the CPU supports only tables of one kind.
 VARYING = {
     2: [(SUMS, (5, 6), [(2, 3, 1), (4, 1, 3)]), (MEANS, (6, 3), [(1, 3, 2), (4, 2, 3)])],
     4: [
@@ -131,7 +131,7 @@ def test_ranks_compare_the_format():
 
 
 def _without_rows(rank):
-    """The last rank has no row of a table. FBGEMM on the CPU has no backward pass for that."""
+    """The last rank has no row of a table. FBGEMM on the CPU has no backward pass for this case."""
     prepare()
     tables, sizes = ((40, 64, "SUM"), (3, 32, "SUM")), (2, 3, 1, 2)
     shardings = {"t0": row_wise(), "t1": row_wise()}

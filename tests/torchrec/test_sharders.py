@@ -55,14 +55,14 @@ SHARDINGS = {
     "row": lambda i: row_wise(),
     "mixed": lambda i: [table_wise(1), row_wise(), column_wise(ranks=[0, 1]), data_parallel()][i],
 }
-# {width of a piece with one scale: pieces} that a rank sends per sample, forward and backward.
+# {width of a piece with one scale: pieces that a rank sends per sample}, forward and backward.
 PIECES = {
     "table": lambda rank: ({64: 2}, {64: 2}),
     "column": lambda rank: ({32: 4}, {32: 4}),
     "row": lambda rank: ({64: 4}, {64: 4}),
     "mixed": lambda rank: ({64: 1 + rank, 32: 1}, {64: 2 - rank, 32: 1}),
 }
-BYTES = {64: (256, 34, 10), 32: (128, 18, 6)}  # of a piece: float32, int4, sign
+BYTES = {64: (256, 34, 10), 32: (128, 18, 6)}  # bytes of a piece in float32, int4, sign
 
 
 def _training(rank, kind, pooled):

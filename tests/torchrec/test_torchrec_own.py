@@ -1,6 +1,6 @@
 """TorchRec's own tests of sharding on gloo, with our sharders in float32 (make torchrec).
 
-They compare a training step of a sharded model with that of an unsharded model. TorchRec skips
+They compare a training step of a sharded model with a step of an unsharded model. TorchRec skips
 row-wise and table-row-wise tables on gloo, and runs none of these tests without GPUs. Kernels that
 need CUDA (UVM) and grid sharding are not included. Neither are batch sizes that vary between
 features, because FBGEMM on the CPU does not support them with bounds checks.
