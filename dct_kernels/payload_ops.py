@@ -101,7 +101,7 @@ def mask_pack(
         payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from `payload_layout`. Bytes
             past the entries are not written.
         seen: int32 [R], written: number of entries that passed, at most 2**31 - 1.
-        capacity: the most entries that fit into each range, 1 to 2**32 - 1.
+        capacity: maximum number of entries per range, 1 to 2**32 - 1.
         value_dtype: torch.float32, or torch.bfloat16 (rounded to nearest even; finite values
             saturate).
         inv_scale: float32, one element, or None.

@@ -1,9 +1,9 @@
 // scatter_unpack.cu -- sums the payloads of all ranks and scatters them into a dense tensor.
 //
-// A thread block owns one payload block of the output, 16,384 elements in shared memory, or half of
-// one. Each of its warps owns an equal part. The block first validates the entries of every rank
-// for the payload block and partitions them among its warps. Then each warp independently adds its
-// entries in rank order and writes its elements once.
+// A thread block owns one payload block of the output (16,384 elements) or half of one, and keeps
+// it in shared memory. Each of its warps owns an equal part. The thread block first validates the
+// entries of every rank for the payload block and partitions them among its warps. Then each warp
+// independently adds its entries in rank order and writes its elements once.
 #include "detail/device.cuh"
 #include "detail/rank_block.cuh"
 #include "kernels.cuh"

@@ -41,7 +41,7 @@ class GroupForBackward:
 def require_group(
     op: str, group: dist.ProcessGroup | None, arg: str = "group"
 ) -> dist.ProcessGroup:
-    """Return `group`, or by default the group of all ranks. Raise unless this rank is in it."""
+    """Return `group`, or by default the group of all ranks. Raise if it lacks this rank."""
     if group is None and not dist.is_initialized():
         raise ValueError(
             f"dct::{op}: {arg} must be a process group if torch.distributed is not initialized "
@@ -86,8 +86,8 @@ def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
 def destroyer(owner: object, *groups: dist.ProcessGroup) -> Callable[[], object]:
     """Return a function that destroys these groups, which `separate_group` created, once.
 
-    The garbage collection of `owner` also calls it. Python's exit does not, because collectives may
-    be running then. Groups that are already destroyed are skipped.
+    The function is also called when `owner` is garbage-collected. It is not called at Python's
+    exit, because collectives may be running then. Groups that are already destroyed are skipped.
     """
     end = weakref.finalize(owner, _destroy, groups)
     end.atexit = False
@@ -104,7 +104,7 @@ POLL_SECONDS = 0.02  # store.wait would block Ctrl-C, and other threads that use
 
 
 class PeerError(RuntimeError):
-    """A different rank raised an error or sent no values in time. The message names that rank."""
+    """A different rank raised an error or sent no values in time. The message names the rank."""
 
 
 def _publish(group: dist.ProcessGroup, answer: Mapping[str, Any]) -> tuple[dist.Store, int]:

@@ -226,7 +226,7 @@ def _key(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _require_hook(dmp: DMPCollection) -> None:
-    """Raise unless `dmp.sync()` calls a hook and has none yet."""
+    """Raise if `dmp.sync()` does not support an all-reduce hook, or if one is already set."""
     if (hook := all_reduce_hook(dmp)) is not None:
         got = getattr(hook, "__qualname__", type(hook).__name__)
         checks.fail(_OP, "dmp", "one without custom_all_reduce", got)

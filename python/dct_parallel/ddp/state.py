@@ -218,7 +218,7 @@ class DCTState:
         - `density`: fraction of the entries that this rank sent.
         - `overflow`: fraction of all ranks' payloads that could not hold all entries above the
           threshold.
-        - `wire_bytes`: bytes sent per rank and compressed step, with a mesh only to other nodes.
+        - `wire_bytes`: bytes sent per rank and compressed step, only to other nodes with a mesh.
           Payloads have a fixed size, so every step sends the same number of bytes.
 
         Raises:
@@ -259,10 +259,10 @@ class DCTState:
 
         Exact for finite gradients, except that owners' residuals ("reduce_scatter") are rounded to
         float32. NaN and Inf are dropped. In quantized formats, the other gradients of their group
-        of 64 are also dropped, and with a mesh the rest of that entry of the node's mean. If
-        several backward passes were exchanged, as DDP adds them up, it takes back all of them. It
-        does nothing in a second call, or after a GradScaler skipped the step. If an exchange
-        failed, it does not wait for other ranks.
+        of 64 are also dropped. With a mesh, the same entries of the node's other ranks are also
+        dropped. If several backward passes were exchanged, this call takes back all of them,
+        because DDP adds them up. A second call, or a call after a GradScaler skipped the step, does
+        nothing. If an exchange failed, this call does not wait for other ranks.
 
         Raises:
             ValueError: the state is not bound yet, or ranks have taken different steps.
@@ -284,7 +284,7 @@ class DCTState:
         Raises:
             ValueError: the state is not bound yet.
             RuntimeError: a payload was damaged. Or an exchange failed: call `take_back` first,
-                because its entries are in no weights.
+                because the weights lack its entries.
         """
         self._require_usable("state_dict")
         self._ledger.require_exchanged("state_dict")
@@ -436,8 +436,8 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
     Raises:
         TypeError: `state` is not a DCTState, or `bucket` is not a GradBucket.
         ValueError: `state` is closed, not bound, or belongs to a different model.
-        RuntimeError: this rank received a damaged payload in an earlier step. That payload, or its
-            damaged blocks, are missing in the weights: load a checkpoint into a new state.
+        RuntimeError: this rank received a damaged payload in an earlier step. The weights lack
+            that payload or its damaged blocks: load a checkpoint into a new state.
     """
     if not isinstance(state, DCTState):
         raise TypeError(

@@ -66,7 +66,7 @@ class Bucket:
         states: {name: state} to start from. Missing names start from zero.
 
     Attributes:
-        transports: {name: class}. A simulation overrides it.
+        transports: {name: class}. Simulations override it.
         words: the words of the last exchange on the device, for `transport.result`. The next
             `start` overwrites them. Empty during an exchange and after a failed one.
     """

@@ -89,7 +89,7 @@ class RecentStats:
             self._warned = True
             warnings.warn(
                 f"DCT: {overflow:.0%} of the payloads of the last {RECENT_STEPS} steps had "
-                "no room for all entries above the threshold: the rest is sent in later steps. "
+                "too little capacity for the entries above the threshold: the rest is sent later. "
                 "Use policy='fresh', a smaller refresh_every or a higher density.",
                 stacklevel=2,
             )

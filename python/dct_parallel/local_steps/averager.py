@@ -150,7 +150,7 @@ class DCTAverager(ModelAverager):
         An averaging is collective and overwrites the weights of the module.
 
         Args:
-            params: ignored. It is there because torch's averagers have it.
+            params: ignored; for compatibility with torch's averagers.
 
         Raises:
             ValueError: at an averaging, the set of parameters that require grad has changed on this
@@ -353,7 +353,7 @@ class DCTAverager(ModelAverager):
             )
 
     def _start(self, base: Tensor) -> Tensor:
-        """The weights after an averaging: the base, with `step_ahead` plus the residual."""
+        """The weights after an averaging: the base, plus the residual if `step_ahead` is set."""
         if not self._step_ahead:
             return base
         ahead = base + self._bucket.codec.residual

@@ -94,7 +94,7 @@ def _sharded(module: nn.Module) -> dict[str, Any]:
 
 
 def _imported(module: str, name: str) -> Any:
-    """A class if its module was imported, else (), of which nothing is an instance."""
+    """A class for isinstance() if its module was imported, else (), which matches nothing."""
     return getattr(sys.modules.get(module), name, ())
 
 
