@@ -82,7 +82,7 @@ def range_blocks(numel: int, ranges: int) -> int:
 
 
 def range_bounds(numel: int, ranges: int, index: int) -> tuple[int, int]:
-    """The first element of range `index`, and the element past its last."""
+    """The first element of range `index`, and the element after its last one."""
     length = range_blocks(numel, ranges) * BLOCK
     return min(index * length, numel), min((index + 1) * length, numel)
 

@@ -51,7 +51,7 @@ struct Checks {
   const Tensor& like;  // every tensor must be on the device of this one
 
   // STD_TORCH_CHECK would put the source file in front of the text. A stream would crash when it
-  // writes an integer, if the process has loaded another C++ library than this build used.
+  // writes an integer, if the process has loaded a different C++ library than this build used.
   [[noreturn]] void fail(const std::string& arg, const std::string& rule,
                          const std::string& got) const {
     throw std::runtime_error(std::string("dct::") + op + ": " + arg + " must " + rule + ", got " +

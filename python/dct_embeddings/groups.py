@@ -12,7 +12,7 @@ from dct_parallel.groups import exchange, require_group, require_same, sharing_e
 
 
 class GroupOfModule:
-    """Holds the process group of a module. Copies of the module share it; pickling it fails.
+    """Holds the process group of a module. Copies of the module share the group. Not picklable.
 
     Args:
         op: the name of the module, for error messages.

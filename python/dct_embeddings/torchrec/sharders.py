@@ -48,7 +48,7 @@ def compressed_sharders(
     Raises:
         ValueError, TypeError: an argument is out of range.
         ValueError: `format` differs between ranks. The constructor of a model with row-wise tables
-            raises it on every rank, with the formats of all ranks.
+            raises this error on every rank, with the formats of all ranks.
 
     Source: the row-wise exchange is ours; the others use TorchRec's interface for codecs.
 

@@ -57,7 +57,7 @@ class ShardedEmbeddingBags(CheckedModule):
         mesh: DeviceMesh with dimensions ("replicate", "shard"). The timeout of its groups bounds
             all waits.
         exchange: the exchange of rows, such as `functools.partial(all_to_all_rows, format="int8")`;
-            default: uncompressed. Use the same on every rank, which is not checked.
+            default: uncompressed. It must be the same on every rank, which is not checked.
         dedup: whether to send each distinct row once instead of pooled rows.
         sparse: whether the gradient of `weight` is sparse, as with nn.EmbeddingBag.
 

@@ -88,7 +88,7 @@ class ReduceScatter(Transport):
         )
 
     def _damaged_results(self, code: int) -> list[str]:
-        """Describe the owners' damaged payloads, given the status of all of them together.
+        """Describe the owners' damaged payloads, given their combined status.
 
         Unless the payloads were overwritten, they are unpacked one by one to find the owners.
         """

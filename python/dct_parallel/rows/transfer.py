@@ -43,7 +43,7 @@ def exchange_numbers(
 ) -> list[list[int]]:
     """Send numbers[r] to rank r, and return the numbers received from each rank.
 
-    All ranks send the same number of numbers. If `settings` differ between ranks, or if a rank has
+    All ranks send equally many numbers. If `settings` differ between ranks, or if a rank has
     `refused` its input, every rank raises before any rank waits for a message of the wrong size.
     This takes one all-to-all with 8 bytes per number and setting. The host waits for its result.
     """
