@@ -180,7 +180,7 @@ struct Checks {
     return device.is_cuda() ? "cuda:" + std::to_string(device.index()) : "cpu";
   }
 
-  // The number of bytes that both tensors cover. 0 or negative if they do not overlap.
+  // The number of bytes that the two tensors share. 0 or negative if they do not overlap.
   static int64_t overlap(const Tensor& a, const Tensor& b) {
     const auto* start_a = static_cast<const uint8_t*>(a.const_data_ptr());
     const auto* start_b = static_cast<const uint8_t*>(b.const_data_ptr());

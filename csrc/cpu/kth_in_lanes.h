@@ -35,7 +35,7 @@ inline Lanes largest_keys(const int32_t* keys, int64_t n) {
   return largest;
 }
 
-// Raises the bound of each lane. At least k of the lane's n keys reach the bound, before and after.
+// Raises the bound of each lane. At least k of the lane's n keys reach the old and the new bound.
 // If `rounds` is large enough, either exactly k keys reach the result, or the result is the k-th
 // key. A k-th key above infinity (NaN) counts as infinity. Keys and bounds are multiples of `unit`,
 // a power of two. Rounds run in groups of three, because the branch predictor cannot predict the

@@ -155,7 +155,7 @@ class RowSelector {
     }
   }
 
-  // Reduces the n > k entries that reach the bound to those above it and the first ones that tie.
+  // Reduces the n > k entries that reach the bound to k: all above it and the first equal ones.
   void drop_ties(float* x, int32_t* columns, int64_t n, int32_t bound) const {
     const int32_t tie = bound < static_cast<int32_t>(kFloat32Infinity) ? bound : INT32_MAX;
     int64_t ties = k_;  // to keep

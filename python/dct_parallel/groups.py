@@ -65,7 +65,7 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 
 def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Create a gloo group of the same ranks, whose collectives are independent of those of `group`.
+    """Create a gloo group of the same ranks, with collectives independent of those of `group`.
 
     Only the ranks of `group` call it. `dist.new_group` is no alternative, because every rank of the
     world has to call it. With `use_local_synchronization`, the name of the new group depends on the

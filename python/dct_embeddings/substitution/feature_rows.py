@@ -27,7 +27,7 @@ class SharedRows(CheckedModule, ABC):
 
     Args:
         op: the name of the class, for error messages.
-        group: the ranks; default: all.
+        group: the ranks that share the rows; default: all.
 
     Attributes:
         weight: parameter [rows, d] with a sparse gradient.

@@ -100,7 +100,7 @@ class ReplicaDeltas:
         """Average in place. The last argument is the tensors; TorchRec 1.9 first passes a group.
 
         Raises:
-            ValueError: the tensors are not those that `dmp` had when this was created.
+            ValueError: the tensors differ from those of `dmp` when this hook was created.
             RuntimeError: a replica is gone, or its payload was damaged.
         """
         self._require_intact()

@@ -115,7 +115,7 @@ class DCTState:
         self.start_step = start_step
         self._in_step = False  # from the first bucket of a backward pass to its end
         self._next_index = 0
-        self._pass = NO_PASS  # the backward pass for whose end a callback is queued
+        self._pass = NO_PASS  # the backward pass that has a callback queued for its end
 
         # Set by `bind`:
         self._names: dict[Parameter, str] = {}
@@ -406,7 +406,7 @@ class DCTState:
         self._ledger.finish()
 
     def _warn_if_unused(self) -> None:
-        # A copied DDP module has copies of states, whose hooks are not called.
+        # A copied DDP module has copies of states. Their hooks are not called.
         registered = any(s is self or not isinstance(s, DCTState) for _, s in self._hooks)
         if self._warned or registered:
             return

@@ -63,7 +63,7 @@ class Bucket:
         group: the ranks to average over.
         device: the device of the gradients.
         step: number of compressed steps so far.
-        states: {name: state} to start from. Missing names start from zero.
+        states: {name: state} to start from. Missing names start at 0.
 
     Attributes:
         transports: {name: class}. Simulations override it.

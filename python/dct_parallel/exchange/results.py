@@ -54,7 +54,7 @@ def header_words(payloads: Tensor) -> Tensor:
 
 
 def overflowed(headers: Sequence[Sequence[int]]) -> int:
-    """The number of headers, as rows on the host, whose payload overflowed."""
+    """The number of payloads that overflowed, given their headers as rows on the host."""
     return sum(row[0] & _OVERFLOW != 0 for row in headers)
 
 

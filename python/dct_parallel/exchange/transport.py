@@ -83,7 +83,7 @@ class Transport(ABC):
 
 
 class AllGather(Transport):
-    """One all-gather of the payloads. Every rank sums all payloads in rank order.
+    """Uses one all-gather of the payloads. Every rank sums all payloads in rank order.
 
     Each rank sends its payload P - 1 times, so bytes grow with P. This is efficient if the density
     is well below 1 / P.

@@ -47,8 +47,8 @@ class DCTAverager(ModelAverager):
 
     Args:
         module: parameters of float32, bfloat16 or float16, on one CPU or CUDA device. The averager
-            broadcasts all parameters of the first rank, then averages those that require grad,
-            which must stay the same. For a module sharded by `fully_shard` on a one-dimensional
+            broadcasts all parameters of the first rank, then averages those that require grad.
+            This set must stay the same. For a module sharded by `fully_shard` on a one-dimensional
             mesh, it averages this rank's shards.
         period: number of steps between averagings.
         density: fraction of all entries sent per averaging, in (0, 1]; default 1.

@@ -179,7 +179,7 @@ class FlatWeights:
 
     @torch.no_grad()
     def broadcast_from_first_rank(self, group: dist.ProcessGroup) -> None:
-        """Broadcast all parameters of the first rank, including frozen ones, to the others."""
+        """Broadcast all parameters of the first rank, including frozen ones, to other ranks."""
         first = dist.get_global_rank(group, 0)
         for tensor in map(local, self._module.parameters()):
             flat = tensor.flatten().contiguous()  # a view if the tensor is contiguous

@@ -105,7 +105,7 @@ TensorFunction = Callable[[Tensor], Tensor]
 def with_gradient(
     op: str, x: Tensor, forward: TensorFunction, backward: TensorFunction, row_wise: bool = False
 ) -> Tensor:
-    """Return forward(x), whose gradient g gives backward(g) as the gradient of `x`.
+    """Return forward(x). If its gradient is g, the gradient of `x` is backward(g).
 
     torch.func.grad and torch.func.vjp work. A second derivative, forward mode and torch.vmap raise
     an error, and so does every transform of torch.func inside torch.compile. The graph keeps
