@@ -130,7 +130,7 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
 
     Formats, with bytes per row in parentheses (docs/reference/ops.md specifies every bit):
 
-    - "int8" (d + 2) and "int4" (ceil(d / 2) + 2): the largest magnitude maps to 127 and 7.
+    - "int8" (d + 2) and "int4" (ceil(d / 2) + 2): a row's largest magnitude maps to 127 or 7.
     - "ternary" (ceil(d / 5) + 2): entries with a magnitude above 0.75 times the mean become
       plus or minus the mean of these magnitudes. The other entries become 0.
     - "sign" (ceil(d / 8) + 2): all entries become plus or minus the mean of all magnitudes.

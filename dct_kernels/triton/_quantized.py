@@ -80,7 +80,7 @@ def _quantize(acc, FORMAT: tl.constexpr):
         in_one, unit = units(top)
         acc = tl.where(sent, acc, 0.0) * in_one
         magnitude = tl.abs(acc)
-        # The sum of 64 numbers of 22 bits fits, and the division is exact.
+        # The sum of 64 numbers of 22 bits fits 32 bits, and the division is exact.
         mean = tl.sum(magnitude.to(tl.int32), 1)[:, None].to(tl.float32) * (1 / SCALED)
         bound = 0.75 * mean
         keep = magnitude > bound

@@ -32,7 +32,7 @@ span = torch._C._profiler._RecordFunctionFast
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-# Whether a torch.func transform is active. `unwrap_dead_wrappers` is what Function.apply calls.
+# Whether a torch.func transform is active. Function.apply also calls `unwrap_dead_wrappers`.
 transforms_are_active = torch._C._are_functorch_transforms_active
 
 

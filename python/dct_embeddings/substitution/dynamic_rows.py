@@ -132,7 +132,7 @@ class DynamicFeatureRows(SharedRows):
 
         Raises:
             ValueError, TypeError: the optimizer has no such tensor. `state_dict` and
-                `load_state_dict` also raise if it is missing later.
+                `load_state_dict` also raise if the tensor is missing later.
         """
         for arg, value in (("name", name), ("key", key)):
             checks.require_type(_OP, arg, value, str, "a string")

@@ -56,8 +56,8 @@ def replica_sync(
 
     Raises:
         ValueError, TypeError: an argument is out of range, weights are not float32,
-            `custom_all_reduce` is already set, or `dmp` does not use it (use_sharded_relay,
-            FULLY_SHARDED, tables with hashed ids). Or replicas differ in a setting; all raise.
+            `custom_all_reduce` is already set, or `dmp` calls no hook (use_sharded_relay,
+            FULLY_SHARDED, tables with hashed ids). If replicas differ in a setting, all raise.
 
     >>> replicas = replica_sync(dmp, density=0.01)
     >>> dmp.sync()  # every few steps, as before

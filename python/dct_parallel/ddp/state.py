@@ -132,7 +132,7 @@ class DCTState:
         """Attach a state that was constructed without a DDP module. Call it on every rank.
 
         Raises:
-            ValueError: the state is already bound. It also raises the errors of the constructor.
+            ValueError: the state is already bound. Also the errors of the constructor.
         """
         if self.copied:
             self._require_usable("bind")
@@ -257,12 +257,12 @@ class DCTState:
                 optimizer.zero_grad()
                 continue
 
-        Exact for finite gradients, except that owners' residuals ("reduce_scatter") are rounded to
-        float32. NaN and Inf are dropped. In quantized formats, the other gradients of their group
-        of 64 are also dropped. With a mesh, the same entries of the node's other ranks are also
-        dropped. If several backward passes were exchanged, this call takes back all of them,
-        because DDP adds them up. A second call, or a call after a GradScaler skipped the step, does
-        nothing. If an exchange failed, this call does not wait for other ranks.
+        This is exact for finite gradients, except that it rounds owners' residuals
+        ("reduce_scatter") to float32. NaN and Inf are dropped. In quantized formats, the other
+        gradients of their group of 64 are dropped. With a mesh, the entries of the node's other
+        ranks at that position are dropped. If several backward passes were exchanged, this takes
+        back all of them, because DDP adds them up. A second call does nothing, nor does a call
+        after a GradScaler skipped the step. If an exchange failed, it does not wait for ranks.
 
         Raises:
             ValueError: the state is not bound yet, or ranks have taken different steps.

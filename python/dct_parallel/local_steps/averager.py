@@ -162,7 +162,7 @@ class DCTAverager(ModelAverager):
                 changes are dropped. In quantized formats, so is the whole group of 64 entries that
                 contains a NaN or Inf.
             RuntimeError: a rank is gone. The other ranks raise, at the group's timeout at the
-                latest. They lose nothing, and `state_dict` works, but the group is unusable.
+                latest. They lose no changes and can call `state_dict`, but the group is unusable.
             RuntimeError: this rank received a damaged payload. Every later call also raises: load a
                 checkpoint into a new averager. Other ranks raise as if this rank were gone.
         """
