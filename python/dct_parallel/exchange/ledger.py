@@ -222,7 +222,7 @@ class StepLedger:
         self.read()
 
     def _post(self) -> None:
-        """Start to copy the results of the last step to the host, unless that was done.
+        """Start to copy the results of the last step to the host, unless the copy has started.
 
         Results are posted twice if a call reads them between two buckets of the step.
         """

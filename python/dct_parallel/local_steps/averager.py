@@ -159,8 +159,8 @@ class DCTAverager(ModelAverager):
             RuntimeError: a rank had NaN or infinite weights, or the sum of finite changes
                 overflows. Every rank raises, and training can continue from the base of the last
                 averaging, with the changes since then in the residual. Non-finite and overflowed
-                changes are dropped. In quantized formats, so is the whole group of 64 entries that
-                contains a NaN or Inf.
+                changes are dropped. In quantized formats, the group of 64 entries with a NaN or Inf
+                is also dropped.
             RuntimeError: a rank is gone. The other ranks raise, at the group's timeout at the
                 latest. They lose no changes and can call `state_dict`, but the group is unusable.
             RuntimeError: this rank received a damaged payload. Every later call also raises: load a
