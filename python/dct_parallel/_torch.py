@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # because the import takes a second
 span = torch._C._profiler._RecordFunctionFast
 
 # A context manager in which ops on tensors without gradients skip autograd's kernels. Those kernels
-# also increment version counters, so the caller must do so.
+# also increment version counters, so the caller must increment them.
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 

@@ -316,7 +316,7 @@ class DCTState:
         self._in_step = False
 
     def _run(self) -> Run:
-        """This run, as checkpoints describe it."""
+        """The description of this run in checkpoints."""
         same = {
             "density": self.settings.density,
             "world_size": self._topology.all_ranks.size(),

@@ -236,7 +236,7 @@ class FullyShardState:
         self._resume(*self._run().find_mean(folder, key, world, timeout))
 
     def _run(self) -> Run:
-        """This run, as checkpoints describe it."""
+        """The description of this run in checkpoints."""
         same = {
             "density": self.settings.density,
             "replicas": self._group.size(),

@@ -295,7 +295,7 @@ class DCTAverager(ModelAverager):
             self._weights.write(self._start(self._base))
 
     def _run(self) -> Run:
-        """This run, as checkpoints describe it."""
+        """The description of this run in checkpoints."""
         sizes = zip(self._plan.names, self._plan.sizes, strict=True)
         ranks = {"world_size": self.process_group.size(), "local_size": 1}
         same = {**self._run_settings, "density": self._settings.density, **ranks}
