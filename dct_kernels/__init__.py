@@ -11,8 +11,8 @@ Common to all ops
   in CUDA graphs and in torch.compile(fullgraph=True). Only the eager backend may synchronize, so
   CUDA graphs cannot capture it.
 - `row_pack`, `row_gather` and `row_unpack` support reverse-mode autograd. Forward mode raises an
-  error. An op that writes to an argument also raises an error in torch.vmap, and if that argument
-  requires grad outside torch.no_grad().
+  error. An op that writes to an argument also raises an error in torch.vmap. It raises one outside
+  torch.no_grad() if that argument requires grad.
 - Meta and fake tensors are supported.
 - Empty tensors and tensors of more than 2**31 elements work. Subnormals are kept. The results for
   NaN and Inf are defined.

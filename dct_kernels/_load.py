@@ -1,7 +1,7 @@
 """Loads the backends, and reports which ones are available and why others are missing.
 
 `DCT_BACKEND=eager|cpp|cuda|triton` selects one backend, and the import fails if that backend is not
-available. Otherwise the dispatcher uses the best one: compiled kernels on the devices they were
+available. Otherwise the dispatcher uses the best backend: compiled kernels on the devices they were
 built for, and eager PyTorch on other devices.
 """
 

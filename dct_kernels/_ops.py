@@ -116,8 +116,8 @@ def _differentiate(op: Op) -> None:
 def _guard(op: Op) -> None:
     """Before the kernel, reject calls that autograd would silently get wrong, and count writes.
 
-    Torch checks for a forward-mode formula only if a tensor requires grad. It does not know which
-    arguments an op defined with define and impl writes to.
+    Torch checks for a forward-mode formula only if a tensor requires grad. For an op
+    defined with define and impl, torch does not detect which arguments the op writes to.
     """
     infos = [argument.alias_info for argument in op._schema.arguments]
     written = [i for i, info in enumerate(infos) if info is not None and info.is_write]

@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 def names_keywords(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorate a public function: if keyword-only arguments are given by position, name them."""
+    """Decorate a public function: an error names keyword-only arguments given by position."""
     parameters = inspect.signature(function).parameters.values()
     positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

@@ -61,10 +61,10 @@ class PayloadInfo(NamedTuple):
     Attributes:
         value_dtype: torch.float32 or torch.bfloat16; for a dense payload, its format as a string.
         numel: number of elements of the tensor or of the range.
-        capacity: the most entries that fit.
+        capacity: maximum number of entries.
         count: number of packed entries.
-        overflow: more entries passed than fit.
-        non_finite: at least one entry was NaN or infinite.
+        overflow: whether more entries passed the threshold than the capacity allows.
+        non_finite: whether at least one entry was NaN or infinite.
     """
 
     value_dtype: torch.dtype | str
@@ -82,7 +82,7 @@ def range_blocks(numel: int, ranges: int) -> int:
 
 
 def range_bounds(numel: int, ranges: int, index: int) -> tuple[int, int]:
-    """The first element of range `index`, and the element past its last."""
+    """The first element of range `index`, and the element after its last one."""
     length = range_blocks(numel, ranges) * BLOCK
     return min(index * length, numel), min((index + 1) * length, numel)
 
@@ -101,7 +101,7 @@ def payload_layout(
 
     Args:
         numel: number of elements of the tensor (of all ranges together), >= 0.
-        capacity: the most entries that fit into each range, 1 to 2**32 - 1.
+        capacity: maximum number of entries per range, 1 to 2**32 - 1.
         value_dtype: torch.float32 or torch.bfloat16.
         ranges: number of equal ranges that the tensor is split into, 1 to 2**31 - 1.
 

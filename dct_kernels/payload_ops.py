@@ -84,7 +84,7 @@ def mask_pack(
     value_dtype: torch.dtype,
     inv_scale: Tensor | None = None,
 ) -> None:
-    """Error feedback, threshold mask and compaction in one pass over memory.
+    """Apply error feedback and pack the entries that reach a threshold, in one pass.
 
     acc = residual + grad * inv_scale. An entry passes if not (|acc| < the threshold of its range)
     and acc != 0. So NaN and Inf always pass, and zeros never do. The payload of a range holds its
@@ -101,7 +101,7 @@ def mask_pack(
         payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from `payload_layout`. Bytes
             past the entries are not written.
         seen: int32 [R], written: number of entries that passed, at most 2**31 - 1.
-        capacity: the most entries that fit into each range, 1 to 2**32 - 1.
+        capacity: maximum number of entries per range, 1 to 2**32 - 1.
         value_dtype: torch.float32, or torch.bfloat16 (rounded to nearest even; finite values
             saturate).
         inv_scale: float32, one element, or None.
@@ -192,7 +192,7 @@ def quantize_pack(
     format: str,
     inv_scale: Tensor | None = None,
 ) -> None:
-    """Error feedback and quantization of all entries, in one pass over memory.
+    """Apply error feedback and quantize all entries, in one pass over memory.
 
     acc = residual + grad * inv_scale, or grad * inv_scale without a residual. The payload holds all
     entries, and the residual becomes acc - value. So value + residual == acc exactly, except that

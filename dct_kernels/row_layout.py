@@ -1,7 +1,7 @@
 """The bytes of a row in a message: the positions of its k entries, or all its entries quantized.
 
 Positions use the smallest of three encodings, which depends on (width, k) only. The size of a
-quantized row depends on (width, format) only. Both sides know these numbers.
+quantized row depends on (width, format) only. The receiver has these numbers.
 """
 
 import enum

@@ -128,12 +128,12 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
 def row_quantize(x: Tensor, format: str) -> Tensor:
     """Quantize all entries of every row, with one scale per row. Not differentiable.
 
-    Formats, with bytes per row (docs/reference/ops.md specifies every bit):
+    Formats, with bytes per row in parentheses (docs/reference/ops.md specifies every bit):
 
-    - "int8", d + 2, and "int4", ceil(d / 2) + 2: the largest magnitude gets the code 127 or 7.
-    - "ternary", ceil(d / 5) + 2: entries with a magnitude above 0.75 times the mean become plus or
-      minus the mean of these magnitudes. The other entries become 0.
-    - "sign", ceil(d / 8) + 2: all entries become plus or minus the mean of all magnitudes.
+    - "int8" (d + 2) and "int4" (ceil(d / 2) + 2): a row's largest magnitude maps to 127 or 7.
+    - "ternary" (ceil(d / 5) + 2): entries with a magnitude above 0.75 times the mean become
+      plus or minus the mean of these magnitudes. The other entries become 0.
+    - "sign" (ceil(d / 8) + 2): all entries become plus or minus the mean of all magnitudes.
 
     A row with a NaN or an infinity dequantizes to NaN everywhere. A row whose scale is below
     2**-126 becomes zeros.
@@ -198,26 +198,26 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
     lambda rows, width, format, dtype: rows.new_empty(rows.shape[1], width, dtype=dtype),
 )
 def row_dequantize_sum(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
-    """Sum P ranks' rows that `row_quantize` made, in rank order, in one pass. Not differentiable.
+    """Sum the quantized rows of P ranks in rank order, in one pass. Not differentiable.
 
-    Equal to adding the results of `row_dequantize` in float32, then rounding once to dtype. The
-    first is not added to 0, which would lose the sign of -0.0: with P = 1 this is `row_dequantize`.
-    Rows are not trusted, as in `row_dequantize`.
+    The result equals the float32 sum of the results of `row_dequantize`, rounded once to dtype. The
+    sum starts with the first rank's value instead of 0, to keep the sign of -0.0. With P = 1 the
+    result is that of `row_dequantize`. Rows are not trusted, as in `row_dequantize`.
 
     Args:
-        rows: uint8 [P, B, w] for this width and format, P at least 1, at any address: the buffer of
-            an all-to-all that sent B rows to this rank from each of P ranks.
+        rows: uint8 [P, B, w] for this width and format, P at least 1, at any address. For
+            example, the result of an all-to-all in which each of P ranks sent B rows to this rank.
         width: d, 1 to 2**31 - 1.
         format: as given to `row_quantize`.
-        dtype: of the result, float32, bfloat16 or float16; rounded as `.to(dtype)` does.
+        dtype: dtype of the result, float32, bfloat16 or float16, rounded as `.to(dtype)` does.
 
     Returns:
         [B, width] of dtype.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
-    Source: that of `row_quantize`; a sum in rank order is our reconstruction of the reduce-scatter.
+    Source: see `row_quantize`. The sum in rank order is our reconstruction of a reduce-scatter.
 
     >>> rows = torch.tensor([[[224, 113, 128, 63]], [[1, 0, 128, 63]]], dtype=torch.uint8)
     >>> row_dequantize_sum(rows, 4, "int4", torch.float32)

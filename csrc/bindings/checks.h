@@ -51,7 +51,7 @@ struct Checks {
   const Tensor& like;  // every tensor must be on the device of this one
 
   // STD_TORCH_CHECK would put the source file in front of the text. A stream would crash when it
-  // writes an integer, if the process has loaded another C++ library than this build used.
+  // writes an integer, if the process has loaded a different C++ library than this build used.
   [[noreturn]] void fail(const std::string& arg, const std::string& rule,
                          const std::string& got) const {
     throw std::runtime_error(std::string("dct::") + op + ": " + arg + " must " + rule + ", got " +
@@ -180,7 +180,7 @@ struct Checks {
     return device.is_cuda() ? "cuda:" + std::to_string(device.index()) : "cpu";
   }
 
-  // The number of bytes that both tensors cover. 0 or negative if they do not overlap.
+  // The number of bytes that the two tensors share. 0 or negative if they do not overlap.
   static int64_t overlap(const Tensor& a, const Tensor& b) {
     const auto* start_a = static_cast<const uint8_t*>(a.const_data_ptr());
     const auto* start_b = static_cast<const uint8_t*>(b.const_data_ptr());

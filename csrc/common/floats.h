@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-// The host compiler and nvcc both compile the shared headers. Only nvcc knows the two attributes.
+// The host compiler and nvcc both compile the shared headers. Only nvcc accepts the two attributes.
 #if defined(__CUDACC__) || defined(__HIPCC__)
 #define DCT_HOST_DEVICE __host__ __device__
 #else
@@ -74,7 +74,7 @@ DCT_HOST_DEVICE inline bool is_finite(float x) {
 // The value of a residual whose sum with the gradient is not finite.
 DCT_HOST_DEVICE inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
 
-// Orders float32 by magnitude, with NaN above infinity. Bounds up to infinity treat both the same.
+// Orders float32 by magnitude, with NaN above infinity. Both reach any bound <= infinity.
 DCT_HOST_DEVICE inline int32_t magnitude_bits(float x) { return float_to_bits(x) & 0x7fffffff; }
 
 // As magnitude_bits, but NaN ranks as infinity.

@@ -26,7 +26,7 @@ struct SampleThresholdArgs {
   double density;  // in (0, 1]
   int64_t max_samples;
   uint32_t seed;
-  const float* inv_scale;  // one element, or null for 1
+  const float* inv_scale;  // one element; null means 1
   float* threshold;        // out: [ranges]
 };
 
@@ -41,7 +41,7 @@ struct MaskPackArgs {
   uint8_t* payload;        // out: [ranges, payload_layout(...).nbytes], 16-byte aligned
   int64_t capacity;
   DType value_dtype;
-  const float* inv_scale;  // one element, or null for 1
+  const float* inv_scale;  // one element; null means 1
 };
 
 struct ScatterUnpackArgs {
@@ -54,7 +54,7 @@ struct ScatterUnpackArgs {
   DType out_dtype;
   int64_t numel;
   float scale;
-  const float* out_scale;  // one element, or null for 1
+  const float* out_scale;  // one element; null means 1
   int32_t* status;         // out: [ranks]
 };
 
@@ -67,7 +67,7 @@ struct QuantizePackArgs {
   int64_t ranges;
   int64_t nbytes;  // a multiple of 16, enough for the longest range
   PayloadFormat format;
-  const float* inv_scale;  // one element, or null for 1
+  const float* inv_scale;  // one element; null means 1
 };
 
 struct DequantizeSumArgs {
@@ -80,7 +80,7 @@ struct DequantizeSumArgs {
   DType out_dtype;
   int64_t numel;
   float scale;
-  const float* out_scale;  // one element, or null for 1
+  const float* out_scale;  // one element; null means 1
   int32_t* status;         // out: [ranks]
 };
 

@@ -67,7 +67,7 @@ DCT_HOST_DEVICE constexpr PayloadLayout payload_layout(int64_t numel, int64_t ca
   return {starts, positions, values, align16(values + itemsize(value_dtype) * capacity)};
 }
 
-// The header of a range in which `kept` entries pass the threshold. They may exceed the capacity.
+// The header of a range in which `kept` entries pass the threshold. `kept` may exceed the capacity.
 DCT_HOST_DEVICE inline PayloadHeader payload_header(int64_t numel, int64_t capacity,
                                                     DType value_dtype, uint64_t kept,
                                                     bool non_finite) {

@@ -11,7 +11,7 @@
 namespace dct {
 
 // The encoding of the k positions of a row: the smallest of three. It depends on (width, k) only.
-// Both sides know these numbers, so the encoding is not part of the message.
+// The receiver has these numbers, so the encoding is not part of the message.
 enum class PositionEncoding {
   kBitmap,  // ceil(width / 8) bytes, least significant bit first
   kUint8,   // k columns of one byte, width <= 256
@@ -93,12 +93,12 @@ DCT_HOST_DEVICE constexpr float levels(RowFormat format) {
 constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23
 
 // Row sums add integers, so they do not depend on the order. The integers are truncated magnitudes,
-// in units that give the largest one 22 bits. A sum of 2^10 of them fits 32 bits.
+// in units for which the largest one has 22 bits. A sum of 2^10 of them fits 32 bits.
 constexpr int kUnitBits = 22;
 constexpr int64_t kUnitsInWord = 1024;
 
 struct Units {
-  float inverse_unit, unit;  // powers of two, normal, whose product is 1
+  float inverse_unit, unit;  // normal powers of two; their product is 1
 };
 
 DCT_HOST_DEVICE inline Units units_of(int32_t largest_key) {

@@ -1,7 +1,7 @@
 #pragma once
 
 // The k-th largest keys of sixteen rows together, one row per lane. Each step of the bisection is
-// one counting loop, without divergence or horizontal sums. To be called inside vectorize_rows().
+// one counting loop, without divergence or horizontal sums. Call it in vectorize_rows().
 
 #include <cstdint>
 
@@ -35,16 +35,16 @@ inline Lanes largest_keys(const int32_t* keys, int64_t n) {
   return largest;
 }
 
-// Raises the bound of each lane. At least k of the lane's n keys reach the bound, before and after.
-// If `rounds` suffices, either exactly k keys reach the result, or the result is the k-th key
-// itself, or infinity if that key is above it. Keys and bounds are multiples of `unit`, a power of
-// two. Rounds run in groups of three, because the branch predictor cannot predict which round is
-// the last. A further round does not change a finished lane.
+// Raises the bound of each lane. At least k of the lane's n keys reach the old and the new bound.
+// If `rounds` is large enough, either exactly k keys reach the result, or the result is the k-th
+// key. A k-th key above infinity (NaN) counts as infinity. Keys and bounds are multiples of `unit`,
+// a power of two. Rounds run in groups of three, because the branch predictor cannot predict the
+// last round. A further round does not change a finished lane.
 template <typename Rows>
 void raise_bounds(Rows, const int32_t* keys, int64_t n, int32_t k, int32_t unit, int rounds,
                   Lanes& bound) {
   constexpr int32_t infinity = kFloat32Infinity;
-  Lanes low = bound, high = largest_keys(keys, n), middle, count;  // k reach low, and not high
+  Lanes low = bound, high = largest_keys(keys, n), middle, count;  // >= k reach low, < k high
   for (int l = 0; l < kLanes; ++l) {
     high.at[l] = (high.at[l] < infinity ? high.at[l] : infinity) + unit;
     // The first round tests whether the bound is the k-th key already, as in a row of mostly zeros.

@@ -1,8 +1,8 @@
 #pragma once
 
 // Up to 64 floats in registers. GNU vectors provide arithmetic and comparisons. Compilers generate
-// poor code for widening bytes and for non-temporal stores, so this file has both for each width.
-// Vectors are returned by reference, because functions without a target cannot return wide ones.
+// poor code for widening bytes and for non-temporal stores, so this file has intrinsics for them.
+// Functions without a target attribute cannot return wide vectors, so results are output arguments.
 
 #include <cstdint>
 #include <cstring>
@@ -54,7 +54,7 @@ struct Lanes<64> {
 #define DCT_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
   static constexpr int kCount = 16;
   typedef float Floats __attribute__((vector_size(64)));
-  // The masks select all lanes. gcc 12 warns of an uninitialized value in the forms without a mask.
+  // The masks select all lanes. Without masks, gcc 12 warns about an uninitialized value.
   DCT_AVX512 static void widen(const int8_t* x, Floats& out) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
     out = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes));
@@ -71,7 +71,7 @@ struct Lanes<64> {
 
 #endif
 
-// The floats as vectors of kBytes bytes each.
+// kFloats floats, as vectors of kBytes bytes each.
 template <int kBytes, int kFloats = 64>
 struct Group {
   using Own = Lanes<kBytes>;

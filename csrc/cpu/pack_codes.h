@@ -17,8 +17,8 @@ namespace dct::cpu {
 
 // The five codes of a ternary byte come from two bit planes: one marks the columns above 0, the
 // other the columns below 0.
-constexpr int64_t kTritBytes = 16;  // packed together, from 80 columns: 10 bytes of a plane
-constexpr int64_t kTritPlane = 16;  // bytes that are read of each plane
+constexpr int64_t kTritBytes = 16;  // packed by one call, from 80 columns (10 bytes of a plane)
+constexpr int64_t kTritPlane = 16;  // bytes that one call reads from each plane
 struct TritFields {
   uint8_t value[32];             // for five bits: the sum of the bits times 1, 3, 9, 27, 81
   uint8_t byte[2 * kTritBytes];  // the two bytes of a plane that hold the bits of an output byte

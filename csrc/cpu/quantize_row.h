@@ -96,7 +96,7 @@ void write_ternary(Pack, RowScratch& row, int64_t g, uint8_t* out, float* residu
   Pack::pack_trits(plane[0], plane[1], out);  // the next write replaces the last three bytes
 }
 
-// float32 and bfloat16, whose values are sent without a scale. Each value may be non-finite.
+// For float32 and bfloat16, which have no scales. Each value may be non-finite.
 template <typename Value>
 bool write_values(const RowScratch& row, uint8_t* out, float* residual) {
   auto* values = reinterpret_cast<Value*>(out);  // rows are aligned to 16 bytes

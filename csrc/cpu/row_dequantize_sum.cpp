@@ -1,4 +1,4 @@
-// A few columns at a time: their sum stays in registers while the messages are added.
+// Sums a few columns at a time. Their sums stay in registers while the messages are added.
 
 #include <algorithm>
 #include <vector>
@@ -9,11 +9,11 @@
 namespace dct::cpu {
 namespace {
 
-// The hardware does not prefetch several streams of few bytes far enough.
+// The hardware does not prefetch far enough if it reads few bytes from each of several streams.
 constexpr int64_t kAheadBytes = 2048;
 
-constexpr int64_t kMostColumns = 64;  // at a time, and bytes that are read for them
-constexpr int64_t kFewColumns = 32;   // of narrow rows
+constexpr int64_t kMostColumns = 64;  // at a time; also the limit of the bytes read for them
+constexpr int64_t kFewColumns = 32;   // at a time, in narrow rows
 
 template <int64_t kColumns, typename Out, RowFormat kFormat>
 void sum_rows(const RowDequantizeSumArgs& args, const Parallel& parallel) {
@@ -21,8 +21,8 @@ void sum_rows(const RowDequantizeSumArgs& args, const Parallel& parallel) {
   const int64_t width = args.width, bytes = row_bytes(width, kFormat);
   const int64_t message_bytes = args.rows * bytes, total_bytes = args.ranks * message_bytes;
   const bool streams = args.rows * width * static_cast<int64_t>(sizeof(Out)) >= kStreamBytes;
-  // add_codes() reads past the end of a row. So rows that begin in these last bytes of all messages
-  // are read from a copy, which has as much room behind it.
+  // add_codes() may read past the end of a row. So rows that begin at `tail` or later are read from
+  // a copy of the last bytes, which is followed by enough padding.
   const int64_t tail = std::max<int64_t>(total_bytes - bytes - kMostColumns, 0);
   std::vector<uint8_t> copy(total_bytes - tail + kMostColumns);
   std::copy_n(args.quantized + tail, total_bytes - tail, copy.data());
@@ -33,7 +33,7 @@ void sum_rows(const RowDequantizeSumArgs& args, const Parallel& parallel) {
       using Sum = Group<decltype(how)::kVectorBytes, kColumns>;
       for (int64_t r = span.begin; r < span.end; ++r) {
         for (int64_t begin = 0; begin < width; begin += kColumns) {
-          Sum registers;  // -0.0 changes no value that is added to it
+          Sum registers;  // adding a value to -0.0 returns that value
           registers.for_each(
               [](typename Sum::Floats& floats, int) { floats = -typename Sum::Floats{}; });
           for (int64_t p = 0; p < args.ranks; ++p) {
@@ -42,7 +42,7 @@ void sum_rows(const RowDequantizeSumArgs& args, const Parallel& parallel) {
             __builtin_prefetch(row + begin / codes_per_byte(kFormat) + kAheadBytes);
             add_codes<kFormat>(how, row, begin, scale_of<kFormat>(row, width), registers);
           }
-          Sum sum = registers;  // write_sums() takes its address, which would keep it in memory
+          Sum sum = registers;  // a copy, because write_sums() takes the address of its argument
           const int64_t n = std::min(width - begin, kColumns);
           write_sums(sum, 1.0f, n, streams, out + r * width + begin);
         }

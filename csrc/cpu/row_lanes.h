@@ -22,9 +22,9 @@ struct Lanes {
 
 // For each instruction set:
 //
-// `list` copies those of the n entries that reach a bound >= 0, with their columns, in order. It
-// returns their number. The input is padded with 0.0 to whole vectors, and the padding may also be
-// copied. The output needs space for kLanes more entries.
+// `list` copies, in order, the entries that reach a bound >= 0, and their columns. It returns the
+// number of these entries. The n entries are padded with 0.0 to whole vectors, and the
+// padding may also be copied. The output needs space for kLanes more entries.
 //
 // `turn` transposes. For j < n, keys[j][lane] becomes the magnitude of entry j of the lane's row,
 // or 0 past the row's count. n is rounded up to a multiple of kLanes.

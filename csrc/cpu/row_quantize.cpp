@@ -18,8 +18,8 @@
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kMostRows = 16;    // the most rows that take passes together
-constexpr int64_t kTogether = 1024;  // the most columns in these rows, unless one row is wider
+constexpr int64_t kMostRows = 16;    // maximum rows that take passes together
+constexpr int64_t kTogether = 1024;  // maximum columns in these rows, unless one row is wider
 constexpr int64_t kWord = 64;        // columns per word of bits
 
 constexpr int64_t rows_together(int64_t width) {
@@ -78,8 +78,8 @@ int64_t for_each_word(Pack, const float* x, int64_t width, float factor, float b
   return total;
 }
 
-// Writes a whole vector, of which only `bytes` bytes are needed, unless it crosses the end of the
-// task's rows. Later writes replace the excess.
+// Writes a whole vector, although only `bytes` bytes are needed, unless the vector crosses the end
+// of the task's rows. Later writes replace the excess.
 template <typename Vector>
 void put(uint8_t* out, const Vector& vector, int64_t bytes, const uint8_t* end) {
   if (end - out >= static_cast<int64_t>(sizeof(vector))) {

@@ -2,8 +2,8 @@
 
 // Selects the k columns of largest magnitude in each row, for up to sixteen rows together. First a
 // bound narrows each row to slightly more than k columns. Then the k-th largest key is found among
-// them, in all rows together (kth_in_lanes.h). Rows mostly resemble the previous ones, so their
-// bound is tried first. If too few or too many columns reach that bound, the k-th largest of the
+// them, in all rows together (kth_in_lanes.h). Rows mostly resemble the previous rows, so the
+// previous bound is tried first. If too few or too many columns reach it, the k-th largest of the
 // maxima of disjoint column groups replaces it.
 
 #include <algorithm>
@@ -80,7 +80,7 @@ class RowSelector {
     return groups;
   }
 
-  // A row in float32, padded to whole vectors with 0.0, which ties only with columns before it.
+  // A row in float32, padded to whole vectors with 0.0. On ties the earlier columns win.
   const float* as_floats(const X* x) const {
     if constexpr (std::is_same_v<X, float>) {
       if (width_ == padded_) return x;
@@ -92,7 +92,7 @@ class RowSelector {
   float* listed(int64_t row) const { return listed_.get() + row * stride_; }
   int32_t* listed_columns(int64_t row) const { return listed_columns_.get() + row * stride_; }
 
-  // Lists the columns that reach the bound of a row. Returns false if they are too few or too many.
+  // Lists the columns that reach the bound of a row. Returns false if too few or too many do.
   template <typename Rows>
   bool list(Rows, const X* x, int64_t row) {
     const int64_t n = Rows::list(as_floats(x + row * width_), all_columns_.get(), padded_,
@@ -155,7 +155,7 @@ class RowSelector {
     }
   }
 
-  // Reduces the n > k entries that reach the bound to those above it and the first ones that tie.
+  // Reduces the n > k entries that reach the bound to k: all above it and the first equal ones.
   void drop_ties(float* x, int32_t* columns, int64_t n, int32_t bound) const {
     const int32_t tie = bound < static_cast<int32_t>(kFloat32Infinity) ? bound : INT32_MAX;
     int64_t ties = k_;  // to keep
@@ -171,7 +171,7 @@ class RowSelector {
   }
 
   // The bound to try next falls immediately and rises slowly, so that very few similar rows have
-  // fewer than k columns above it. If the rows differ too much, the next eight calls skip it.
+  // fewer than k columns above it. If the rows differ too much, the next eight calls do not try it.
   void learn(const Lanes& kth, int64_t rows) {
     const int32_t least = *std::min_element(kth.at, kth.at + rows);
     near_ = least < near_ ? least : near_ + ((least - near_) / 8 & -kUnit<X>);

@@ -12,7 +12,7 @@
 
 namespace dct::cpu {
 
-// Prefetches rows that are read in order. A row takes so long that the hardware prefetcher stops.
+// Prefetches rows that are read in order. Rows take so long that the hardware prefetcher stops.
 template <typename X>
 class Prefetch {
  public:

@@ -1,6 +1,6 @@
 #pragma once
 
-// Sums of codes times scales, a Group in registers: how they are added and written.
+// Adds codes times scales to a Group of sums in registers, and writes these sums.
 
 #include <algorithm>
 #include <cstring>
@@ -12,8 +12,8 @@
 
 namespace dct::cpu {
 
-// Adds to `sum` as many codes from `column` on, times their scale. Reads no more than 64 bytes,
-// from the byte of the first code on.
+// Adds a code times `scale` to every entry of `sum`. The first code is that of `column`. Reads at
+// most 64 bytes, starting at the byte of the first code.
 template <RowFormat kFormat, typename Unpack, typename Sum>
 void add_codes(Unpack, const uint8_t* codes, int64_t column, float scale, Sum& sum) {
   using Floats = typename Sum::Floats;
@@ -24,7 +24,7 @@ void add_codes(Unpack, const uint8_t* codes, int64_t column, float scale, Sum& s
       floats += more * scale;
     });
   } else {
-    // The table stays in registers: each load takes exactly what one store wrote.
+    // The table stays in registers, because each load reads exactly the bytes of one store.
     Entries entries;
     for (int i = 0; i < kMostEntries; i += Sum::Own::kCount) {
       Floats some;
@@ -40,7 +40,7 @@ void add_codes(Unpack, const uint8_t* codes, int64_t column, float scale, Sum& s
   }
 }
 
-// Writes the first n sums, times a factor, rounded once.
+// Writes the first n sums, multiplied by `factor` and rounded once.
 template <typename Out, typename Sum>
 void write_sums(Sum& sum, float factor, int64_t n, bool streams, Out* out) {
   using Floats = typename Sum::Floats;

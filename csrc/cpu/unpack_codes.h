@@ -61,11 +61,11 @@ constexpr Entries kCodes = [] {
 // lowest digit. Multiplied by 270, slightly more than 2^16 / 243, it becomes a fraction with
 // denominator 2^16. After a multiplication by a power of 3, modulo 2^16, a column's digit is the
 // integer part of three times the fraction.
-constexpr uint32_t kTopNumber = 242;  // replaces larger numbers, which no five codes add up to
+constexpr uint32_t kTopNumber = 242;  // replaces larger numbers, which encode no codes
 constexpr uint16_t kTritFactors[kTrits] = {270 * 81, 270 * 27, 270 * 9, 270 * 3, 270};
 
-// For a group whose first column has any place in its byte. Among each 2 * kApart columns, columns
-// i and i + kApart are adjacent words. Together they have 32 bits, and each half is an index.
+// Tables for each place that a group's first column can have in its byte. Among each 2 * kApart
+// columns, columns i and i + kApart are adjacent 16-bit words, each of which becomes an index.
 template <int kApart>
 struct TritColumns {
   uint16_t byte[kTrits][kCodeGroup];  // the byte that holds the column, as shuffle indices
@@ -86,8 +86,8 @@ constexpr TritColumns<kApart> kTritColumns = [] {
 }();
 
 // For each instruction set: `look_up` calls use(floats, i) with vectors of the entries of one group
-// of columns, starting at the i-th column of the group. It reads nothing past the row if the group
-// is whole.
+// of columns, starting at the i-th column of the group. `look_up` reads nothing past the row if
+// the group is whole.
 struct PlainUnpack {
   static constexpr int kVectorBytes = 16;
   template <RowFormat kFormat, typename Use>

@@ -41,7 +41,7 @@ cudaError_t scatter_unpack(const ScatterUnpackArgs& args, cudaStream_t stream);
 // Two launches.
 cudaError_t quantize_pack(const QuantizePackArgs& args, cudaStream_t stream);
 
-// The first of these: writes the headers of all ranges, and zeros to `cleared` [num_cleared].
+// The first launch: writes the headers of all ranges, and zeros to `cleared` [num_cleared].
 cudaError_t write_quantized_headers(uint8_t* payload, int64_t numel, int64_t ranges, int64_t nbytes,
                                     PayloadFormat format, int32_t* cleared, int64_t num_cleared,
                                     cudaStream_t stream);

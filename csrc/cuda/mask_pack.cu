@@ -4,7 +4,7 @@
 // and each of its warps an equal part of the tile. A warp adds the gradient to the residual and
 // compacts the entries that pass the range's threshold into its slot in scratch memory. It works in
 // passes of 1,024 elements. If the entries of a pass do not fit the slot, this pass and the later
-// ones are only counted. So are elements that do not fill an aligned pass.
+// ones are only counted. The same applies to elements that do not fill an aligned pass.
 //
 // When the second kernel runs, all counts are known. It copies the entries from the slots to the
 // payload. It compacts the elements that the first kernel only counted, and it writes the headers.
@@ -89,7 +89,7 @@ struct WarpStager {
       }
     }
     flush();
-    // The second kernel packs the rest. The entries after it and the header need its count now.
+    // The second kernel packs the rest. It needs the count of the rest before it starts.
     const auto count = [&](int, float sum, bool inside) {
       const bool keeps = inside && passes(sum, threshold);
       kept += __popc(__ballot_sync(kFullWarp, keeps));

@@ -23,7 +23,7 @@ __device__ void dequantize_rows(const RowDequantizeArgs& args, int64_t first, in
   constexpr int kCodesPerByte = codes_per_byte(kFormat);
   const int lanes = 1 << log_lanes;
   const int lane = lane_index() & (lanes - 1), group = lane_index() >> log_lanes;
-  const bool active = group < rows;  // the other lanes only copy
+  const bool active = group < rows;  // the other lanes only copy bytes
   const int64_t width = args.width, bytes = row_bytes(width, kFormat);
   Out* out = static_cast<Out*>(args.out) + (first + group) * width;
   const int most = lanes * kLaneColumns, most_bytes = lanes * (kLaneColumns / kCodesPerByte);

@@ -1,23 +1,23 @@
-// row_dequantize_sum.cu -- the sum of all ranks' rows, from codes of few bits. The sums of a part
-// of a warp's rows stay in registers while it adds rank after rank, so that every message is read
-// once and the output written once.
+// row_dequantize_sum.cu -- sums the quantized rows of all ranks. A warp keeps the sums of a part of
+// its rows in registers while it adds rank after rank. So it reads every message once, and writes
+// the output once.
 #include "detail/staged_rows.cuh"
 #include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {
 
-constexpr int kCodes = 8;           // of a lane, side by side: read together
-constexpr int kVectorElements = 4;  // of a float output
+constexpr int kCodes = 8;           // adjacent codes that a lane reads together
+constexpr int kVectorElements = 4;  // floats in a vector
 constexpr int kVectorBytes = 16;
 constexpr int kOverread = 11;  // bytes that load_codes() reads past the first of 8 codes
 constexpr int kLaneGroups = kLaneColumns / kCodes;
-constexpr float kNeverOverflows = 0x1p120f;  // a scale below it, times a code
+constexpr float kNeverOverflows = 0x1p120f;  // a smaller scale times a code is finite
 
 template <RowFormat kFormat>
 using Staged = StagedBytes<kStagedVectors<kFormat, kOverread>, kOverread>;
 
-// Ranks whose bytes are loaded before those of the first are used.
+// Number of ranks from which a warp loads bytes before it uses the bytes of the first.
 template <RowFormat kFormat>
 constexpr int kInFlight = Staged<kFormat>::kLoads == 1 ? 4 : 2;
 
@@ -27,8 +27,8 @@ struct WarpShared {
   uint32_t trits[kFormat == RowFormat::kTernary ? kWarpColumns / 4 : 1];
 };
 
-// Adds codes times their scale. The product is exact unless it overflows, so that fused with the
-// sum it rounds as if it were not.
+// Adds codes times their scale. A product is exact unless it overflows, so a fused multiply-add
+// rounds like a separate product and sum.
 __device__ inline void add(const float (&codes)[kCodes], float scale, float (&sums)[kCodes]) {
   if (fabsf(scale) < kNeverOverflows) {
 #pragma unroll
@@ -39,10 +39,10 @@ __device__ inline void add(const float (&codes)[kCodes], float scale, float (&su
   for (int e = 0; e < kCodes; ++e) sums[e] = __fadd_rn(sums[e], __fmul_rn(codes[e], scale));
 }
 
-// Writes a lane's 8 sums to `out`. `left` columns are left from there to the row's end: fewer than
-// none past it, and -8 or less where the lane before has none either. Two lanes side by side
-// exchange half of their sums if these are float, so that each vector of a store continues that of
-// the lane before. By one warp.
+// Writes a lane's 8 sums to `out`. `left` is the number of columns from `out` to the end of the
+// row: negative past the end, and at most -8 if the lane before has no columns either. For float
+// output, an even lane and the next lane exchange half of their sums, so that the vectors which
+// they store together are contiguous. By one warp.
 template <typename Out>
 __device__ void write(const float (&sums)[kCodes], Out* out, int left, bool aligned) {
   if (!aligned) {
@@ -63,7 +63,7 @@ __device__ void write(const float (&sums)[kCodes], Out* out, int left, bool alig
       first[e] = odd ? other : low;
       second[e] = odd ? high : other;
     }
-    const int back = odd ? kVectorElements : 0;  // from this lane's columns to those of `first`
+    const int back = odd ? kVectorElements : 0;  // from `first` to this lane's columns
     if (left + back > 0) stream_out(out - back, first);
     if (left + back > kCodes) stream_out(out - back + kCodes, second);
   } else {
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (first >= args.rows) return;
   const auto rows = static_cast<int>(min(args.rows - first, int64_t{kWarpSize >> log_lanes}));
   const int lane = lane_index() & (lanes - 1), group = lane_index() >> log_lanes;
-  const bool active = group < rows;  // other lanes only copy
+  const bool active = group < rows;  // other lanes only copy bytes
   const int64_t width = args.width, bytes = row_bytes(width, kFormat);
   const int64_t message_bytes = args.rows * bytes, all_bytes = args.ranks * message_bytes;
   const int ranks = static_cast<int>(args.ranks), most = lanes * kLaneColumns;
@@ -99,16 +99,16 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (auto& some : sums) {
 #pragma unroll
-      for (float& sum : some) sum = -0.0f;  // which changes no value that is added to it
+      for (float& sum : some) sum = -0.0f;  // adding a value to -0.0 returns that value
     }
     Span span = {args.quantized, all_bytes, first * bytes + skipped, count};
-    // Vectors may be partly outside the message, so perhaps outside the tensor.
+    // Some vectors may be partly outside the message, and so outside the tensor.
     const bool at_edge =
         span.from < kStagedBytes || message_bytes - span.from < count + 2 * kStagedBytes;
 #pragma unroll 1
     for (int p = 0; p < ranks; p += kInFlight<kFormat>) {
       Staged<kFormat> loaded[kInFlight<kFormat>];
-      float scales[kInFlight<kFormat>];  // if they are not among the loaded bytes
+      float scales[kInFlight<kFormat>];  // if the loaded bytes do not contain them
       const int64_t from = span.from;
 #pragma unroll
       for (int k = 0; k < kInFlight<kFormat>; ++k, span.from += message_bytes) {

@@ -83,7 +83,7 @@ __device__ void load_words(const T* row, int width, bool aligned, uint32_t (&wor
 }
 
 // Narrows [low, high) until it holds one key, or until exactly k keys reach `high`. Then only keys
-// above `low` are selected. Invariant: at least k keys reach `low`; `above` < k reach `high`.
+// above `low` are selected. Invariant: at least k keys reach `low`; `above` < k keys reach `high`.
 template <typename Keys, int kLanes, int kWords>
 __device__ void bisect(const uint32_t (&words)[kWords], int k, int& low, int& high, int& above) {
   while (true) {
@@ -107,9 +107,9 @@ template <typename Keys, int kLanes, int kWords>
 __device__ void search(const uint32_t (&words)[kWords], int k, int& low, int& high, int& above) {
   int largest[kKeyGroups];  // per group of keys of a lane
   Keys::largest(words, largest);
-  // The initial `low` is the least of the largest keys of all groups, which at least one key per
-  // group reaches. Larger groups make it higher. There must be more than k groups, because the
-  // search would end late at a `low` that exactly k keys reach.
+  // The initial `low` is the least of the groups' largest keys, so at least one key per group
+  // reaches it. Larger groups make it higher. There must be more than k groups: if exactly k keys
+  // reached `low`, the search would end late.
   int least = 0;
 #pragma unroll
   for (int groups = kKeyGroups; groups > 0; groups /= 2) {

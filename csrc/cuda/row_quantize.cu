@@ -190,7 +190,7 @@ struct NarrowRow {
   }
 };
 
-// Copies bytes from shared to global memory. Both must have the same address modulo 16. By a block.
+// Copies bytes from shared to global memory. The two addresses must be equal modulo 16. By a block.
 __device__ void store_bytes(uint8_t* target, const uint8_t* shared, int count) {
   const int skip = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16);
   for (int i = thread_index() * 16; i < skip + count; i += kThreads * 16) {

@@ -1,9 +1,9 @@
 // scatter_unpack.cu -- sums the payloads of all ranks and scatters them into a dense tensor.
 //
-// A thread block owns one payload block of the output, 16,384 elements in shared memory, or half of
-// one. Each of its warps owns an equal part. The block first validates the entries of every rank
-// for the payload block and partitions them among its warps. Then each warp independently adds its
-// entries in rank order and writes its elements once.
+// A thread block owns one payload block of the output (16,384 elements) or half of one, and keeps
+// it in shared memory. Each of its warps owns an equal part. The thread block first validates the
+// entries of every rank for the payload block and partitions them among its warps. Then each warp
+// independently adds its entries in rank order and writes its elements once.
 #include "detail/device.cuh"
 #include "detail/rank_block.cuh"
 #include "kernels.cuh"
@@ -42,7 +42,7 @@ struct EntryCursor {
 
 // Adds the entries of a warp in rank order to the sums of the positions from `begin` on. Several
 // groups of 32 entries are loaded before the first is added, to hide latency. Values are converted
-// and `begin` is subtracted when entries are added, as both wait for the load. By one warp.
+// and `begin` is subtracted when entries are added, because these wait for the load. By one warp.
 template <typename Value, int kWarps>
 __device__ void add(EntryCursor<kWarps> entries, int begin, float* sums) {
   const int lane = lane_index();
@@ -158,8 +158,8 @@ cudaError_t run(const ScatterUnpackArgs& args, const RangeTiles& blocks, cudaStr
                 args, blocks, layout, is_aligned(args.out, 16));
 }
 
-// Halves take more instructions. They are faster if each has its own multiprocessor, as in the part
-// of a tensor that one of many ranks owns, or if shared memory holds only one whole block.
+// Halves take more instructions. They are faster if each half has its own multiprocessor, as
+// for one rank's part of a tensor, or if shared memory holds only one whole block.
 bool takes_halves(const RangeTiles& blocks) {
   const int fit = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) /
                   static_cast<int>(Whole::kSumBytes + sizeof(Shared<Whole>));

@@ -63,9 +63,9 @@ def _from_bytes(scale: Tensor) -> Tensor:
 
 
 def _fixed_point(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """|x| in units of `unit` [B, 1], such that the largest in the row is below 2**MEAN_BITS.
+    """(|x| / `unit`, `unit` [B, 1]), with the largest quotient of a row below 2**MEAN_BITS.
 
-    Both factors are normal powers of two. The unit of a row below 2**-105 is 2**-126.
+    `unit` and its inverse are normal powers of two. A row below 2**-105 has the unit 2**-126.
     """
     exponent = (top >> 23).clamp(min=MEAN_BITS)
     units_to_one = (253 + MEAN_BITS - exponent) << 23

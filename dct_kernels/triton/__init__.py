@@ -1,8 +1,8 @@
 """The Triton backend, which needs no CUDA compiler. One file per op.
 
-Each file has the kernels, then the host function that launches them. Its arguments are already
-checked. A host function does not wait for its kernels, allocates memory only through torch, and
-keeps no state between calls.
+Each file has the kernels, then the host function that launches them. A host function receives
+checked arguments, does not wait for its kernels, allocates memory only through torch, and keeps no
+state between calls.
 """
 
 from ._launch import INTERPRETED

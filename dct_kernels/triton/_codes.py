@@ -37,7 +37,7 @@ def ternary_weight(digit):
 def ternary_code(byte, digit):
     # The byte is a balanced base-3 number. Adding 121 turns its digits -1, 0, 1 into 0, 1, 2.
     byte = tl.minimum((byte + 121) & 255, 242)
-    # 65,536 / 3^digit, rounded up. It is exact for numbers below 243 and avoids a division.
+    # 65,536 / 3^digit, rounded up, avoids a division. It is exact for numbers below 243.
     first = tl.where(digit == 0, 65536, tl.where(digit == 1, 21846, 7282))
     inverse = tl.where(digit < 3, first, tl.where(digit == 3, 2428, 810))
     return (byte * inverse >> 16) % 3 - 1

@@ -1,7 +1,7 @@
 """Device functions for a tile of entries, shared by the ops on dense payloads.
 
-A tile is [GROUPS, 64]. Each of its rows has 64 entries that share a scale. Codes are read and
-written as 32-bit words, except ternary codes, of which 64 take 13 bytes.
+A tile is [GROUPS, 64]. The 64 entries of a group share a scale. Codes are read and written as
+32-bit words, except ternary codes, because 64 of them take 13 bytes.
 """
 
 import triton
@@ -80,7 +80,7 @@ def _quantize(acc, FORMAT: tl.constexpr):
         in_one, unit = units(top)
         acc = tl.where(sent, acc, 0.0) * in_one
         magnitude = tl.abs(acc)
-        # The sum of 64 numbers of 22 bits fits, and the division is exact.
+        # The sum of 64 numbers of 22 bits fits 32 bits, and the division is exact.
         mean = tl.sum(magnitude.to(tl.int32), 1)[:, None].to(tl.float32) * (1 / SCALED)
         bound = 0.75 * mean
         keep = magnitude > bound
@@ -202,8 +202,8 @@ def sum_payloads(
 ):  # fmt: skip
     """[GROUPS, 64] in float32: the sum of a tile in rank order, from +0.0.
 
-    The rows of the first rank begin at `rows`, and its verdict is at `verdicts`. Those of the next
-    rank are `rank_bytes` bytes and `rank_verdicts` verdicts further.
+    The rows of the first rank begin at `rows`, and its verdict is at `verdicts`. The next
+    rank's rows and verdict are `rank_bytes` bytes and `rank_verdicts` verdicts further.
     """
     total = tl.zeros([GROUPS, SCALED], tl.float32)
     rank = ranks * 0

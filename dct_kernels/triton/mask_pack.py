@@ -48,7 +48,7 @@ def _mark_kernel(
         acc = load_accumulated(residual, grad, inv_scale, i, None)
     else:
         acc = tl.where(inside, load_accumulated(residual, grad, inv_scale, i, inside), 0.0)
-    # Zeros never pass. NaN always passes. If the threshold is NaN, all other entries also pass.
+    # Zeros never pass. NaN always passes. If the threshold is NaN, all nonzero entries pass.
     kept = ~(tl.abs(acc) < tl.load(threshold + range_index)) & (acc != 0.0)
 
     finite = is_finite(acc)

@@ -21,13 +21,13 @@ def _bitmap_kernel(
     for tile in range(TILES):
         start = tile * BLOCK
         slot, before = _rows.load_slots(positions, row, rows, start, width, before, BLOCK)
-        # Load the whole tile, for wide loads. A bitmap marks at least 1/8 or 1/16 of its columns.
+        # Load the whole tile, for wide loads: up to width 65,536, a bitmap marks 1/16 or more.
         column = start + tl.arange(0, BLOCK)[None, :]
         inside = (row < rows) & (column < width)
         elements = to_float(tl.load(x + row * width + column, mask=inside, other=0))
         elements = round_to(elements, values.dtype.element_ty)
         tl.store(values + row * k + slot, elements, mask=(slot >= 0) & (slot < k))
-    # Slots without a bit, which valid positions do not have.
+    # Slots without a bit get 0. Valid positions have a bit for every slot.
     first = tl.min(before)
     while first < k:
         slot = first + tl.arange(0, BLOCK)[None, :]

@@ -1,8 +1,8 @@
 """row_pack: exact top-k of every row.
 
 A program holds the keys of a few narrow rows in registers. It finds the k-th largest key of each
-row by bisection, between the least of the largest keys of more than k groups and the largest key.
-It stops when every row has a cut that exactly k keys reach. Only equal keys can prevent that, and
+row by bisection. The first lower bound is the least of the largest keys of more than k groups. The
+search stops when exactly k keys reach the cut of every row. Only equal keys can prevent that, and
 then the first ones are taken. A wide row is read tile by tile, once per 8 bits of its keys, and
 again to store the selected entries.
 """

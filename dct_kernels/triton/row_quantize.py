@@ -1,8 +1,8 @@
 """row_quantize: quantizes all entries of every row.
 
-A tile consists of places. Each byte has as many places as codes, rounded up to a power of two, so
-the codes of a byte are one row of a reshaped tile. A wide row is read tile by tile: once for its
-largest magnitude, once per sum, and once for its codes.
+The number of codes per byte is padded to a power of two (PLACES), so that the codes of one byte
+form one row of the reshaped tile. A wide row is read tile by tile: once for its largest magnitude,
+once per sum, and once for its codes.
 """
 
 import torch
@@ -19,7 +19,7 @@ from ._numeric import FLOAT32_INFINITY, FLOAT32_NAN, to_float
 
 @triton.jit
 def _load(x, row, rows, place, width, EACH: tl.constexpr, PLACES: tl.constexpr):
-    """The elements at these places in float32, 0 at empty places, and the mask of the others."""
+    """The elements at these places in float32, with 0 in padding, and the mask of real elements."""
     if EACH == PLACES:
         inside = (row < rows) & (place < width)
         column = place

@@ -34,7 +34,7 @@ def by_rank(
 
     Args:
         bag: int64 [n], the bag of each name. Bags are numbered rank by rank.
-        names: [n]. They keep their order inside a bag.
+        names: [n], integers that identify rows on their rank; a bag keeps their order.
         bag_counts: the number of bags of each rank.
 
     Returns:
@@ -57,7 +57,7 @@ def exchange_bags(
     arriving: list[tuple[int, int]],
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Send lengths[r] and names[r] to rank r. Return the received ones, source by source.
+    """Send lengths[r] and names[r] to rank r. Return the received values, source by source.
 
     One all-to-all with 4 bytes per bag and rank and 4 or 8 bytes per name. Lengths are not sent if
     all bags for a rank have the same length. The host waits.

@@ -12,7 +12,7 @@ from dct_parallel.groups import exchange, require_group, require_same, sharing_e
 
 
 class GroupOfModule:
-    """Holds the process group of a module. Copies of the module share it; pickling it fails.
+    """Holds the process group of a module. Copies of the module share the group. Not picklable.
 
     Args:
         op: the name of the module, for error messages.
@@ -47,7 +47,7 @@ def require_same_settings(
 def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -> None:
     """Raise on every rank of the mesh, with the values of all ranks, if one of `values` differs.
 
-    It waits up to the timeout of the mesh's groups, or of the group of all ranks if shorter.
+    It waits up to the timeout of the mesh's groups, or of the group of all ranks if it is shorter.
     """
     outer, inner = mesh.get_all_groups()
     device = torch.device(mesh.device_type)

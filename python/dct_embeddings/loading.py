@@ -12,8 +12,8 @@ from dct_kernels import checks
 class CheckedModule(nn.Module):
     """A module that checks a state completely before it loads any of it.
 
-    The checks cover submodules. They also run in `load_state_dict` of a larger module, which may
-    have loaded other parts by then, and which reports missing and unexpected names at the end.
+    The checks cover submodules. They also run in `load_state_dict` of a larger module, when other
+    parts may already be loaded. That module reports missing and unexpected names at the end.
 
     Attributes:
         identity: the name of the buffer that identifies the shard, because states of different

@@ -109,7 +109,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def to_average(self, weight: Tensor) -> Tensor:
         """Return the state of `weight` [rows] that replicas average at a sync. Not a copy.
 
-        It is `pending` with `delayed`, else `sum`.
+        The state is `pending` with `delayed`, else `sum`.
 
         Raises:
             ValueError: `weight` is not one of params.
@@ -120,7 +120,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def averaged(self, weight: Tensor, rows: Tensor) -> None:
         """Finish a sync, after `to_average(weight)` was overwritten with the mean of all replicas.
 
-        With `delayed`, it adds `pending` to `sum` and resets `pending` to 0, in place.
+        With `delayed`, this adds `pending` to `sum` and resets `pending` to 0, in place.
 
         Args:
             weight: one of params.
@@ -187,15 +187,15 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
         w[r] -= lr * G / sqrt(v[r] / c + eps)
 
     Let g_i be the gradient of a row in replica i. A single group with all samples would accumulate
-    mean(g_i) ** 2, while averaged replicas accumulate mean(g_i ** 2). The latter is M times as much
-    if one replica at a time uses the row, or if gradients are independent noise. Both are the same
-    if all g_i are equal. So use c = M for rare and noisy rows, such as most rows of a recommender,
-    and c = 1 for frequent clean rows. c may change during training.
+    mean(g_i) ** 2, while averaged replicas accumulate mean(g_i ** 2). The latter is M times as
+    large if one replica at a time uses the row, or if gradients are independent noise. The two are
+    equal if all g_i are equal. So use c = M for rare and noisy rows, such as most rows of a
+    recommender, and c = 1 for frequent clean rows. c may change during training.
 
     With `delayed`, all replicas divide by v of the last sync, and keep newer squares in a second
     accumulator until the next sync. The averaged weights are then exactly the last synced weights
-    minus lr * mean(sum of gradients) / sqrt(v / c + eps). Rows with v = 0, which were not used
-    before the last sync, are divided by the second accumulator.
+    minus lr * mean(sum of gradients) / sqrt(v / c + eps). For rows with v = 0,
+    which were not used before the last sync, the second accumulator replaces v.
 
     Deterministic like `RowWiseAdagrad`.
 
@@ -204,7 +204,7 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
         eps: added inside the root, above 0. The default is the square of the default of
             `RowWiseAdagrad`, so both take the same step if v is 0.
         scale: c above, at least 1; M for M replicas of a table.
-        delayed: divide by the accumulator of the last sync.
+        delayed: whether to divide by the accumulator of the last sync.
 
     The state of each weight is `sum`, v above, and with `delayed` also `pending`, the newer
     squares, [rows] each.

@@ -28,11 +28,11 @@ if TYPE_CHECKING:  # because the import takes a second
 span = torch._C._profiler._RecordFunctionFast
 
 # A context manager in which ops on tensors without gradients skip autograd's kernels. Those kernels
-# also increment version counters, so the caller has to do that.
+# also increment version counters, so the caller must increment them.
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-# Whether a torch.func transform is active. `unwrap_dead_wrappers` is what Function.apply calls.
+# Whether a torch.func transform is active. Function.apply also calls `unwrap_dead_wrappers`.
 transforms_are_active = torch._C._are_functorch_transforms_active
 
 
@@ -141,7 +141,7 @@ def reduced_parameters(ddp: DistributedDataParallel) -> set[Tensor]:
 
 
 def fsdp_groups(module: "FSDPModule") -> list[Any]:
-    """FSDP2's parameter groups of this module. Each one has one flat gradient."""
+    """FSDP2's parameter groups of this module. Each group has one flat gradient."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
@@ -156,7 +156,7 @@ def fsdp_parameters(group: Any) -> list[nn.Parameter]:
 
 
 def fsdp_gathered_dtypes(group: Any) -> list[torch.dtype]:
-    """The dtype in which FSDP2 gathers each parameter of a group. Mixed dtypes travel as bytes."""
+    """The dtype in which FSDP2 gathers each parameter of a group, as bytes if they differ."""
     policy = group.mp_policy.param_dtype
     parameters = fsdp_parameters(group)
     return [policy if policy and p.is_floating_point() else p.dtype for p in parameters]

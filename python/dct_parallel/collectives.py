@@ -12,7 +12,7 @@ def all_gather(
     output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
     """Gather every rank's `tensor` [n] into `output` [P, n]. Returns a Work if asynchronous."""
-    # From torch 2.13 on the old name warns; before 2.13 the new name does not exist.
+    # From torch 2.13 on, the old name warns; before 2.13 the new name does not exist.
     newer = hasattr(dist, "all_gather_single")
     collective = dist.all_gather_single if newer else dist.all_gather_into_tensor
     return collective(output.view(-1), tensor, group=group, async_op=async_op)
@@ -30,7 +30,7 @@ def all_to_all(
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Write this rank's part of the sum of all ranks' `tensor` [P * n] into `output` [n]."""
-    # There are two names, as for all_gather.
+    # The old name also warns, as for all_gather.
     if hasattr(dist, "reduce_scatter_single"):
         dist.reduce_scatter_single(output, tensor, group=group)
     else:

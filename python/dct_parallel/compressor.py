@@ -28,7 +28,7 @@ from .user_warnings import warn_user
 
 POLICIES = ("fresh", "fixed")
 HEADROOM = 1.25  # capacity divided by the expected number of entries above the threshold
-# A sample has at least LEAST_PICKS picks, and so many that PICKS_THAT_PASS are expected above the
+# A sample has at least LEAST_PICKS picks, and enough that PICKS_THAT_PASS are expected above the
 # threshold. So the density of a step is off by about a quarter, 1 / sqrt(16). Losses match those
 # with the exact threshold (docs/results/thresholds.md).
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
@@ -54,22 +54,22 @@ class Compressor:
     `pack` samples a threshold from residual + gradient in every step (policy "fresh") or in every
     `refresh_every`-th ("fixed", as in the paper, arXiv 2010.08899). Entries that exceed the
     capacity stay in the residual. If too many picks are not finite, a "fresh" threshold becomes
-    infinite, so only non-finite entries pass, and a "fixed" one is kept. If most elements are 0,
-    all non-zero entries pass, up to the capacity. At density 1 the threshold is 0. Deterministic,
-    without host synchronization. A CUDA graph freezes the picks, because `step` is their seed.
+    infinite, so only non-finite entries pass, and a "fixed" threshold stays. If most elements are
+    0, all non-zero entries pass, up to the capacity. At density 1 the threshold is 0. The class
+    is deterministic and does not synchronize. A CUDA graph freezes the picks (seed: `step`).
 
     Args:
         numel: number of elements of the flat tensor.
         density: fraction of each range to send per step, in (0, 1].
         value_dtype: dtype of the values in the payload, torch.bfloat16 or torch.float32.
         policy, refresh_every: see above.
-        capacity: the most entries per payload; default 1.25 * density * numel of the largest range.
+        capacity: maximum entries per payload; default 1.25 * density * numel of the largest range.
         ranges: number of equal ranges of whole blocks (16,384 elements), each with its own
             threshold and payload.
         max_samples: picks per range; default 4,096, or 16 / density below a density of 0.39 %.
         row_of: if this tensor is one of several ranges, the number of elements of the longest
             range, which then determines the size of the payload.
-        device: of all tensors.
+        device: the device of all tensors.
 
     Attributes:
         residual: float32 [numel], entries not sent yet, in units of the unscaled gradient.
@@ -266,7 +266,7 @@ class Compressor:
         )
         if self.policy == "fixed":
             sampled = torch.where(sampled.isfinite(), sampled, self.threshold)
-            # In place: a different stream may still read the old one, so it must not be freed.
+            # In place: a different stream may still read this memory, so it must not be freed.
             self.threshold.copy_(sampled)
         else:
             self.threshold = sampled

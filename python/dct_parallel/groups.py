@@ -41,7 +41,7 @@ class GroupForBackward:
 def require_group(
     op: str, group: dist.ProcessGroup | None, arg: str = "group"
 ) -> dist.ProcessGroup:
-    """Return `group`, or by default the group of all ranks. Raise unless this rank is in it."""
+    """Return `group`, or by default the group of all ranks. Raise if it lacks this rank."""
     if group is None and not dist.is_initialized():
         raise ValueError(
             f"dct::{op}: {arg} must be a process group if torch.distributed is not initialized "
@@ -65,7 +65,7 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 
 def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Create a gloo group of the same ranks, whose collectives are independent of those of `group`.
+    """Create a gloo group of the same ranks, with collectives independent of those of `group`.
 
     Only the ranks of `group` call it. `dist.new_group` is no alternative, because every rank of the
     world has to call it. With `use_local_synchronization`, the name of the new group depends on the
@@ -86,8 +86,8 @@ def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
 def destroyer(owner: object, *groups: dist.ProcessGroup) -> Callable[[], object]:
     """Return a function that destroys these groups, which `separate_group` created, once.
 
-    The garbage collection of `owner` also calls it. Python's exit does not, because collectives may
-    be running then. Groups that are already destroyed are skipped.
+    The function is also called when `owner` is garbage-collected. It is not called at Python's
+    exit, because collectives may be running then. Groups that are already destroyed are skipped.
     """
     end = weakref.finalize(owner, _destroy, groups)
     end.atexit = False
@@ -104,7 +104,7 @@ POLL_SECONDS = 0.02  # store.wait would block Ctrl-C, and other threads that use
 
 
 class PeerError(RuntimeError):
-    """A different rank raised an error or sent no values in time. The message names that rank."""
+    """A different rank raised an error or sent no values in time. The message names the rank."""
 
 
 def _publish(group: dist.ProcessGroup, answer: Mapping[str, Any]) -> tuple[dist.Store, int]:

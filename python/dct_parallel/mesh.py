@@ -16,7 +16,7 @@ NODES = ("node", "local")  # the dimensions across nodes and inside a node
 def require_mesh(
     op: str, mesh: DeviceMesh, dimensions: tuple[str, str]
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return this rank's groups along the two dimensions of `mesh`. Raise if it has others."""
+    """Return this rank's groups along these two dimensions of `mesh`, or raise an error."""
     checks.require_type(op, "mesh", mesh, DeviceMesh, "a DeviceMesh")
     if mesh.mesh_dim_names != dimensions:
         rule = f"dimensions {dimensions}"

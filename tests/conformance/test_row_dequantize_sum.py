@@ -1,4 +1,4 @@
-"""row_dequantize_sum: the sum of whatever ranks sent, in rank order and float32, rounded once."""
+"""row_dequantize_sum: the sum of all ranks' rows, in rank order and float32, rounded once."""
 
 import math
 
@@ -16,7 +16,7 @@ NEGATIVE_ZERO = 0x80000000
 
 
 def check(backend, rows, width, format, dtype=torch.float32, offset=0):
-    """Hold the op against the oracle; return its result."""
+    """Compare the op with the oracle, and return the op's result."""
     arena = Arena(backend.device, offset)
     out = backend.row_dequantize_sum(arena.read(rows), width, format, dtype)
     arena.check()
@@ -28,7 +28,7 @@ def check(backend, rows, width, format, dtype=torch.float32, offset=0):
 
 
 def messages(ranks, rows, width, format, seed=0):
-    """What ranks send: rows of normal numbers, some of them large, and some of zeros."""
+    """Return all ranks' messages: rows of normal numbers, with some large and some zero rows."""
     x = samples.normal(ranks * rows * width, seed=seed).view(ranks * rows, width)
     x *= torch.tensor([1.0, 1e-3, 4096.0, 0.0, 1e30, 7.0, 1e-30]).repeat(len(x))[: len(x), None]
     raw = oracle.row_quantize(bits.numbers(x), format)
@@ -73,7 +73,7 @@ def test_misaligned_views(backend, offset, dtype, format):
 
 @pytest.mark.many_programs
 def test_more_than_a_cache_holds(backend):
-    """34 MB of output, which a kernel may write past the caches: 7 rows many times."""
+    """The output has 34 MB, so a kernel may bypass the caches. It repeats 7 rows."""
     for width, dtype in ((64, torch.float32), (63, torch.float32), (80, torch.bfloat16)):
         few, times = messages(2, 7, width, "sign"), math.ceil(2**25 / dtype.itemsize / width / 7)
         many = few.repeat(1, times, 1).to(backend.device)
@@ -85,7 +85,7 @@ def test_more_than_a_cache_holds(backend):
 @formats
 @dtypes
 def test_garbage(backend, dtype, format):
-    """Random bytes, all zeros and all ones: infinities of both signs, NaN, negative scales."""
+    """Bytes are random, 0 or 255, so scales include NaN, both infinities and negative values."""
     for width in (1, 7, 64, 1025, 4099):
         rows = torch.stack([garbage(12, width, format, seed) for seed in range(3)])
         rows[1, 0], rows[2, 0], rows[:, 1] = 0, 255, 255
@@ -95,7 +95,7 @@ def test_garbage(backend, dtype, format):
 @formats
 @dtypes
 def test_every_scale(backend, dtype, format):
-    """Twice, and with a scale of 1: sums of what a code times a large scale may overflow to."""
+    """Two ranks have the same scale and one has scale 1. A code times a large scale overflows."""
     scales = torch.arange(0, 2**16, 11 if backend.device == "cpu" else 1)
     rows = torch.full((3, len(scales), 3), 0x7E, dtype=torch.uint8)
     rows[:2, :, 1] = (scales & 255).to(torch.uint8)
@@ -106,7 +106,7 @@ def test_every_scale(backend, dtype, format):
 
 
 def test_the_sum_by_hand(backend):
-    """In rank order, in float32: 2**30 + 1 - 2**30 is 0, whatever else would be more exact."""
+    """The sum is in rank order and in float32: 2**30 + 1 - 2**30 is 0, although 1 is exact."""
     large, one, minus = [1, 0x80, 0x4E], [1, 0x80, 0x3F], [0xFF, 0x80, 0x4E]
     for ranks, expected in (
         ([large, one, minus], 0.0),
@@ -118,7 +118,7 @@ def test_the_sum_by_hand(backend):
 
 
 def test_a_product_that_overflows(backend):
-    """5 * 2**126 is infinity before it is added: its sum with -3 * 2**126 would not be."""
+    """5 * 2**126 overflows before it is added, although its sum with -3 * 2**126 is finite."""
     for format, minus_three in (("int8", 0xFD), ("int4", 0x0D)):
         rows = torch.tensor([[[minus_three, 0x80, 0x7E]], [[5, 0x80, 0x7E]]], dtype=torch.uint8)
         assert check(backend, rows, 1, format).tolist() == [[math.inf]]
@@ -126,7 +126,7 @@ def test_a_product_that_overflows(backend):
 
 @formats
 def test_no_zero_is_added(backend, format):
-    """-0.0 stays if all ranks have it: codes of 1 with a scale of -0.0."""
+    """The sum is -0.0 if every rank has -0.0, which is a code of 1 with a scale of -0.0."""
     width = 40
     ones = oracle.row_quantize(bits.numbers(torch.ones(1, width)), format)
     rows = torch.from_numpy(ones.copy()).repeat(3, 1).view(3, 1, -1)

@@ -1,6 +1,6 @@
 #pragma once
 
-// Compares the readers of packed and quantized rows with decoders, column by column.
+// Compares the ops that read packed or quantized rows with reference decoders, column by column.
 
 #include "../../csrc/cpu/kernels.h"
 #include "fuzz_input.h"
@@ -13,7 +13,7 @@ inline DType pick_dtype(Setting& setting) {
   return setting.pick({DType::kFloat32, DType::kBFloat16, DType::kFloat16});
 }
 
-// floats() converted to T.
+// The values of floats(), converted to T.
 template <typename T>
 const std::vector<T>& values_of() {
   static const std::vector<T> pool = [] {

@@ -108,7 +108,7 @@ __device__ void for_each_sum(const float* residual, const Grad* grad, float scal
 
 // A sum, split into a payload value (in the low bits) and a remainder for the residual, with value
 // + remainder == sum. This is exact: the remainder is 0 for float32. For bfloat16 it has at most 16
-// significant bits, also if the value saturates or is subnormal. So `restore` recovers every bit.
+// significant bits, even if the value saturates or is subnormal. So `restore` recovers every bit.
 struct Split {
   uint32_t bits;
   float remainder;

@@ -19,8 +19,8 @@ __device__ inline int column_of(int vector) {
   return vector * kWarpVector + lane_index() * kVectorElements;
 }
 
-// Whether entry e of a vector is among the first `length` of its row. Subtracting the lane's offset
-// from the length leaves constants to compare with. Columns would take 32 registers.
+// Whether entry e of a vector is among the first `length` entries of its row. Subtracting the
+// lane's offset from the length leaves constants to compare with. Columns would take 32 registers.
 __device__ inline bool is_within(int vector, int e, int length) {
   return vector * kWarpVector + e < length - lane_index() * kVectorElements;
 }

@@ -32,14 +32,14 @@ __device__ inline Word sum_totals(const uint32_t* totals, unsigned begin, unsign
   return sum;
 }
 
-// Restores the residual of an entry that does not fit. A non-finite sum left it unchanged.
+// Restores the residual of an entry that does not fit. With a non-finite sum it has not changed.
 __device__ inline void restore_residual(float& residual, uint32_t bits, DType value_dtype) {
   if (!is_finite(payload_value(bits, value_dtype))) return;
   residual = restore(residual, bits, value_dtype);
 }
 
-// Copies the staged entries of a tile to the payload, 32 at a time across slots. Loads kInFlight
-// times as many before it stores the first, so a tile rarely takes more than one round trip to
+// Copies the staged entries of a tile to the payload, 32 at a time across slots. Loads 32 *
+// kInFlight entries before it stores the first, so a tile rarely takes more than one round trip to
 // memory. Lane w < kWarps passes the number of entries in slot w, and the number of entries of the
 // tile that precede them. By one warp.
 __device__ inline void copy_slots(const MaskPackArgs& args, const Staging& staging, int64_t tile,

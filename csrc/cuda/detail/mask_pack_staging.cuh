@@ -13,11 +13,11 @@ constexpr int kPass = 1024;  // elements that a warp of the first kernel loads t
 // The result of the first kernel for one warp. Elements after the staged passes are unchanged.
 struct WarpCount {
   uint32_t kept : 12;    // entries that pass the threshold
-  uint32_t staged : 12;  // the first of these entries, stored in the warp's slot
-  uint32_t passes : 8;   // passes whose entries are staged
+  uint32_t staged : 12;  // how many of them, from the first on, are stored in the warp's slot
+  uint32_t passes : 8;   // number of passes whose entries are staged
 };
 
-// Scratch memory. The first kernel writes all that the second reads, so it need not be cleared.
+// Scratch memory, which need not be cleared: the first kernel writes all that the second reads.
 struct Staging {
   int warp_tile;           // elements per warp; a tile is kWarps times as long and divides kBlock
   uint32_t slot_capacity;  // entries per slot, a multiple of 8

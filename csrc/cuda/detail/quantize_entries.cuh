@@ -11,7 +11,7 @@
 
 namespace dct::cuda {
 
-// The old residual of a row. Entries that are not sent keep it.
+// The old residual of a row. Entries that are not sent keep their old residual.
 struct OldResidual {
   const float* row;  // or null
   int length;

@@ -11,7 +11,7 @@ namespace dct::cuda {
 constexpr float kUnit = 8388608.0f;  // 2^23: the floats from here to 2^24 are exactly the integers
 
 // Returns 2^23 plus a byte of a word. A byte permutation has one constant operand. If the compiler
-// knew the exponent, it would make that the constant, and each selector would take an instruction.
+// knew the exponent, that would be the constant, and each selector would take an instruction.
 struct UnitFloats {
   uint32_t exponent = __shfl_sync(kFullWarp, 0x4b000000u, 0);
   __device__ float operator()(uint32_t byte, uint32_t word) const {
@@ -25,7 +25,7 @@ __device__ float mean_of(Total total, Total count) {
 }
 
 // The bits of 2^23, plus whole_units() of a magnitude below 2^22, computed by a truncating
-// addition. Conversions to integers run at a quarter of its rate.
+// addition. Conversions to integers have a quarter of its throughput.
 constexpr uint32_t kUnitBitsOfZero = 0x4b000000;
 __device__ inline uint32_t unit_bits(float magnitude) {
   return float_to_bits(__fadd_rz(magnitude, kUnit));
@@ -96,9 +96,9 @@ __device__ void load_codes(const uint32_t* words, unsigned row, unsigned column,
   }
 }
 
-// The byte of five trits: four, one in each byte of a word, and a fifth. It is their number in base
-// 3, minus the number of five ones. The top byte of the product is the number of the four trits,
-// and no other byte carries into it.
+// The byte of five trits: four, one in each byte of a word, and a fifth. It is the base-3
+// number with these digits, minus 11111 in base 3 (kFiveOnes). The top byte of the product is the
+// number with the four digits, and no other byte carries into it.
 constexpr uint32_t kPlaces = 1 << 24 | 3 << 16 | 9 << 8 | 27, kFifthPlace = 81, kFiveOnes = 121;
 DCT_HOST_DEVICE constexpr uint8_t ternary_byte(uint32_t four, uint32_t fifth) {
   return static_cast<uint8_t>((four * kPlaces >> 24) + kFifthPlace * fifth - kFiveOnes);

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) row_pack_wide_kernel(RowPackArgs arg
     const int64_t column = begin + thread_index();
     const int key = column < args.width ? row_key(row, column) : -1;
     const bool is_above = key > top_k.threshold, is_equal = key == top_k.threshold;
-    // Each count is at most 256, so one scan handles both.
+    // Each of the two counts is at most 256, so one scan handles both.
     const ScanResult both = scan<kThreads>(is_above | is_equal << 16, Sum{}, shared.scan);
     const int64_t above_before = above + (both.exclusive & 0xffff);
     const int64_t equal_before = equal + (both.exclusive >> 16);

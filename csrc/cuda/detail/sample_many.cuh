@@ -11,7 +11,7 @@ namespace dct::cuda {
 
 struct ManyPicks {
   static constexpr int kInFlight = 4;  // picks that a thread loads before it counts the first
-  // Blocks per range: one per kPicks picks, but no more than fill the device.
+  // Blocks per range: one per kPicks picks, but at most as many as fill the device.
   static constexpr int kPicks = kThreads * kInFlight;
   static constexpr int kMaxBlocks = 2048, kMinPerRange = 8;
 };

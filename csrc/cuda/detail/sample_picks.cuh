@@ -10,7 +10,7 @@ namespace dct::cuda {
 
 constexpr int kSampleMinBlocks = 4;  // for kernels with one or several picks per thread
 
-// The arguments and the length of a full range, so that threads need not repeat this division.
+// The arguments and the length of a full range, so that threads need not repeat its division.
 struct SampleArgs : SampleThresholdArgs {
   int64_t range_length;
   explicit SampleArgs(const SampleThresholdArgs& args)

@@ -6,7 +6,7 @@
 
 namespace dct::cuda {
 
-// Shared memory for the scan of a block. A scan within a warp needs none.
+// Shared memory for the scan of a block. A scan within a warp needs no shared memory.
 template <int kThreads>
 struct ScanStorage {
   int warp_aggregates[(kThreads + kWarpSize - 1) / kWarpSize];

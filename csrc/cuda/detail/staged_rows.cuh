@@ -1,29 +1,29 @@
 #pragma once
 
-// Quantized rows in shared memory: row_dequantize and row_dequantize_sum. A row is decoded by 2 to
-// 32 lanes. Rows have no alignment, but those of a warp are contiguous, so the warp copies their
-// bytes to shared memory by vectors of 16 bytes. There a lane reads the codes of some columns from
-// any byte.
+// Quantized rows in shared memory, for row_dequantize and row_dequantize_sum. 2 to 32 lanes decode
+// a row. Rows have no alignment, but the rows of a warp are contiguous. So the warp copies their
+// bytes to shared memory in vectors of 16 bytes. A lane can read the codes of some columns from
+// there at any byte address.
 
 #include "row_codes.cuh"
 
 namespace dct::cuda {
 
-constexpr int kStagedBytes = sizeof(uint4);  // of a vector
-constexpr int kBusyColumns = 32;             // per lane: wider rows have more lanes
-constexpr int kLaneColumns = 40;             // per lane at a time: whole bytes of every format
+constexpr int kStagedBytes = sizeof(uint4);  // per vector
+constexpr int kBusyColumns = 32;             // per lane; wider rows have more lanes
+constexpr int kLaneColumns = 40;             // per lane at a time; whole bytes in every format
 constexpr int kWarpColumns = kWarpSize * kLaneColumns;
 
-// Vectors that hold a warp's rows of a format, with what precedes and follows the bytes in the
-// first and the last. `kOverread` bytes are read past the first byte of some codes.
+// Number of vectors that hold a warp's rows, including the other bytes in the first and the last
+// vector. Reading codes may read `kOverread` bytes past their first byte.
 template <RowFormat kFormat, int kOverread>
 constexpr int kStagedVectors =
     (kWarpColumns / codes_per_byte(kFormat) + kScaleBytes + kOverread) / kStagedBytes + 2;
 
-// How rows are shared out among lanes.
+// The division of rows among lanes.
 struct RowLanes {
-  int log_lanes;  // of a row
-  int64_t parts;  // of at most 2^log_lanes * kLaneColumns columns
+  int log_lanes;  // a row has 2^log_lanes lanes
+  int64_t parts;  // and this many parts, of at most 2^log_lanes * kLaneColumns columns
 
   explicit RowLanes(int64_t width) : log_lanes(1) {
     while (log_lanes < 5 && (kBusyColumns << log_lanes) < width) ++log_lanes;
@@ -31,23 +31,23 @@ struct RowLanes {
   }
 };
 
-// `count` of a tensor's bytes, `from` on.
+// `count` bytes of a tensor, starting at byte `from`.
 struct Span {
   const uint8_t* tensor;
   int64_t tensor_bytes, from;
   int count;
 };
 
-// Bytes on their way to shared memory, with those around them that share their vectors.
+// The vectors that contain a span, in registers between the load and the store to shared memory.
 template <int kVectors, int kOverread>
 struct StagedBytes {
   static constexpr int kLoads = (kVectors + kWarpSize - 1) / kWarpSize;
   static_assert(kOverread < kStagedBytes);
   uint4 read[kLoads];
-  int skip;        // bytes before the first, in its vector
-  int begin, end;  // vectors inside the tensor
+  int skip;        // bytes before the span in its first vector
+  int begin, end;  // the vectors that are inside the tensor
 
-  // By one warp. `at_edge`: vectors may be partly outside the tensor, which is then looked at.
+  // By one warp. `at_edge`: whether vectors may be partly outside the tensor and are not loaded.
   __device__ void load(const Span& span, bool at_edge) {
     const uint8_t* source = span.tensor + span.from;
     skip = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kStagedBytes);
@@ -67,8 +67,8 @@ struct StagedBytes {
     }
   }
 
-  // Stores what load() has loaded of the span, with zeros outside the tensor, and returns where the
-  // first byte is.
+  // Stores the vectors in `staged`, with zeros for bytes outside the tensor. Returns the index of
+  // the span's first byte in `staged`.
   __device__ int store(const Span& span, bool at_edge, uint4* staged) const {
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
@@ -93,12 +93,12 @@ struct StagedBytes {
   }
 };
 
-// The scale that ends a row, from any byte.
+// Reads the scale at the end of a row, at any address.
 __device__ inline float scale_at(const uint8_t* bytes) {
   return to_float(BFloat16{static_cast<uint16_t>(bytes[0] | bytes[1] << 8)});
 }
 
-// Unpacks the trits of a row's first `columns` columns to one per byte. By `lanes` lanes.
+// Unpacks the trits of a row's first `columns` columns, one per byte. By `lanes` lanes.
 __device__ inline void unpack_trits(const uint8_t* row, int columns, int lane, int lanes,
                                     uint8_t* trits) {
   for (int i = lane; i * kTrits < columns; i += lanes) {

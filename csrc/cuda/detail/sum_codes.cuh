@@ -1,7 +1,7 @@
 #pragma once
 
 // Adds the entries of a payload's rows to sums in registers. A lane sums the entries whose codes it
-// loads, 16 bytes at a time. So a sum moves to the lane that writes it only once, not once per
+// loads, 16 bytes at a time. So a sum moves only once to the lane that writes it, not once per
 // rank. A code becomes a float when its bits are put below the exponent of 2^23.
 
 #include "entry_rows.cuh"
@@ -9,8 +9,8 @@
 
 namespace dct::cuda {
 
-// The place of a vector of four sums in the staging memory, through which sums move to other lanes.
-// One unused place after every 2^kShift vectors avoids bank conflicts in stores and loads.
+// The index of a vector of four sums in the staging memory, which moves sums to other lanes.
+// One unused vector after every 2^kShift vectors avoids bank conflicts in stores and loads.
 template <int kShift>
 __host__ __device__ constexpr int place_of(int vector) {
   return vector + (vector >> kShift);

@@ -27,8 +27,8 @@ struct SumShared {
 // Staging vectors of one warp, in dynamic shared memory.
 template <PayloadFormat kFormat>
 constexpr int kStagingVectors = RowSums<kFormat>::kRows * RowSums<kFormat>::kStagedRow;
-// The number of passes in which the warps of a block sum its rows. A small grid, as for the part of
-// one of many ranks, is `split`: each pass of a payload block has its own thread block.
+// The number of passes in which the warps of a block sum its rows. A small grid, as for one
+// rank's part of a tensor, is `split`: each pass of a payload block has its own thread block.
 template <PayloadFormat kFormat>
 constexpr int kPasses = kBlockRows / (RowSums<kFormat>::kRows * kWarps);
 template <PayloadFormat kFormat>
@@ -74,7 +74,7 @@ __device__ void prefetch_rows(const RankPayloads& payloads, const RangeTiles::Ti
 }
 
 // Adds rows of the payloads of `count` ranks, which begin at `row` and are `stride` bytes apart.
-// Loads kInFlight of them before it uses the first. By a warp.
+// Loads the rows of kInFlight ranks before it uses the first. By a warp.
 template <PayloadFormat kFormat>
 __device__ void add_ranks(const uint8_t* row, int64_t stride, int count, int rows,
                           const bool* valid, float4* staging, RowSums<kFormat>& sums) {

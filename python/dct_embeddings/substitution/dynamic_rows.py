@@ -36,7 +36,7 @@ class DynamicFeatureRows(SharedRows):
 
     Args:
         width: the width d of a row.
-        capacity: the most rows that this rank can have. It reserves memory for them; the CPU
+        capacity: maximum number of rows on this rank. Reserves memory for them; the CPU
             allocates pages only when rows are created.
         bound: the bound of initial values, from 0 to the largest number of `dtype`.
         seed: the seed of initial values.
@@ -132,7 +132,7 @@ class DynamicFeatureRows(SharedRows):
 
         Raises:
             ValueError, TypeError: the optimizer has no such tensor. `state_dict` and
-                `load_state_dict` also raise if it is missing later.
+                `load_state_dict` also raise if the tensor is missing later.
         """
         for arg, value in (("name", name), ("key", key)):
             checks.require_type(_OP, arg, value, str, "a string")

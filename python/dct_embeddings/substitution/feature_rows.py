@@ -1,4 +1,4 @@
-"""Rows of features that ranks share: the owner of each row, and its place in the weight."""
+"""Rows of features that ranks share: the owner of each row, and its index in the weight."""
 
 import math
 from abc import ABC, abstractmethod
@@ -27,13 +27,13 @@ class SharedRows(CheckedModule, ABC):
 
     Args:
         op: the name of the class, for error messages.
-        group: the ranks; default: all.
+        group: the ranks that share the rows; default: all.
 
     Attributes:
-        weight: parameter [places, d] with a sparse gradient.
+        weight: parameter [rows, d] with a sparse gradient.
         last_id: the largest valid id.
-        no_row: the place in `weight` for unknown features, without gradient, or None.
-        capacity: the most rows that this rank can have, or None if the number is fixed.
+        no_row: the index in `weight` of the row for unknown features, without gradient, or None.
+        capacity: maximum number of rows on this rank, or None if the number is fixed.
     """
 
     weight: nn.Parameter
@@ -69,11 +69,11 @@ class SharedRows(CheckedModule, ABC):
 
     @abstractmethod
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rank that owns each id's row, int64, and the row's name on it, an integer."""
+        """Return, per id, the owner of its row (int64) and the row's name there, an integer."""
 
     @abstractmethod
     def places(self, names: Tensor) -> Tensor:
-        """Return the indices in `weight` of this rank's rows with these names."""
+        """Return the indices in `weight` of this rank's rows with these names (see `owners`)."""
 
     def __len__(self) -> int:
         """The number of features that have a row on this rank."""

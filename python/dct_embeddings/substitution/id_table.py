@@ -1,7 +1,7 @@
 """A hash table in tensors, from ids to places 1, 2, 3, ... in order of insertion.
 
-Linear hashing (Litwin, 1980): buckets are added in proportion to the number of ids, and each one
-takes over ids from one older bucket. So the table is never rehashed as a whole. The number of
+Linear hashing (Litwin, 1980): buckets are added in proportion to the number of ids, and each new
+bucket receives ids from one older bucket. So the table is never rehashed as a whole. The number of
 tensor operations does not depend on the number of ids in a call.
 """
 
@@ -14,15 +14,15 @@ NO_PLACE = 0  # the place of an id that was not added
 
 
 class IdTable:
-    """Maps ids from 0 to 2^63 - 1 to places.
+    """Maps ids from 0 to 2^63 - 1 to places, integers from 1 up in order of insertion.
 
     A slot holds the place of an id. The hash of an id determines its bucket and first slot. If that
     slot is occupied, the id gets the next free slot of the bucket. If the bucket is full, which is
     rare, the id is put into a sorted list.
 
     Args:
-        capacity: the most ids, below 2^31. It reserves 24 bytes for each; the CPU allocates pages
-            only when ids are added.
+        capacity: maximum number of ids, less than 2^31. Reserves 24 bytes per id; the CPU allocates
+            pages only when ids are added.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class IdTable:
         return slots - (slots >= self._buckets * SLOTS) * (self._level * SLOTS)
 
     def _grow(self, buckets: int) -> None:
-        """Add buckets. Bucket i takes over ids from bucket i - `level`."""
+        """Add buckets. Bucket i receives ids from bucket i - `level`."""
         while self._buckets < buckets:
             if self._buckets == 2 * self._level:
                 self._level *= 2

@@ -35,7 +35,7 @@ class EquivalentSubstitution(CheckedModule):
     all samples. See docs/guide/des.md.
 
     Forward and backward are collective, with the same number of samples on every rank. The host
-    waits for counts in forward, so it cannot be captured in a CUDA graph. Deterministic on the CPU.
+    waits for counts in forward, so CUDA graphs cannot capture it. Deterministic on the CPU.
     Do not wrap it in DistributedDataParallel. A copy (copy.deepcopy, AveragedModel) shares the
     process groups. Save `state_dict()`, because the module itself cannot be saved. Loading a state
     that does not match raises an error before anything is loaded.
@@ -194,7 +194,7 @@ class EquivalentSubstitution(CheckedModule):
 
         Returns:
             The counts received from each rank, and whether the batch has more ids than some rank
-            has free rows, which is the same on every rank.
+            has free rows. The latter is the same on every rank.
         """
         fields, batch = shape
         trained = [name for name, p in self.named_parameters() if p.requires_grad]

@@ -60,7 +60,7 @@ class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
         )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Add row-wise, which TorchRec omits on the CPU: gloo reduce-scatters only even parts."""
+        """Add row-wise, which TorchRec omits on the CPU: gloo reduce-scatters equal parts only."""
         return list(dict.fromkeys([*super().sharding_types(compute_device_type), _ROW_WISE]))
 
     @property
@@ -132,7 +132,7 @@ class ShardedRows(ShardedEmbeddingCollection):  # type: ignore[misc]
 def _codecs_of_shards(
     infos: list[EmbeddingShardingInfo], codecs: RowCodecs | None
 ) -> RowCodecs | None:
-    """Codecs whose width divides those of all shards, or None if each rank has whole tables."""
+    """Codecs with a width that divides all shard widths, or None if each rank has whole tables."""
     specs = [info.param_sharding.sharding_spec for info in infos]
     widths = [shard.shard_sizes[1] for spec in specs if spec for shard in spec.shards]
     return RowCodecs(codecs.format, math.gcd(*widths)) if codecs and widths else None
@@ -141,7 +141,7 @@ def _codecs_of_shards(
 class _RowWise(RwPooledEmbeddingSharding):  # type: ignore[misc]
     def create_output_dist(self, device: torch.device | None = None) -> "_RowWiseDist":
         codecs = self.qcomm_codecs_registry
-        # Once, when the module is made: the exchange itself compares nothing, and does not wait.
+        # Compared once, when the module is created, because the exchange itself compares nothing.
         if device is not None and device.type != "meta":
             op, formats = "compressed_sharders", codecs.format.formats(torch.float32)
             settings = {"format": ", ".join(dict.fromkeys(formats))}
@@ -150,7 +150,7 @@ class _RowWise(RwPooledEmbeddingSharding):  # type: ignore[misc]
 
 
 class _RowWiseDist(BaseEmbeddingDist):  # type: ignore[misc]
-    """Sums pooled rows over ranks, quantized. It replaces TorchRec's reduce-scatter."""
+    """Sums quantized pooled rows over ranks. It replaces TorchRec's reduce-scatter."""
 
     def __init__(self, group: dist.ProcessGroup, dims: Sequence[int], codecs: RowCodecs) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _RowWiseDist(BaseEmbeddingDist):  # type: ignore[misc]
     def forward(
         self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext
     ) -> Awaitable[Tensor]:
-        """Reduce this rank's rows [samples of all ranks, sum of dims] to those of its samples.
+        """Sum rows [samples of all ranks, sum of dims] over ranks, for the samples of this rank.
 
         If features have batches of different sizes, both tensors are flat, by rank and feature.
         """
@@ -205,7 +205,7 @@ def contexts(dmp: DMPCollection) -> list[Any]:
 
 
 def all_reduce_hook(dmp: DMPCollection) -> object:
-    """The hook that replaces the all-reduce of `dmp.sync()`, or None."""
+    """The hook that `dmp.sync()` calls instead of an all-reduce, or None."""
     names = ("_custom_all_reduce", "_all_reduce_hook")
     return next((hook for name in names if (hook := getattr(dmp, name, None)) is not None), None)
 

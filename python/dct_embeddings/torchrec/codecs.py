@@ -23,7 +23,7 @@ class RowCodecs(dict[str, QuantizedCommCodecs]):
 
     @staticmethod
     def for_planner(format: RowFormat) -> "RowCodecs":
-        """Codecs for all ops, of which TorchRec's planner reads only the dtype."""
+        """Codecs for all ops. TorchRec's planner reads only their dtype."""
         return RowCodecs(format, 1, CommOp)
 
 

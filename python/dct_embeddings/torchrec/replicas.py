@@ -56,8 +56,8 @@ def replica_sync(
 
     Raises:
         ValueError, TypeError: an argument is out of range, weights are not float32,
-            `custom_all_reduce` is already set, or `dmp` does not use it (use_sharded_relay,
-            FULLY_SHARDED, tables with hashed ids). Or replicas differ in a setting; all raise.
+            `custom_all_reduce` is already set, or `dmp` calls no hook (use_sharded_relay,
+            FULLY_SHARDED, tables with hashed ids). If replicas differ in a setting, all raise.
 
     >>> replicas = replica_sync(dmp, density=0.01)
     >>> dmp.sync()  # every few steps, as before
@@ -100,7 +100,7 @@ class ReplicaDeltas:
         """Average in place. The last argument is the tensors; TorchRec 1.9 first passes a group.
 
         Raises:
-            ValueError: the tensors are not those that `dmp` had when this was created.
+            ValueError: the tensors differ from those of `dmp` when this hook was created.
             RuntimeError: a replica is gone, or its payload was damaged.
         """
         self._require_intact()
@@ -226,7 +226,7 @@ def _key(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _require_hook(dmp: DMPCollection) -> None:
-    """Raise unless `dmp.sync()` calls a hook and has none yet."""
+    """Raise if `dmp.sync()` does not support an all-reduce hook, or if one is already set."""
     if (hook := all_reduce_hook(dmp)) is not None:
         got = getattr(hook, "__qualname__", type(hook).__name__)
         checks.fail(_OP, "dmp", "one without custom_all_reduce", got)

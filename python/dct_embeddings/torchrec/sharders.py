@@ -48,9 +48,9 @@ def compressed_sharders(
     Raises:
         ValueError, TypeError: an argument is out of range.
         ValueError: `format` differs between ranks. The constructor of a model with row-wise tables
-            raises it on every rank, with the formats of all ranks.
+            raises this error on every rank, with the formats of all ranks.
 
-    Source: the row-wise exchange is ours; the others use TorchRec's interface for codecs.
+    Source: the row-wise exchange is ours; the other exchanges use TorchRec's interface for codecs.
 
     >>> dmp = DistributedModelParallel(model, sharders=compressed_sharders(format="int4"))
     """

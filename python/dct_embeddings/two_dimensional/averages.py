@@ -81,7 +81,7 @@ class MeanOfChanges(Average):
     """Adds the mean of all changes to the weights of the last sync, with error feedback.
 
     Unsent changes are removed from the weights and kept in `residual`. Rows with a residual are
-    part of every sync until one sends everything.
+    part of every sync until a sync sends everything.
 
     Args:
         settings: the settings of the bucket, which is created for each sync because its rows

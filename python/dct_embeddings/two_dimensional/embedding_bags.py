@@ -37,12 +37,12 @@ class ShardedEmbeddingBags(CheckedModule):
     The ranks of a mesh row own the tables together, table-wise or row-wise, and exchange pooled
     embeddings. The mesh rows are replicas, which `ReplicaSync` averages. A mesh with one row is
     plain model parallelism. Every rank passes the bags of its own samples, the same number on each
-    rank. Forward and backward are collective in the sharding group. Gradients are divided by its
-    size, like a mean over its samples. The host waits for counts in forward, so it cannot be
-    captured in a CUDA graph. Shards of a table are summed in row order, so results are
+    rank. Forward and backward are collective in the sharding group. Gradients are divided by the
+    size of this group, like a mean over its samples. The host waits for counts in forward, so CUDA
+    graphs cannot capture it. Shards of a table are summed in row order, so results are
     deterministic on the CPU. See docs/guide/embeddings.md.
 
-    Do not wrap it in DistributedDataParallel, which would average different shards. `state_dict`
+    Do not wrap it in DistributedDataParallel, because that averages different shards. `state_dict`
     contains this rank's rows and, as `owned`, [table, first, end] of each shard. Loading a state
     that does not match raises an error before anything is loaded. Copies (copy.deepcopy,
     AveragedModel) share the process groups of the mesh. A pickle of the module loads only on ranks
@@ -57,7 +57,7 @@ class ShardedEmbeddingBags(CheckedModule):
         mesh: DeviceMesh with dimensions ("replicate", "shard"). The timeout of its groups bounds
             all waits.
         exchange: the exchange of rows, such as `functools.partial(all_to_all_rows, format="int8")`;
-            default: uncompressed. Use the same on every rank, which is not checked.
+            default: uncompressed. It must be the same on every rank, which is not checked.
         dedup: whether to send each distinct row once instead of pooled rows.
         sparse: whether the gradient of `weight` is sparse, as with nn.EmbeddingBag.
 

@@ -31,7 +31,7 @@ def plan_shards(
 
     To balance traffic, the numbers of whole tables per rank differ by at most one. Whole tables are
     assigned from the largest to the smallest, each to the rank with the fewest rows that may take
-    one more. Deterministic: ties go to the lower table and rank. It needs no process group.
+    one more table. Deterministic: ties go to the lower table and rank. It needs no process group.
 
     Args:
         rows: the number of rows of each table, at least 1.

@@ -71,7 +71,7 @@ class InlineExecutor(Executor):
                 done.set_result(result)
 
     def close(self) -> None:
-        """Drop pending jobs. Only a backward pass that raised an error leaves any."""
+        """Drop pending jobs. There are none unless a backward pass raised an error."""
         self._pending = []
 
 
@@ -103,7 +103,7 @@ class ThreadExecutor(Executor):
 class StreamExecutor(Executor):
     """Runs jobs on a CUDA stream, to which the submitting thread queues them.
 
-    Waiting for a job's future makes the current stream wait for that stream.
+    Waiting for a job's future makes the current stream wait for the job's stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -132,8 +132,8 @@ def executor_for(device: torch.device, sends_once: bool) -> Executor:
 def _stop(jobs: _Jobs, thread: threading.Thread) -> None:
     jobs.put(None)
     # Python kills daemon threads at exit. The process would abort if this thread was then setting
-    # its last future, in C++. The garbage collector may also run this function on the thread, which
-    # cannot join itself.
+    # its last future, in C++. The garbage collector may also run this function on the thread
+    # itself, where join() would raise an error.
     if thread is not threading.current_thread():
         thread.join(EXIT_SECONDS)
 

@@ -20,7 +20,7 @@ _ALIGNMENT = 8  # elements: 16 bytes or more of every dtype
 
 
 class Node:
-    """Splits each bucket into equal parts, one for each rank of the node, which exchanges it.
+    """Splits each bucket into equal parts, so that each rank of the node exchanges one part.
 
     A part is a multiple of 16 bytes, so the last parts may be short or empty. In a node of one rank
     the part is the bucket itself, and nothing is sent.
@@ -211,11 +211,11 @@ class Topology:
                     f"dct::{op}: mesh must be on {device.type} like ddp, got {mesh.device_type}"
                 )
         # The CPU needs separate groups, because collectives of the executor's thread must not
-        # interleave with those of the main thread. On CUDA one thread issues all, in order.
+        # interleave with those of the main thread. On CUDA one thread issues them all.
         self._separate = device.type == "cpu"
 
     def open(self, name: str) -> None:
-        """Create the groups for the exchange. A collective call, after the ranks agree.
+        """Create the groups for the exchange. Collective: call it after the ranks agree.
 
         Args:
             name: a new name for these groups, the same on all ranks.

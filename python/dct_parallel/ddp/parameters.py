@@ -45,7 +45,7 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
 
 
 def device_of(names: dict[Parameter, str]) -> torch.device:
-    """The device of the parameters. A DDP module has at least one."""
+    """The device of the parameters. A DDP module has at least one parameter."""
     return next(iter(names)).device
 
 

@@ -115,7 +115,7 @@ class DCTState:
         self.start_step = start_step
         self._in_step = False  # from the first bucket of a backward pass to its end
         self._next_index = 0
-        self._pass = NO_PASS  # the backward pass for whose end a callback is queued
+        self._pass = NO_PASS  # the backward pass that has a callback queued for its end
 
         # Set by `bind`:
         self._names: dict[Parameter, str] = {}
@@ -132,7 +132,7 @@ class DCTState:
         """Attach a state that was constructed without a DDP module. Call it on every rank.
 
         Raises:
-            ValueError: the state is already bound. It also raises the errors of the constructor.
+            ValueError: the state is already bound. Also the errors of the constructor.
         """
         if self.copied:
             self._require_usable("bind")
@@ -218,7 +218,7 @@ class DCTState:
         - `density`: fraction of the entries that this rank sent.
         - `overflow`: fraction of all ranks' payloads that could not hold all entries above the
           threshold.
-        - `wire_bytes`: bytes sent per rank and compressed step, with a mesh only to other nodes.
+        - `wire_bytes`: bytes sent per rank and compressed step, only to other nodes with a mesh.
           Payloads have a fixed size, so every step sends the same number of bytes.
 
         Raises:
@@ -257,12 +257,12 @@ class DCTState:
                 optimizer.zero_grad()
                 continue
 
-        Exact for finite gradients, except that owners' residuals ("reduce_scatter") are rounded to
-        float32. NaN and Inf are dropped. In quantized formats, the other gradients of their group
-        of 64 are also dropped, and with a mesh the rest of that entry of the node's mean. If
-        several backward passes were exchanged, as DDP adds them up, it takes back all of them. It
-        does nothing in a second call, or after a GradScaler skipped the step. If an exchange
-        failed, it does not wait for other ranks.
+        This is exact for finite gradients, except that it rounds owners' residuals
+        ("reduce_scatter") to float32. NaN and Inf are dropped. In quantized formats, the other
+        gradients of their group of 64 are dropped. With a mesh, the entries of the node's other
+        ranks at that position are dropped. If several backward passes were exchanged, this takes
+        back all of them, because DDP adds them up. A second call does nothing, nor does a call
+        after a GradScaler skipped the step. If an exchange failed, it does not wait for ranks.
 
         Raises:
             ValueError: the state is not bound yet, or ranks have taken different steps.
@@ -284,7 +284,7 @@ class DCTState:
         Raises:
             ValueError: the state is not bound yet.
             RuntimeError: a payload was damaged. Or an exchange failed: call `take_back` first,
-                because its entries are in no weights.
+                because the weights lack its entries.
         """
         self._require_usable("state_dict")
         self._ledger.require_exchanged("state_dict")
@@ -316,7 +316,7 @@ class DCTState:
         self._in_step = False
 
     def _run(self) -> Run:
-        """This run, as checkpoints describe it."""
+        """The description of this run in checkpoints."""
         same = {
             "density": self.settings.density,
             "world_size": self._topology.all_ranks.size(),
@@ -406,7 +406,7 @@ class DCTState:
         self._ledger.finish()
 
     def _warn_if_unused(self) -> None:
-        # A copied DDP module has copies of states, whose hooks are not called.
+        # A copied DDP module has copies of states. Their hooks are not called.
         registered = any(s is self or not isinstance(s, DCTState) for _, s in self._hooks)
         if self._warned or registered:
             return
@@ -436,8 +436,8 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
     Raises:
         TypeError: `state` is not a DCTState, or `bucket` is not a GradBucket.
         ValueError: `state` is closed, not bound, or belongs to a different model.
-        RuntimeError: this rank received a damaged payload in an earlier step. That payload, or its
-            damaged blocks, are missing in the weights: load a checkpoint into a new state.
+        RuntimeError: this rank received a damaged payload in an earlier step. The weights lack
+            that payload or its damaged blocks: load a checkpoint into a new state.
     """
     if not isinstance(state, DCTState):
         raise TypeError(

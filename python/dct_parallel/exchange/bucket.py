@@ -63,10 +63,10 @@ class Bucket:
         group: the ranks to average over.
         device: the device of the gradients.
         step: number of compressed steps so far.
-        states: {name: state} to start from. Missing names start from zero.
+        states: {name: state} to start from. Missing names start at 0.
 
     Attributes:
-        transports: {name: class}. A simulation overrides it.
+        transports: {name: class}. Simulations override it.
         words: the words of the last exchange on the device, for `transport.result`. The next
             `start` overwrites them. Empty during an exchange and after a failed one.
     """

@@ -163,7 +163,7 @@ class Flat(NamedTuple):
 
 
 class Sharded(NamedTuple):
-    """A parameter of which each rank of a replica saves its shard.
+    """A parameter that is saved in shards, one by each rank of a replica.
 
     Attributes:
         piece: this rank's shard, an `fsdp2.units.Piece`.

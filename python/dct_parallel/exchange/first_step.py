@@ -16,7 +16,7 @@ from .settings import Settings
 
 # Keys of optimizer states that are running means of squared gradients, in this order: Adam, AdamW,
 # NAdam, RAdam and LAMB; Adamax; RMSprop and Adadelta; Adafactor of torch and of transformers;
-# bitsandbytes. AdaGrad's "sum" is not one: with AdaGrad on the embedding tables of a DLRM, the
+# bitsandbytes. AdaGrad's "sum" is no mean: with AdaGrad on the embedding tables of a DLRM, the
 # sparse hook increased the loss by 0.001.
 _SECOND_MOMENTS = {"exp_avg_sq", "exp_inf", "square_avg", "variance", "row_var", "exp_avg_sq_row"}
 _SECOND_MOMENTS |= {"state2"}
@@ -75,8 +75,8 @@ class FirstStep:
         if self._density < 1 and kept & _SECOND_MOMENTS:
             self._warn(
                 f"{name} divides by second moments of gradients, which the sparse hook (density "
-                f"{self._density}) sends late: a transformer lost 0.3 of its loss, a DLRM 0.001 "
-                "(docs/guide/choosing.md). Unless you measured the loss of your model, write "
+                f"{self._density}) sends late. This raised a transformer's loss by 0.3 and a "
+                "DLRM's by 0.001 (docs/guide/choosing.md). Unless you measured your loss, write "
                 + self._call.format('format="int4"')
             )
         self._check_scaler(name, held, calling_scaler())

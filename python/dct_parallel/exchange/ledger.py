@@ -111,7 +111,7 @@ class StepLedger:
         self.sent: dict[int, Bucket] = {}
         self.scales: tuple[Tensor | None, Tensor | None] = None, None
         self._open: set[object] = set()  # exchanges of the step that are pending or have failed
-        self._failed = False  # whether one had failed when `compare_step` was called
+        self._failed = False  # whether an exchange had failed when `compare_step` was called
         self._posted = 0  # number of buckets of the step whose results were posted
         self._results: tuple[int, StepResults] | None = None  # (step, results) posted but not read
         self._compared = False  # whether the ranks have compared the step that they resume from
@@ -166,8 +166,8 @@ class StepLedger:
     def compare_step(self, op: str) -> bool:
         """Raise on every rank if they call `op` after different steps. Waits for all ranks.
 
-        If an exchange failed on this rank, other ranks may be gone. Then it returns False without a
-        comparison.
+        If an exchange failed on this rank, other ranks may be gone. In that case it returns False,
+        without a comparison.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -198,13 +198,13 @@ class StepLedger:
         return watched
 
     def require_exchanged(self, op: str) -> None:
-        """Raise if an exchange of the step failed: its entries are in no weights."""
+        """Raise if an exchange of the step failed, because the weights lack its entries."""
         if self._open:
             rule = "every exchange of the last step must succeed (call take_back first)"
             raise RuntimeError(f"dct::{op}: {rule}, got a failed one")
 
     def end(self) -> None:
-        """End the backward pass: read the results of the previous step, and post this step's.
+        """End the backward pass: read the previous step's results, and post those of this step.
 
         Waits for the exchanges of the previous step.
 
@@ -222,7 +222,7 @@ class StepLedger:
         self.read()
 
     def _post(self) -> None:
-        """Start to copy the results of the last step to the host, unless that was done.
+        """Start to copy the results of the last step to the host, unless the copy has started.
 
         Results are posted twice if a call reads them between two buckets of the step.
         """

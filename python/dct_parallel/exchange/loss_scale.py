@@ -64,7 +64,7 @@ class LossScale:
     def __init__(self, op: str, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
         self._op, self.scaler, self._optimizers = op, scaler, optimizers
         self._notes: dict[int, dict[str, Any]] | None = None  # the scaler's records of this pass
-        self._before: dict[int, object] = {}  # their stages when the pass began
+        self._before: dict[int, object] = {}  # the optimizers' stages when the pass began
         # {id of an optimizer that ran: whether a fused one skipped its step on the device}
         self._stepped: dict[int, HostCopy] = {}
 
@@ -133,7 +133,7 @@ class LossScale:
         return any(skipped)
 
     def _record_step(self, optimizer: Optimizer) -> None:
-        """Record that `optimizer` ran. A fused one decides on the device whether to skip."""
+        """Record that `optimizer` ran. A fused optimizer decides on the device whether to skip."""
         if self._notes is not optimizer_notes(self.scaler):
             return  # this step belongs to a later pass of a different state
         found_inf = getattr(optimizer, "found_inf", None)

@@ -92,7 +92,7 @@ class BucketPlan:
 
     @cached_property
     def wire_bytes(self) -> int:
-        """Bytes per step for this bucket, sent by the rank that sends the most."""
+        """Bytes per step for this bucket, of the rank that sends the most."""
         gathered = all_gather_bytes(self.payload_bytes, self.ranks)
         if self.transport == "all_gather":
             return gathered
@@ -105,7 +105,7 @@ class BucketPlan:
 
 
 def step_bytes(plans: Sequence[BucketPlan]) -> int:
-    """Bytes per compressed step, sent by the rank that sends the most."""
+    """Bytes per compressed step of the rank that sends the most."""
     return sum(plan.wire_bytes for plan in plans)
 
 

@@ -19,7 +19,7 @@ class ReduceScatter(Transport):
 
     Each rank sends one payload to each owner. An owner averages the payloads in rank order, adds
     its residual, which is in units of the mean, and packs the entries above its own threshold. All
-    ranks gather the results. So each rank sends two payloads for 1 / P of the bucket P - 1 times,
+    ranks gather the results. So each rank sends 2 (P - 1) payloads for 1 / P of the bucket each,
     and bytes do not grow with P. This is ours: the paper's parameter server compresses one way.
 
     Ranges are whole blocks. If a bucket has fewer than P blocks, some ranks own no range. They
@@ -88,7 +88,7 @@ class ReduceScatter(Transport):
         )
 
     def _damaged_results(self, code: int) -> list[str]:
-        """Describe the owners' damaged payloads, given the status of all of them together.
+        """Describe the owners' damaged payloads, given their combined status.
 
         Unless the payloads were overwritten, they are unpacked one by one to find the owners.
         """
@@ -108,7 +108,7 @@ class ReduceScatter(Transport):
         return self._plan.settings.codec(high - low, 1, device, step, row_of=longest)
 
     def take_back(self) -> None:
-        """Exact for the senders' residuals, and up to float32 rounding for the owner's."""
+        """Exact for the senders' residuals, and up to float32 rounding for the owner's residual."""
         super().take_back()
         if self._packed and len(self._arrived):  # false if the first exchange failed
             mean = torch.empty_like(self._owner.residual)

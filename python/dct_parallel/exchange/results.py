@@ -54,7 +54,7 @@ def header_words(payloads: Tensor) -> Tensor:
 
 
 def overflowed(headers: Sequence[Sequence[int]]) -> int:
-    """The number of headers, as rows on the host, whose payload overflowed."""
+    """The number of payloads that overflowed, given their headers as rows on the host."""
     return sum(row[0] & _OVERFLOW != 0 for row in headers)
 
 
@@ -89,7 +89,7 @@ class RecentStats:
             self._warned = True
             warnings.warn(
                 f"DCT: {overflow:.0%} of the payloads of the last {RECENT_STEPS} steps had "
-                "no room for all entries above the threshold: the rest is sent in later steps. "
+                "too little capacity for the entries above the threshold: the rest is sent later. "
                 "Use policy='fresh', a smaller refresh_every or a higher density.",
                 stacklevel=2,
             )

@@ -1,7 +1,7 @@
 """The user's settings, which create the codec: the interface between compression and transports.
 
-There are two codecs: Compressor sends the largest entries, Quantized sends all entries. A third one
-needs a payload that begins with the header of dct_kernels.layout, and a case in Settings.
+There are two codecs: Compressor sends the largest entries, Quantized sends all entries. A third
+codec needs a payload that begins with the header of dct_kernels.layout, and a case in Settings.
 """
 
 import dataclasses

@@ -51,7 +51,7 @@ class Transport(ABC):
 
     @abstractmethod
     def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
-        """Return the result of an exchange from the words of `finish`, as rows on the host."""
+        """Return the result, given the words of `finish` after a copy to the host, as rows."""
 
     def take_back(self) -> None:
         """Return the entries of the last exchange to residuals, for a step that was not applied."""
@@ -83,10 +83,10 @@ class Transport(ABC):
 
 
 class AllGather(Transport):
-    """One all-gather of the payloads. Every rank sums all payloads in rank order.
+    """Uses one all-gather of the payloads. Every rank sums all payloads in rank order.
 
-    Each rank sends its payload P - 1 times, so bytes grow with P. It is efficient if the density is
-    well below 1 / P.
+    Each rank sends its payload P - 1 times, so bytes grow with P. This is efficient if the density
+    is well below 1 / P.
     """
 
     sends_once = True

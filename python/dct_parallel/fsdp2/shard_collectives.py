@@ -59,7 +59,7 @@ class _Collective:
 
     @staticmethod
     def _itemsize(dtype: torch.dtype) -> int:
-        """Bytes per element of the dense collective, which a message must undercut."""
+        """Bytes per element of the dense collective. Messages must be smaller."""
         return dtype.itemsize
 
     def _record(self, status: Tensor) -> None:
@@ -91,7 +91,7 @@ class WeightGather(_Collective):
     def kept_part(self) -> Tensor | None:
         """This rank's part of the kept weights [numel], to save. None before the first gather.
 
-        It clears `_sent`, which a resumed run does not have either, so both runs send the same.
+        It clears `_sent`, which a resumed run also lacks, so both runs send the same messages.
         """
         self._sent = None
         return self.resumed if self.kept is None else self.kept.chunk(self._ranks)[self._rank]

@@ -69,7 +69,7 @@ class FullyShardState:
         self._group = mesh["replicate"].get_group()
         self._shards = mesh["shard"].size()
         self._open, self._in_step = True, False
-        self._pass = NO_PASS  # the backward pass for whose end a callback is queued
+        self._pass = NO_PASS  # the backward pass that has a callback queued for its end
         self._order: list[int] = []  # the units of this step
         self._last_order: list[int] = []  # the units of the last step, until they are compared
 
@@ -236,7 +236,7 @@ class FullyShardState:
         self._resume(*self._run().find_mean(folder, key, world, timeout))
 
     def _run(self) -> Run:
-        """This run, as checkpoints describe it."""
+        """The description of this run in checkpoints."""
         same = {
             "density": self.settings.density,
             "replicas": self._group.size(),

@@ -47,8 +47,8 @@ class DCTAverager(ModelAverager):
 
     Args:
         module: parameters of float32, bfloat16 or float16, on one CPU or CUDA device. The averager
-            broadcasts all parameters of the first rank, then averages those that require grad,
-            which must stay the same. For a module sharded by `fully_shard` on a one-dimensional
+            broadcasts all parameters of the first rank, then averages those that require grad.
+            This set must stay the same. For a module sharded by `fully_shard` on a one-dimensional
             mesh, it averages this rank's shards.
         period: number of steps between averagings.
         density: fraction of all entries sent per averaging, in (0, 1]; default 1.
@@ -150,7 +150,7 @@ class DCTAverager(ModelAverager):
         An averaging is collective and overwrites the weights of the module.
 
         Args:
-            params: ignored. It is there because torch's averagers have it.
+            params: ignored; for compatibility with torch's averagers.
 
         Raises:
             ValueError: at an averaging, the set of parameters that require grad has changed on this
@@ -159,10 +159,10 @@ class DCTAverager(ModelAverager):
             RuntimeError: a rank had NaN or infinite weights, or the sum of finite changes
                 overflows. Every rank raises, and training can continue from the base of the last
                 averaging, with the changes since then in the residual. Non-finite and overflowed
-                changes are dropped. In quantized formats, so is the whole group of 64 entries that
-                contains a NaN or Inf.
+                changes are dropped. In quantized formats, the group of 64 entries with a NaN or Inf
+                is also dropped.
             RuntimeError: a rank is gone. The other ranks raise, at the group's timeout at the
-                latest. They lose nothing, and `state_dict` works, but the group is unusable.
+                latest. They lose no changes and can call `state_dict`, but the group is unusable.
             RuntimeError: this rank received a damaged payload. Every later call also raises: load a
                 checkpoint into a new averager. Other ranks raise as if this rank were gone.
         """
@@ -295,7 +295,7 @@ class DCTAverager(ModelAverager):
             self._weights.write(self._start(self._base))
 
     def _run(self) -> Run:
-        """This run, as checkpoints describe it."""
+        """The description of this run in checkpoints."""
         sizes = zip(self._plan.names, self._plan.sizes, strict=True)
         ranks = {"world_size": self.process_group.size(), "local_size": 1}
         same = {**self._run_settings, "density": self._settings.density, **ranks}
@@ -353,7 +353,7 @@ class DCTAverager(ModelAverager):
             )
 
     def _start(self, base: Tensor) -> Tensor:
-        """The weights after an averaging: the base, with `step_ahead` plus the residual."""
+        """The weights after an averaging: the base, plus the residual if `step_ahead` is set."""
         if not self._step_ahead:
             return base
         ahead = base + self._bucket.codec.residual

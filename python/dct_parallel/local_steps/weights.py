@@ -94,7 +94,7 @@ def _sharded(module: nn.Module) -> dict[str, Any]:
 
 
 def _imported(module: str, name: str) -> Any:
-    """A class if its module was imported, else (), of which nothing is an instance."""
+    """A class for isinstance() if its module was imported, else (), which matches nothing."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -179,7 +179,7 @@ class FlatWeights:
 
     @torch.no_grad()
     def broadcast_from_first_rank(self, group: dist.ProcessGroup) -> None:
-        """Broadcast all parameters of the first rank, including frozen ones, to the others."""
+        """Broadcast all parameters of the first rank, including frozen ones, to other ranks."""
         first = dist.get_global_rank(group, 0)
         for tensor in map(local, self._module.parameters()):
             flat = tensor.flatten().contiguous()  # a view if the tensor is contiguous

@@ -36,7 +36,7 @@ def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tup
 
     Differentiable in x. Rows are along the last dimension. The gradient of the values is written to
     the same positions of x's gradient, with zeros elsewhere. So a transport sends both tensors
-    forward, and a tensor with the shape and dtype of the values back. There is no error feedback,
+    in the forward pass, and one like the values in the backward pass. There is no error feedback,
     because rows of different samples are unrelated. Deterministic, and bitwise the same on every
     backend; ties go to the lower column. Safe in CUDA graphs and torch.compile like
     `dct_kernels.row_pack`.

@@ -12,7 +12,7 @@ from .row_format import RowFormat
 from .transfer import with_gradient
 
 # A message must be floating point, so that autograd and torch.distributed.pipelining send a
-# gradient back. The gradient has the same shape, so both are padded to the longer of the two.
+# gradient back. The gradient has the same shape, so both tensors are padded to the longer one.
 _CARRIER = torch.bfloat16
 
 

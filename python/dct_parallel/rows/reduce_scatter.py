@@ -1,4 +1,4 @@
-"""Sums of rows over ranks: the pooled embeddings of a table whose rows are split over ranks."""
+"""Compressed reduce-scatter of rows, for pooled embeddings of a table that is split by rows."""
 
 from collections.abc import Sequence
 
@@ -22,25 +22,25 @@ def reduce_scatter_rows_async(
     group: dist.ProcessGroup,
     average_gradients: bool = False,
 ) -> Transfer:
-    """Sum over ranks the rows that belong to this rank, compressed. Differentiable in x.
+    """Sum the rows of each rank over all ranks, with compression. Differentiable in x.
 
-    Like a reduce-scatter of uneven parts, but in few bits, which cannot be added as they are. Each
-    rank sends to every rank its rows for it, in one all-to-all. The receiver adds them in float32
-    and in rank order, so the result is deterministic. The gradient is straight-through: every rank
-    receives the quantized gradients of all ranks, in one all-gather that is padded to the longest.
+    A reduce-scatter of parts with different sizes. Messages in a quantized format cannot be added,
+    so one all-to-all sends each row to its rank, which adds the rows in float32 and in rank order.
+    The result is deterministic. The gradient is straight-through: one all-gather, padded to the
+    longest part, sends the quantized gradients of all ranks to every rank.
 
-    Nothing is compared between ranks. Every rank must call this, with the same `splits`, `format`
-    and width, and if x needs a gradient, run the backward pass.
+    Ranks do not compare their arguments. Every rank must call this function with the same `splits`,
+    `format` and width. If x needs a gradient, every rank must run the backward pass.
 
     Args:
         x: float32, bfloat16 or float16 [sum(splits), d], ordered by destination; not mutated.
-        splits: the number of rows of each rank, from 0 up.
-        format: without a density.
+        splits: the number of rows of each rank, at least 0.
+        format: a format without a density.
         group: the ranks that take part.
         average_gradients: divide gradients by the number of ranks.
 
     Returns:
-        A handle, as of `all_to_all_rows_async`. Its `wait()` returns this rank's rows
+        A handle, as from `all_to_all_rows_async`. Its `wait()` returns this rank's rows
         [splits[rank], d] of x's dtype.
     """
     dtype, width, held = x.dtype, x.shape[1], GroupForBackward(group)

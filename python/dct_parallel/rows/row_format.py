@@ -14,7 +14,7 @@ from .transfer import Setting
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-    """How an exchange sends rows: all entries, or only the largest ones. Immutable.
+    """The format in which an exchange sends rows: all or only the largest entries. Immutable.
 
     Exchanges also accept a plain name or dtype, which means `RowFormat(name)`.
 
@@ -23,8 +23,8 @@ class RowFormat:
             quantized format, "int8", "int4", "ternary" or "sign" (see `dct_kernels.row_quantize`).
             None: the dtype of the rows.
         backward: number format of gradients; default: `forward`.
-        density: send only the k = ceil(density * d) largest entries of each row, in (0, 1], and
-            their gradients back (DCT, model-parallel, arXiv 2010.08899). `forward` must then be a
+        density: in (0, 1]; send only the k = ceil(density * d) largest entries of each row, and
+            only their gradients (DCT, model-parallel, arXiv 2010.08899). `forward` must then be a
             dtype, which is used in both directions.
 
     Raises:

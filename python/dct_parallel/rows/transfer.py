@@ -43,7 +43,7 @@ def exchange_numbers(
 ) -> list[list[int]]:
     """Send numbers[r] to rank r, and return the numbers received from each rank.
 
-    All ranks send the same number of numbers. If `settings` differ between ranks, or if a rank has
+    All ranks send equally many numbers. If `settings` differ between ranks, or if a rank has
     `refused` its input, every rank raises before any rank waits for a message of the wrong size.
     This takes one all-to-all with 8 bytes per number and setting. The host waits for its result.
     """
@@ -105,7 +105,7 @@ TensorFunction = Callable[[Tensor], Tensor]
 def with_gradient(
     op: str, x: Tensor, forward: TensorFunction, backward: TensorFunction, row_wise: bool = False
 ) -> Tensor:
-    """Return forward(x), whose gradient g gives backward(g) as the gradient of `x`.
+    """Return forward(x). If its gradient is g, the gradient of `x` is backward(g).
 
     torch.func.grad and torch.func.vjp work. A second derivative, forward mode and torch.vmap raise
     an error, and so does every transform of torch.func inside torch.compile. The graph keeps
