@@ -72,7 +72,7 @@ def test_misaligned_views(backend, offset, dtype, format):
 
 
 @pytest.mark.many_programs
-def test_more_than_a_cache_holds(backend):
+def test_input_larger_than_the_cache(backend):
     """The output has 34 MB, so a kernel may bypass the caches. It repeats 7 rows."""
     for width, dtype in ((64, torch.float32), (63, torch.float32), (80, torch.bfloat16)):
         few, times = messages(2, 7, width, "sign"), math.ceil(2**25 / dtype.itemsize / width / 7)
@@ -84,7 +84,7 @@ def test_more_than_a_cache_holds(backend):
 
 @formats
 @dtypes
-def test_garbage(backend, dtype, format):
+def test_random_bytes(backend, dtype, format):
     """Bytes are random, 0 or 255, so scales include NaN, both infinities and negative values."""
     for width in (1, 7, 64, 1025, 4099):
         rows = torch.stack([garbage(12, width, format, seed) for seed in range(3)])
@@ -94,7 +94,7 @@ def test_garbage(backend, dtype, format):
 
 @formats
 @dtypes
-def test_every_scale(backend, dtype, format):
+def test_scales_of_every_kind(backend, dtype, format):
     """Two ranks have the same scale and one has scale 1. A code times a large scale overflows."""
     scales = torch.arange(0, 2**16, 11 if backend.device == "cpu" else 1)
     rows = torch.full((3, len(scales), 3), 0x7E, dtype=torch.uint8)
@@ -105,7 +105,7 @@ def test_every_scale(backend, dtype, format):
     check(backend, rows.flip(0), 1, format, dtype)
 
 
-def test_the_sum_by_hand(backend):
+def test_sum_computed_by_hand(backend):
     """The sum is in rank order and in float32: 2**30 + 1 - 2**30 is 0, although 1 is exact."""
     large, one, minus = [1, 0x80, 0x4E], [1, 0x80, 0x3F], [0xFF, 0x80, 0x4E]
     for ranks, expected in (
@@ -117,7 +117,7 @@ def test_the_sum_by_hand(backend):
         assert check(backend, rows, 1, "int8").tolist() == [[expected]]
 
 
-def test_a_product_that_overflows(backend):
+def test_overflowing_product_is_rounded_before_the_sum(backend):
     """5 * 2**126 overflows before it is added, although its sum with -3 * 2**126 is finite."""
     for format, minus_three in (("int8", 0xFD), ("int4", 0x0D)):
         rows = torch.tensor([[[minus_three, 0x80, 0x7E]], [[5, 0x80, 0x7E]]], dtype=torch.uint8)
@@ -125,7 +125,7 @@ def test_a_product_that_overflows(backend):
 
 
 @formats
-def test_no_zero_is_added(backend, format):
+def test_sum_of_negative_zeros_is_negative_zero(backend, format):
     """The sum is -0.0 if every rank has -0.0, which is a code of 1 with a scale of -0.0."""
     width = 40
     ones = oracle.row_quantize(bits.numbers(torch.ones(1, width)), format)
@@ -139,7 +139,7 @@ def test_no_zero_is_added(backend, format):
 
 @formats
 @dtypes
-def test_one_rank_is_row_dequantize(backend, dtype, format):
+def test_one_rank_equals_row_dequantize(backend, dtype, format):
     for width in (5, 64, 300):
         rows = garbage(20, width, format).to(backend.device)
         out = backend.row_dequantize_sum(rows[None], width, format, dtype)
@@ -149,7 +149,7 @@ def test_one_rank_is_row_dequantize(backend, dtype, format):
 
 @formats
 @dtypes
-def test_what_is_not_finite_arrives(backend, dtype, format):
+def test_nonfinite_sums(backend, dtype, format):
     x = torch.ones(2, 4, 100)
     x[0, 1, 5], x[1, 2, 99] = math.inf, math.nan
     raw = oracle.row_quantize(bits.numbers(x.view(8, 100)), format)
