@@ -227,7 +227,7 @@ class Model:
 
 
 def methods_for(optimizer: str, ranks: int) -> list[str]:
-    """"dense", "bf16", and the methods that docs/guide/which_method.md recommends.
+    """The dense methods, and the methods that docs/guide/which_method.md recommends.
 
     Args:
         optimizer: "sgd" or "adamw".

@@ -39,7 +39,7 @@ def parser(name: str, description: str, exchanges: Sequence[str], known: Callabl
     add("--epochs", type=count, default=1)
     add("--batch-size", type=count, default=128, help="rows per rank and step")
     add("--lr", type=positive, default=0.1, help="learning rate of the MLPs (SGD)")
-    add("--hash-size", type=count, default=4000, help="maximum number of rows per table")
+    add("--hash-size", type=count, default=4000, help="maximum rows per table")
     add("--embedding-dim", type=count, default=64)
     add("--bottom", type=widths, default="512-256-64", help="hidden widths of the bottom MLP")
     add("--top", type=widths, default="512-256", help="hidden widths of the top MLP")
