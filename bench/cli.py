@@ -1,4 +1,4 @@
-"""Shared by the programs: parsing of arguments, the folder for results, and the exit status."""
+"""Shared by all programs: argument parsing, creating the results folder, and the exit status."""
 
 import argparse
 import signal
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def several(item: Callable, known: Collection[str] = ()) -> Callable:
-    """An argparse type: different items joined by ',', all in `known` unless it is empty."""
+    """An argparse type: distinct items separated by commas, all in `known` if it is not empty."""
 
     def parse(text: str) -> list:
         values = [item(part) for part in text.split(",")]
@@ -41,7 +41,7 @@ def several(item: Callable, known: Collection[str] = ()) -> Callable:
 
 
 def row_format(text: str) -> tuple[str, ...]:
-    """An argparse type: a format of rows, or one for rows and one for gradients, joined by ','."""
+    """An argparse type: a row format, or a row and a gradient format separated by a comma."""
     names = tuple(text.split(","))
     if len(names) > 2 or not set(names) <= set(ROW_FORMATS):
         rule = f"one or two of {', '.join(ROW_FORMATS)}, joined by ','"
@@ -50,7 +50,7 @@ def row_format(text: str) -> tuple[str, ...]:
 
 
 def widths(text: str) -> list[int]:
-    """An argparse type: the hidden widths of an MLP."""
+    """An argparse type: the hidden widths of an MLP, such as 512-256."""
     parts = text.split("-")
     if not all(part.isdecimal() and int(part) for part in parts):
         rule = "integers >= 1 joined by '-', such as 512-256"
@@ -59,7 +59,7 @@ def widths(text: str) -> list[int]:
 
 
 def make_folder(folder: Path) -> None:
-    """Create the folder --out before the work starts.
+    """Create the folder that --out names, before the work starts.
 
     Raises:
         UsageError: the folder cannot be created or written to.
@@ -74,9 +74,9 @@ def make_folder(folder: Path) -> None:
 
 
 def exit_status(program: str, work: Callable[[], int | None]) -> int:
-    """Call `work` and return the exit status. If it fails, print the reason in one line on stderr.
+    """Call `work` and return the exit status. On failure, print the reason in one line on stderr.
 
-    SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that context managers exit.
+    SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that context managers exit.
     """
     for signal_number in ENDING_SIGNALS:
         if signal.getsignal(signal_number) is not signal.SIG_IGN:  # nohup ignores SIGHUP

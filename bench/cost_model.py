@@ -1,8 +1,8 @@
-"""The time of a training step on P ranks: compute + pack + wire + unpack.
+"""Predicts the time of a training step on P ranks: compute + pack + wire + unpack.
 
 A message of n bytes takes alpha + n / bandwidth (Hockney 1994), and collectives follow Thakur,
-Rabenseifner and Gropp (2005). Predictions are lower bounds, because messages do not block each
-other, no rank is slow, and ranks do not share cores.
+Rabenseifner and Gropp (2005). Predictions are lower bounds, because the model assumes that messages
+do not block each other, no rank is slow, and ranks do not share cores.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ class Link(NamedTuple):
     Attributes:
         alpha: seconds per message.
         bandwidth: bytes per second in each direction.
-        per_byte: seconds that the CPU works per byte.
-        gathered: the fraction of the bandwidth that all-gathers and all-to-alls reach.
+        per_byte: seconds of CPU work per byte.
+        gathered: the fraction of the bandwidth that all-gather and all-to-all achieve.
     """
 
     alpha: float
@@ -30,7 +30,7 @@ class Link(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Bytes per second of a copy, and of the ops of the sparse and the dense formats."""
+    """Bytes per second of a copy, of the sparse ops, and of the dense ops."""
 
     copy: float
     mask_pack: float
@@ -40,8 +40,8 @@ class Kernels(NamedTuple):
 
 
 RDMA_FROM = 100e9  # bits per second; such links are assumed to have RDMA
-TCP, RDMA = Link(50e-6), Link(10e-6)  # of NCCL, assumed
-# Measured, see tests/bench/test_scale.py: gloo between 2 ranks on 2 busy cores and its kernels
+TCP, RDMA = Link(50e-6), Link(10e-6)  # assumed values for NCCL
+# Measured (tests/bench/test_scale.py): gloo and kernels of 2 ranks on 2 busy cores
 # (docs/results/link.md), and kernels at 2^28 elements on an H200 (docs/results/kernels_h200.md).
 GLOO = Link(1.5e-3, per_byte=5e-9, gathered=0.7)
 CPU = Kernels(1.108e10, 9.773e9, 6.928e9, 1.094e10, 6.436e9)
@@ -53,13 +53,13 @@ SOURCES = {
 
 
 def link_of(device: str, rate: float) -> Link:
-    """The link of a device at a rate in bits per second."""
+    """The link of a device ("cpu" or "gpu") with a rate in bits per second."""
     costs = GLOO if device == "cpu" else RDMA if rate >= RDMA_FROM else TCP
     return costs._replace(bandwidth=rate / 8)
 
 
 def all_reduce(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds of a ring, or of a double binary tree (Sanders, Speck and Traeff 2009)."""
+    """Seconds of an all-reduce: ring, or double binary tree (Sanders, Speck and Traeff 2009)."""
     each = 1 / link.bandwidth + link.per_byte
     ring = 2 * (ranks - 1) * (link.alpha + nbytes / ranks * each)
     tree = 2 * _log2(ranks) * link.alpha + 2 * nbytes * each
@@ -67,12 +67,12 @@ def all_reduce(link: Link, ranks: int, nbytes: float) -> float:
 
 
 def all_gather(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds of recursive doubling, with `nbytes` from each rank."""
+    """Seconds of an all-gather by recursive doubling, with `nbytes` from each rank."""
     return _log2(ranks) * link.alpha + (ranks - 1) * nbytes * _gathered(link)
 
 
 def all_to_all(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds of pairwise messages of `nbytes`, or of Bruck's algorithm."""
+    """Seconds of an all-to-all: pairwise messages of `nbytes`, or Bruck's algorithm."""
     pairwise = (ranks - 1) * (link.alpha + nbytes * _gathered(link))
     bruck = _log2(ranks) * (link.alpha + ranks / 2 * nbytes * _gathered(link))
     return min(pairwise, bruck)
@@ -89,9 +89,9 @@ def _gathered(link: Link) -> float:
 LARGEST = 2**31  # elements of a bucket, because a payload has fewer than 2^32 entries
 PERIOD = 10  # the default of DCTAverager
 PACK_BYTES = 12  # per element: read and write the residual, read the gradient
-OWNER_BYTES = 8  # per element of a sum that is packed again: read and write its residual
-# Bytes per element of local steps, at a copy's speed: before the exchange, the base is subtracted
-# from the weights (12). After it, the mean is added to the base (12) and copied to the weights (8).
+OWNER_BYTES = 8  # per element that an owner packs again: read and write the residual
+# Bytes per element of local steps, at a copy's speed. Before: subtract the base from the weights
+# (12). After: add the mean to the base (12), and copy the base to the weights (8).
 LOCAL_PACK_BYTES, LOCAL_UNPACK_BYTES = 12, 20
 
 
@@ -99,11 +99,11 @@ class Method(NamedTuple):
     """A method that averages gradients or weights.
 
     Attributes:
-        call: the call in the guide, with DENSITY in place of --density.
-        settings: DCT's settings, with a density of 0 for --density; None for a dense all-reduce.
+        call: the call in the guide; DENSITY stands for the value of --density.
+        settings: DCT's settings; density 0 means --density. None for a dense all-reduce.
         optimizer: the only optimizer for which the guide recommends the method, or None.
         ranks: the largest number of ranks for which the guide recommends the method.
-        loss: the loss minus that of float32, from the guide.
+        loss: the difference from the loss of float32, from the guide.
         period: the number of local steps between exchanges, or 1.
     """
 
@@ -115,7 +115,7 @@ class Method(NamedTuple):
     period: int = 1
 
 
-# Of equally fast methods the first is recommended, so simpler and more exact ones precede others.
+# Among equally fast methods the first is recommended, so simpler and more exact methods come first.
 METHODS = {
     "dense": Method("float32 DDP"),
     "bf16": Method("DDP with bf16_compress_hook"),
@@ -141,13 +141,13 @@ METHODS = {
     ),
 }
 DENSE_BYTES = {"dense": 4, "bf16": 2}  # per element
-# Bytes per element before and after the exchange, at a copy's speed: float32 gradients are divided
-# by the number of ranks, bfloat16 gradients are cast in both directions.
+# Bytes per element before and after the exchange, at a copy's speed. float32 gradients are divided
+# by the number of ranks, and bfloat16 gradients are cast before and after.
 DENSE_PASSES = {"dense": (8, 0), "bf16": (6, 6)}
 
 
 class Step(NamedTuple):
-    """Seconds, and bytes that a rank sends, per step; with local steps, means over a period."""
+    """Seconds and sent bytes per rank and step; with local steps, means over a period."""
 
     compute: float
     pack: float
@@ -162,11 +162,11 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model in one bucket.
+    """A model whose parameters are all in one bucket.
 
     Attributes:
         numel: number of parameters.
-        compute: seconds of a step without the exchange.
+        compute: seconds per step without the exchange.
         density: the density of the sparse hook.
         overlap: the fraction of `compute` that can overlap with the exchange.
     """
@@ -192,7 +192,7 @@ class Model:
             wire = all_gather(link, ranks, payload)
             if plan.transport == "reduce_scatter":
                 wire += all_to_all(link, ranks, payload * plan.owners / ranks)
-        if method.period > 1:  # no compute is left after the optimizer's step to overlap with
+        if method.period > 1:  # the exchange follows the optimizer's step, so nothing overlaps
             before += LOCAL_PACK_BYTES * self.numel / copy
             after += LOCAL_UNPACK_BYTES * self.numel / copy
         else:
@@ -200,14 +200,14 @@ class Model:
         return Step(self.compute, *(of / method.period for of in (before, wire, after, sent)))
 
     def plan(self, name: str, ranks: int) -> BucketPlan:
-        """The messages of a DCT method for up to LARGEST elements, by dct_parallel's formulas."""
+        """The messages of a DCT method for at most LARGEST elements, by dct_parallel's formulas."""
         known, numel = METHODS[name].settings, min(self.numel, LARGEST)
         settings = dataclasses.replace(known, density=known.density or self.density)
         transport = transport_for(settings, numel, ranks)
         return BucketPlan(("model",), (numel,), settings, transport, ranks)
 
     def _kernels(self, plan: BucketPlan) -> tuple[float, float]:
-        """Seconds of packing and of unpacking on each rank."""
+        """Seconds that a rank spends on packing and on unpacking."""
         ranks, payload, every = plan.ranks, plan.payload_bytes, plan.settings.every_entry
         # A sparse payload is small compared with the gradient.
         packed, unpacked = PACK_BYTES * plan.numel + every * plan.owners * payload, 4 * plan.numel
@@ -227,7 +227,7 @@ class Model:
 
 
 def methods_for(optimizer: str, ranks: int) -> list[str]:
-    """The methods that docs/guide/which_method.md recommends, after float32 and bfloat16.
+    """The dense methods, and the methods that docs/guide/which_method.md recommends.
 
     Args:
         optimizer: "sgd" or "adamw".

@@ -8,10 +8,10 @@ from bench.cli import UsageError
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace the file. Readers see the old or the new content, also if the run is interrupted.
+    """Replace the file. Even if the run is interrupted, the file has either the old or new content.
 
     Raises:
-        UsageError: the file cannot be written, for example if the disk is full. The old file stays.
+        UsageError: the file cannot be written, for example on a full disk. The old file is kept.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -25,5 +25,5 @@ def write(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write the content as JSON, indented."""
+    """Write the content as indented JSON."""
     write(path, (json.dumps(content, indent=1) + "\n").encode())

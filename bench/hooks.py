@@ -20,8 +20,8 @@ DESCRIPTION = """\
 Measure the host time that a communication hook adds to a step of DDP, per bucket.
 
 Uses one rank, gloo and one thread. The model has one bucket of 992 elements per layer, so almost
-all of the time that a hook adds is host time. Hooks run in turns. A time is the median over the
-steps minus the median of DDP without a hook.
+all of the time that a hook adds is host time. Hooks run in turns. A reported time is the median
+step time minus the median step time of DDP without a hook, divided by the number of buckets.
 """
 HOOKS = {
     "none": None,

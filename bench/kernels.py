@@ -1,4 +1,4 @@
-"""Microbenchmarks: compares each op with a copy of the same bytes and with other methods."""
+"""Microbenchmarks: compare each op with a copy of the same number of bytes and other methods."""
 
 import sys
 from collections.abc import Sequence

@@ -32,14 +32,14 @@ from bench.rates import UNLIMITED, describe_rate, parse_rate
 ROOT = Path(__file__).parents[1]
 DESCRIPTION = """\
 Train over throttled links and measure the time of a step and the bytes that leave a rank's
-interface. The model is DLRM on generated rows with several ways of averaging gradients, or a
-sharded transformer.
+interface. Trains DLRM on generated rows with several ways of averaging gradients, or a sharded
+transformer.
 
 Every rank is a process in a network namespace. A link is a veth pair with a token bucket filter at
 both ends, so each direction has the full rate. A bridge joins the links. Bytes are read from the
 interface's counters. This needs root and the commands ip and tc (Debian, Ubuntu: apt-get install
-iproute2). --loopback needs neither, but has no rate limit. The program removes the namespaces when
-it ends, also after Ctrl-C. If a run is killed, the next run removes its namespaces.
+iproute2). --loopback needs neither, but has no rate limit. The program removes the namespaces
+when it ends, also after Ctrl-C. The next run removes the namespaces of a killed run.
 """
 EPILOG = """\
 examples:
@@ -53,12 +53,12 @@ examples:
   sudo $(which python) -m bench.link --modes fsdp-bfloat16,fsdp-int8,fsdp-int4 --seconds 60
       FSDP2: 10.7 million parameters, 512 tokens per rank and step
   python -m bench.link --loopback
-      without root: the cost of each mode if the network is very fast
+      without root: the cost of each mode on a very fast network
 """
 
 
 def parser() -> Parser:
-    """Make the parser. On an error it exits with status 2 and names argument, rule and value."""
+    """Make the parser. On errors it exits with status 2 and prints argument, rule and value."""
     parser = Parser(prog="python -m bench.link", description=DESCRIPTION, epilog=EPILOG)
     measured = parser.add_argument_group("measurements")
     measured.add_argument(
@@ -100,8 +100,8 @@ def parser() -> Parser:
         "--seconds",
         type=positive,
         default=15.0,
-        help="most seconds for the timed steps of a mode, approximately; slow links get fewer "
-        "steps, at least 15",
+        help="approximate maximum time for the timed steps of a mode; on slow links this allows "
+        "fewer steps, at least 15",
     )
     extent.add_argument(
         "--timeout",
@@ -118,7 +118,7 @@ def parser() -> Parser:
         "exchanges overlap with the backward pass",
     )
     model.add_argument("--batch-size", type=count, default=128, help="rows per rank and step")
-    model.add_argument("--hash-size", type=count, default=4000, help="most rows per table")
+    model.add_argument("--hash-size", type=count, default=4000, help="maximum rows per table")
     model.add_argument("--embedding-dim", type=count, default=16, help="width of an embedding")
     model.add_argument(
         "--density",
@@ -175,7 +175,7 @@ def run(options: argparse.Namespace) -> int:
                 for mode in options.modes:
                     rounds = list(zip(*(rank["rounds"][mode] for rank in measured), strict=True))
                     result["cells"].append(report.merge(ranks, rate, mode, rounds, shared))
-                # After each rate, so that an interrupted run keeps its results.
+                # Written after each rate, so that an interrupted run keeps its results.
                 files.write_json(options.out / "link.json", result)
                 print(f"measured {ranks} ranks at {describe_rate(rate)}", flush=True)
     print(f"\n{report.render(result)}\n\n{report.NOTE}\nin {options.out}: link.json")
@@ -195,7 +195,7 @@ def _measure(network: Namespaces | Loopback, ranks: int, options: argparse.Names
         "MASTER_ADDR": network.address(0),
         "MASTER_PORT": str(_free_port()),
         "GLOO_SOCKET_IFNAME": network.interface,
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # otherwise warns of addresses without a name
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # otherwise torch warns about addresses without a name
     }
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder, str(rank)) for rank in range(ranks)]
@@ -204,7 +204,7 @@ def _measure(network: Namespaces | Loopback, ranks: int, options: argparse.Names
             subprocess.Popen(
                 network.command(rank, [*program, str(out)]),
                 env=environment | {"RANK": str(rank)},
-                start_new_session=True,  # only this process gets Ctrl-C; it cleans up
+                start_new_session=True,  # so that only this process gets Ctrl-C
             )
             for rank, out in enumerate(outs)
         ]

@@ -1,4 +1,4 @@
-"""The machine and the software of a measurement, for its JSON file."""
+"""Describes the machine and the software of a measurement, for the JSON file of results."""
 
 import datetime
 import os
@@ -35,7 +35,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, if there is one."""
+    """The commit of this checkout, or None."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Rates of a link: bits per second, or None for no limit."""
+"""Parses and formats link rates: bits per second, or None for no limit."""
 
 import argparse
 

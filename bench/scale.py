@@ -12,32 +12,32 @@ from bench.cost_model import CPU, H200, METHODS, SOURCES, Link, Model, Step, lin
 from bench.rates import describe_rate, parse_rate
 from bench.tables import table, times
 
-FASTER = 1.05  # with a smaller ratio two methods count as equally fast
-# By default, the exchange of all DDP buckets except the last overlaps with the backward pass, which
-# is assumed to take this fraction of the compute.
+FASTER = 1.05  # methods with a smaller ratio of times count as equally fast
+# By default, the exchange of all DDP buckets except the last overlaps with the backward pass. The
+# backward pass is assumed to take this fraction of the compute.
 BACKWARD, BUCKET_BYTES = 2 / 3, 25 * 2**20
 
 DESCRIPTION = """\
 Predict the time of a training step for float32 and bfloat16 all-reduce, DCTState and DCTAverager.
-For one number of ranks and one rate, print the times of all methods, and a sentence that says which
-is fastest. For several, print a table of the fastest methods.
+For one number of ranks and one rate, print the times of all methods, and whether DCT helps. For
+several numbers or rates, print a table of the fastest methods.
 
-A step is compute + pack + wire + unpack; docs/design/measuring.md has the formulas. Bytes are those
-of dct_parallel. All times are lower bounds: messages do not block each other, no rank is slow, and
-ranks do not share cores. Methods that differ by less than 5 % count as equally fast.
+A step is compute + pack + wire + unpack; docs/design/measuring.md has the formulas. Message sizes
+are from dct_parallel. All times are lower bounds: they assume that no message blocks another, no
+rank is slow, and ranks do not share cores. Times that differ by less than 5 % count as equal.
 """
 EPILOG = """\
 examples:
   python -m bench.scale --parameters 25000000 --compute-ms 50 --ranks 2 --rates 1gbit
-      does it help this model, on this link?
+      does DCT help this model, on this link?
   python -m bench.scale --parameters 124000000 --compute-ms 200 --ranks 2 --rates 1gbit \\
       --optimizer adamw --device gpu
-      what helps with AdamW?
+      which method helps with AdamW?
 """
 
 
 def parser() -> Parser:
-    """A wrong argument exits with status 2 and names the argument, the rule and the value."""
+    """Make the parser. On errors it exits with status 2 and prints argument, rule and value."""
     parser = Parser(prog="python -m bench.scale", description=DESCRIPTION, epilog=EPILOG)
     add = parser.add_argument
     add(
@@ -62,7 +62,7 @@ def parser() -> Parser:
         "--optimizer",
         choices=("sgd", "adamw"),
         default="sgd",
-        help="compare the methods that the guide recommends for it; sgd is without momentum",
+        help="compare the methods recommended for this optimizer; sgd means without momentum",
     )
     add(
         "--ranks",
@@ -76,7 +76,7 @@ def parser() -> Parser:
         type=several(parse_rate),
         default="1gbit,10gbit,25gbit,100gbit,400gbit",
         metavar="R,...",
-        help="rates of a rank's link, in each direction, such as 10gbit",
+        help="link rates of a rank in each direction, such as 10gbit",
     )
     add(
         "--device",
@@ -145,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def best(steps: dict[str, Step]) -> str:
-    """The first of METHODS that is about as fast as the fastest."""
+    """The first method in METHODS that counts as equally fast as the fastest."""
     fastest = min(step.seconds for step in steps.values())
     return next(method for method in steps if steps[method].seconds < FASTER * fastest)
 
@@ -202,7 +202,7 @@ def _size(step: Step) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three significant digits; all digits of the integer part."""
+    """Format with three significant digits, and all digits of the integer part."""
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
 
 

@@ -1,4 +1,4 @@
-"""Writes the signatures of public names into docs/reference, for readers of a checkout.
+"""Writes the signatures of public functions and classes into docs/reference.
 
     python -m bench.signatures
 
@@ -20,7 +20,7 @@ BLOCK = re.compile(
     r"(?P<begin>^<!-- signatures: (?P<package>\w+) -->\n).*?(?P<end>^<!-- end signatures -->$)",
     re.DOTALL | re.MULTILINE,
 )
-WIDTH = 88  # characters that the site shows without scrolling
+WIDTH = 88  # characters that fit on the website without scrolling
 
 
 def fill(text: str) -> str:
@@ -31,7 +31,7 @@ def fill(text: str) -> str:
 
 
 def render(package: str) -> str:
-    """Render blocks of code: ops with their schemas, then names that exist only in Python."""
+    """Render code blocks: ops with their schemas, then functions and classes of Python only."""
     module = importlib.import_module(package)
     named = {name: getattr(module, name) for name in module.__all__}
     schemas = {name: schema for name in named if (schema := _schema(name)) is not None}
@@ -52,13 +52,13 @@ def _code(entries: list[str]) -> str:
 
 
 def _schema(name: str) -> str | None:
-    """The arguments of the op with this name, or None."""
+    """The arguments in the schema of the op `name`; None if there is no such op."""
     op = getattr(torch.ops.dct, name, None)
     return None if op is None else str(op.default._schema).removeprefix(f"dct::{name}")
 
 
 def _entry(call: str, value: Callable) -> str:
-    """The call, with lines aligned at its bracket, the first docstring line, and the methods."""
+    """The call with its lines aligned at the bracket, the first docstring line, and methods."""
     indent = " " * (call.index("(") + 1)
     whole = call.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
     lines = textwrap.wrap(whole, WIDTH, subsequent_indent=indent, break_long_words=False)
@@ -71,7 +71,7 @@ def _entry(call: str, value: Callable) -> str:
 
 
 def _methods(kind: type) -> Iterator[str]:
-    """Public, documented methods that the class itself defines; none for a dataclass."""
+    """Yield documented public methods that `kind` itself defines; none for a dataclass."""
     members = {} if dataclasses.is_dataclass(kind) else vars(kind)
     for name, value in members.items():
         if inspect.isfunction(value) and not name.startswith("_") and value.__doc__:
@@ -85,7 +85,7 @@ def _arguments(value: Callable, skip: int = 0) -> str:
 
 
 class _Text(str):
-    """A default value, as written in code."""
+    """The source text of a default value."""
 
     __repr__ = str.__str__
 
@@ -103,7 +103,7 @@ def _written(value: object) -> str:
 
 
 def differing() -> dict[Path, str]:
-    """Return {page: its correct text} for the pages that differ from it."""
+    """Return {page: correct text} for the pages that are out of date."""
     texts = {page: fill(page.read_text()) for page in sorted(PAGES.glob("*.md"))}
     return {page: text for page, text in texts.items() if page.read_text() != text}
 

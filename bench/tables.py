@@ -1,4 +1,4 @@
-"""Markdown tables, and the formats of their figures."""
+"""Formats Markdown tables and their figures."""
 
 import math
 import statistics

@@ -1,11 +1,11 @@
-"""Mixed precision: bfloat16 autocast and a GradScaler, whose skipped steps lose no gradients.
+"""Mixed precision: bfloat16 autocast and a GradScaler. Skipped steps lose no gradients.
 
     torchrun --nproc-per-node 2 examples/amp.py
 
 At step 5 the batch of rank 1 contains an infinity, so the gradients of both ranks overflow. Both
 ranks skip the step and halve the scale, and the entries that were sent in that step return to the
-residuals. Each rank prints the skipped step and the sum of its weights. The sum is the same on all
-ranks, in all digits.
+residuals. Each rank prints the skipped step and the sum of its weights. All ranks print exactly the
+same sum.
 """
 
 import gc

@@ -1,11 +1,11 @@
-"""Checkpoint and resume: residuals differ between ranks, so each rank saves its own file.
+"""Checkpoint and resume. Each rank saves its own file, because residuals differ between ranks.
 
     torchrun --nproc-per-node 2 examples/checkpoint.py FOLDER 10
     torchrun --nproc-per-node 2 examples/checkpoint.py FOLDER 20
 
-The first run stops after step 10, and the second resumes and stops after step 20. Both print the
-first step and the sum of the weights. A single run of 20 steps in a different folder prints the
-same sum, in all digits.
+The first run stops after step 10, and the second resumes and stops after step 20. Both runs
+print their first step and the sum of the weights. A single run of 20 steps in a different folder
+prints exactly the same sum.
 """
 
 import gc
@@ -44,7 +44,7 @@ def train(rank, folder, stop):
 
     os.makedirs(folder, exist_ok=True)
     torch.save({name: part.state_dict() for name, part in parts.items()}, path + ".tmp")
-    os.replace(path + ".tmp", path)  # an interrupted save keeps the old file
+    os.replace(path + ".tmp", path)  # if a save is interrupted, the old file remains
     if rank == 0:
         total = sum(parameter.double().sum().item() for parameter in ddp.parameters())
         print(f"stops after step {state.step}, weights {total!r}")

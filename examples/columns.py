@@ -1,9 +1,9 @@
-"""A layer split by columns: each rank computes a part of the features, then all are gathered.
+"""A layer split by columns: ranks compute parts of the features, and gather all features.
 
     torchrun --nproc-per-node 2 examples/columns.py
 
 Activations and their gradients are sent in int8. Prints the loss, the bytes that rank 0 sends per
-step, and the bytes that it would send in float32.
+step, and the bytes that rank 0 would send in float32.
 """
 
 import gc
@@ -35,7 +35,7 @@ def train(rank, ranks):
             loss = (head(whole) - (x @ teacher).abs()).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            for parameter in part.parameters():  # the gradient is a sum over ranks of equal losses
+            for parameter in part.parameters():  # gradients are sums over equal losses
                 parameter.grad /= ranks
             optimizer.step()
             sent = meter.take()

@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 2 examples/fsdp2.py FOLDER 80
     torchrun --nproc-per-node 4 examples/fsdp2.py OTHER_FOLDER 80 --replicas 2
 
-The first run stops after step 40 and saves; the second resumes and stops after step 80. The third
-run has two replicas of two shards, as on two nodes, and the hook sends the gradients between the
+The first run stops after step 40 and saves. The second run resumes and stops after step 80. The
+third run has two replicas of two shards, as on two nodes. A hook sends the gradients between the
 replicas in int4. Uses GPUs with NCCL if there are any, else CPUs with gloo. Prints the bytes that a
 rank sends for each module, the loss, and the sum of the weights. A single run of 80 steps in a
-different folder prints the same sum, in all digits.
+different folder prints exactly the same sum.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, TOKENS)
 
     def forward(self, tokens):
-        """The loss of predicting the next tokens."""
+        """Return the loss of next-token prediction."""
         x = self.embedding(tokens[:, :-1])
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, device=x.device)
         for block in self.blocks:
@@ -49,7 +49,7 @@ class Transformer(nn.Module):
 
 
 def batch(step, rank, device):
-    """The model learns the one successor of each token. Samples differ by rank and step."""
+    """Each token has one successor, which the model learns. Samples differ by rank and step."""
     successor = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = [torch.randint(TOKENS, (16,), generator=generator)]
@@ -65,7 +65,7 @@ def train(device, options):
     torch.manual_seed(0)  # the same weights on all ranks, because fully_shard sends none
     model = Transformer().to(device)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["shard"])  # with the whole mesh, torch would average replicas
+        fully_shard(block, mesh=mesh["shard"])  # on the whole mesh, torch would average replicas
     fully_shard(model, mesh=mesh["shard"])
     shards = compress_fully_shard(model, weights=options.weights, gradients=options.gradients)
     states = {"shards": shards}

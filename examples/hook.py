@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/hook.py
 
-Prints the messages of each bucket and the loss, which decreases as in a dense run. Then prints the
-fraction of entries and the bytes that a rank sends per step.
+Prints the messages of each bucket, and the loss, which decreases as with DDP without a hook. Then
+prints the fraction of entries that were sent, and the bytes that a rank sends per step.
 """
 
 import gc
@@ -20,7 +20,7 @@ from dct_parallel import DCTState, dct_hook
 
 
 def batch(step, rank):
-    """A regression task with different samples on each rank and in each step."""
+    """Make the samples of a regression task, which differ by rank and step."""
     generator = torch.Generator().manual_seed(2 * step + rank)
     x = torch.randn(64, 128, generator=generator)
     return x, x[:, :8].sum(1, keepdim=True).tanh()
@@ -50,7 +50,7 @@ def train(rank):
 
 
 def main():
-    # If a rank is missing, the others raise an error after 5 minutes instead of gloo's 30.
+    # If a rank is missing, the other ranks raise an error after 5 minutes (gloo's default: 30).
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     train(dist.get_rank())
     gc.collect()  # free the model before its process group

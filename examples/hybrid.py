@@ -1,10 +1,10 @@
-"""A hybrid-parallel recommender: embedding tables sharded over the ranks, and an MLP on all ranks.
+"""A hybrid-parallel recommender: embedding tables sharded over the ranks, an MLP on all ranks.
 
     torchrun --nproc-per-node 2 examples/hybrid.py
 
 Ranks send the 4 largest of the 32 entries of each embedding, and receive the gradients of these
 entries. They also send 1 % of the MLP's gradient entries. Prints the loss, the bytes that rank 0
-sends per step, and the bytes of the same exchange in float32.
+sends per step, and the bytes that rank 0 would send per step in float32.
 """
 
 import gc
@@ -25,7 +25,7 @@ RANKS, IDS, WIDTH, BATCH = 2, 100, 32, 64  # one table and 64 samples per rank
 def train(rank):
     torch.manual_seed(0)
     taste = torch.randn(IDS, RANKS)  # determines the labels
-    table = nn.Embedding(IDS, WIDTH)  # for the ids in column `rank`
+    table = nn.Embedding(IDS, WIDTH)  # embeds the ids in column `rank`
     mlp = nn.Sequential(nn.Linear(RANKS * WIDTH, 256), nn.ReLU(), nn.Linear(256, 1))
     ddp = DistributedDataParallel(mlp)
     state = DCTState(ddp, density=0.01)
@@ -37,8 +37,8 @@ def train(rank):
     with WireMeter() as meter:
         for step in range(301):
             generator = torch.Generator().manual_seed(step)
-            ids = torch.randint(IDS, (RANKS * BATCH, RANKS), generator=generator)  # of all ranks
-            pooled = table(ids[:, rank])  # of all ranks' samples, [RANKS * BATCH, WIDTH]
+            ids = torch.randint(IDS, (RANKS * BATCH, RANKS), generator=generator)  # all ranks
+            pooled = table(ids[:, rank])  # for the samples of all ranks: [RANKS * BATCH, WIDTH]
             received = all_to_all_rows(
                 pooled, [BATCH] * RANKS, [BATCH] * RANKS, format=RowFormat(density=0.125)
             )

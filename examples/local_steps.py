@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/local_steps.py
 
-Weights are bfloat16. Prints the messages that are sent every 10 steps, and the decreasing loss.
-Then prints the fraction of entries that was sent, and the sum of the weights, equal on both ranks.
+Weights are bfloat16. Prints the messages that are sent every 10 steps, the decreasing loss, and the
+fraction of entries that were sent. Then prints the sum of each rank's weights; all sums are equal.
 """
 
 import os
@@ -17,7 +17,7 @@ from dct_parallel import DCTAverager
 
 
 def batch(step, rank):
-    """A regression task with different samples on each rank and in each step."""
+    """Make the samples of a regression task, which differ by rank and step."""
     generator = torch.Generator().manual_seed(2 * step + rank)
     x = torch.randn(64, 128, generator=generator)
     return x, x[:, :8].sum(1, keepdim=True).tanh()
@@ -40,7 +40,7 @@ def train(rank):
         averager.average_parameters()
         if rank == 0 and step % 100 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
-    averager.flush()  # averages the last step and all residuals
+    averager.flush()  # averages the remaining steps and all residuals
     if rank == 0:
         stats = averager.stats()
         sent, nbytes = stats["density"], stats["wire_bytes"]

@@ -1,12 +1,12 @@
-"""FSDP2 inside a node, local SGD between nodes: two replicas of a model, each on two ranks.
+"""FSDP2 inside a node and local SGD between nodes: two replicas of a model, each on two ranks.
 
     torchrun --nproc-per-node 4 examples/sharded_local_steps.py FOLDER 40
     torchrun --nproc-per-node 4 examples/sharded_local_steps.py FOLDER 80
 
-Replicas train independently with AdamW. Every 10 steps each rank averages its shards with the rank
-that has the same shards of the other replica. The first run stops after step 40 and saves; the
-second resumes and stops after step 80. Prints the messages of a rank, the decreasing loss, and the
-sum of the weights. A single run of 80 steps in a different folder prints the same sum.
+Replicas train independently with AdamW. Every 10 steps, ranks that have the same shards average
+these shards over the replicas. The first run stops after step 40 and saves. The second run resumes
+and stops after step 80. Prints the messages of a rank, the decreasing loss, and the sum of the
+weights. A single run of 80 steps in a different folder prints the same sum.
 """
 
 import gc
@@ -27,14 +27,14 @@ SHARDS = 2  # on GPUs, the number of GPUs per node
 
 
 def batch(step, rank):
-    """A regression task with different samples on each rank and in each step."""
+    """Make the samples of a regression task, which differ by rank and step."""
     generator = torch.Generator().manual_seed(4 * step + rank)
     x = torch.randn(32, 128, generator=generator)
     return x, x[:, :8].sum(1, keepdim=True).tanh()
 
 
 def state_to_save(mesh, model, optimizer, averager):
-    """The state for DCP. Optimizers of replicas differ, so each replica has a different key."""
+    """The state for DCP. Each replica has a different key, because optimizer states differ."""
     weights, steps = get_state_dict(model, optimizer)
     replica = f"replica{mesh.get_local_rank('replicate')}"
     return {replica: {"model": weights, "optimizer": steps}, "averager": averager.state_dict()}
@@ -55,7 +55,7 @@ def train(rank, folder, stop):
     mesh = init_device_mesh("cpu", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 1))
-    fully_shard(model[0], mesh=mesh["shard"])  # with the whole mesh, torch would average gradients
+    fully_shard(model[0], mesh=mesh["shard"])  # on the whole mesh, torch would average gradients
     fully_shard(model, mesh=mesh["shard"])
     averager = DCTAverager(model, period=10, process_group=mesh["replicate"].get_group())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)

@@ -2,12 +2,12 @@
 
     python examples/substitution.py --ranks 2
 
-Trains DeepFM, whose three operators (linear terms, a factorization machine, pooled embeddings) have
-equivalent substitutes: each rank applies them to the rows that it owns, and the ranks sum the
-partial results. A feature gets a row when it first appears. Prints the quality and bytes of three
-runs on the same batches: one process with all samples, ranks that average the MLP's gradients in
-float32, and ranks that compress these gradients with DCT. The first two differ only in the order
-of sums.
+Trains DeepFM. Its three operators (linear terms, a factorization machine, pooled embeddings) have
+equivalent substitutes: each rank applies an operator to the rows that it owns, and the ranks sum
+the partial results. A row is created when its feature first appears. Prints the quality and bytes
+of three runs on the same batches: one process with all samples, ranks that average the MLP's
+gradients in float32, and ranks that compress these gradients with DCT. The first two runs differ
+only in the order of sums.
 """
 
 import argparse
@@ -52,18 +52,18 @@ SEED, WIDTH, HIDDEN = 0, 16, (256, 128)
 
 
 class DeepFM(nn.Module):
-    """DeepFM (arXiv 1703.04247), whose features are distributed over the ranks of a group.
+    """DeepFM (arXiv 1703.04247) with features distributed over the ranks of a group.
 
     Args:
         capacity: number of features that this rank can own.
-        rows_group, ids_group: process groups of the same ranks for partial results and ids.
+        rows_group, ids_group: groups of the same ranks, for partial results and for ids.
     """
 
     def __init__(
         self, capacity: int, rows_group: dist.ProcessGroup, ids_group: dist.ProcessGroup
     ) -> None:
         super().__init__()
-        # A row has a weight for the linear term, then an embedding that two operators share.
+        # A row has a weight for the linear terms, then an embedding that the other operators share.
         rows = DynamicFeatureRows(1 + WIDTH, capacity, seed=SEED, group=rows_group)
         operators = [
             LinearTerms(),
@@ -74,7 +74,7 @@ class DeepFM(nn.Module):
         self.deep = nn.Sequential(*layers([INTS + TABLES * WIDTH, *HIDDEN, 1])[:-1])
 
     def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
-        """Logits [batch] of integers float32 [batch, 13] and features int64 [batch, 26]."""
+        """Return logits [batch] for `ints` float32 [batch, 13] and `ids` int64 [batch, 26]."""
         columns = ids.t().contiguous()
         try:
             found = self.features(columns.flatten(), torch.ones_like(columns))
@@ -88,12 +88,12 @@ class DeepFM(nn.Module):
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options. On an error, exit with status 2 and name the option, rule and value."""
+    """Parse the options. On errors, exit with status 2 and print the option, rule and value."""
     description = "Train DeepFM with equivalent substitution. Compare with one process."
     parser = make_parser("substitution.py", description, EPILOG, rows=60_000)
     add = parser.add_argument
-    add("--ranks", type=count, default=2, help="local processes, without torchrun")
-    add("--capacity", type=count, default=200_000, help="features that a rank can own")
+    add("--ranks", type=count, default=2, help="number of local processes, without torchrun")
+    add("--capacity", type=count, default=200_000, help="number of features that a rank can own")
     add("--density", type=fraction, default=0.01, help="density of the MLP's gradients")
     add("--lr", type=positive, default=0.05, help="learning rate of the MLP, which uses SGD")
     add(
@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Train all three runs; rank 0 prints. Collective."""
+    """Train all three runs. Rank 0 prints the results. Collective."""
     console = make_console()
     data = load(options.data, options.rows, None, options.batch_size)
     describe(console, data)
@@ -124,7 +124,7 @@ def run(
     """Train and test one model. Collective."""
     is_alone = name == "one process"
     ranks = range(dist.get_world_size())
-    # To train in one process, each rank forms its own group, and all ranks compute the same.
+    # To train in one process, each rank forms its own group. All ranks compute the same results.
     grouped = [[rank] for rank in ranks] if is_alone else [list(ranks)]
     groups = {each: dist.new_subgroups_by_enumeration(grouped)[0] for each in ("rows", "ids")}
     steps = list(batches(data, options.batch_size, SEED))

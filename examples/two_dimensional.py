@@ -3,9 +3,9 @@
     python examples/two_dimensional.py --ranks 4 --replicas 2
 
 Trains DLRM twice on the same batches: first with all exchanges in float32, then compressed. Prints
-the quality and bytes of both runs. Ranks form groups. The tables are sharded inside a group: ranks
-send ids to the owners of the rows and receive embeddings. Each group has a replica of all tables,
-and `ReplicaSync` averages the replicas every few steps. The MLPs are on all ranks.
+the quality and bytes of both runs. Each group of ranks has a replica of all tables, which are
+sharded inside the group: ranks send ids to the owners of the rows and receive embeddings.
+`ReplicaSync` averages the replicas every few steps. The MLPs are on all ranks.
 """
 
 import argparse
@@ -38,20 +38,20 @@ from dlrm.training import require_equal_weights, train
 EPILOG = """\
 examples:
   python examples/two_dimensional.py
-      generated rows on 4 local ranks, 2 replicas of the tables, each sharded over 2 ranks
+      generated rows on 4 local ranks; 2 replicas of the tables, each sharded over 2 ranks
   python examples/two_dimensional.py --data train.txt --replicas 4 --sync-every 20
-      a file in Criteo's format, all tables on every rank
+      a file in Criteo's format; all tables on every rank
 """
 SEED, HASH_SIZE, EMBEDDING_DIM = 0, 4000, 16
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options. On an error, exit with status 2 and name the option, rule and value."""
+    """Parse the options. On errors, exit with status 2 and print the option, rule and value."""
     description = "Train DLRM with sharded and replicated tables. Compare float32 with compression."
     parser = make_parser("two_dimensional.py", description, EPILOG, rows=60_000)
     add = parser.add_argument
-    add("--ranks", type=count, default=4, help="local processes, without torchrun")
-    add("--replicas", type=count, default=2, help="groups of ranks, each with all tables")
+    add("--ranks", type=count, default=4, help="number of local processes, without torchrun")
+    add("--replicas", type=count, default=2, help="number of groups, each with all tables")
     add("--sync-every", type=count, default=10, metavar="N", help="steps between syncs of replicas")
     add("--sync-format", choices=FORMATS, default="int4", help="format of changes at a sync")
     add("--row-format", choices=ROW_FORMATS, default="int8", help="format of embeddings")
@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Train both variants; rank 0 prints. Collective."""
+    """Train both variants. Rank 0 prints the results. Collective."""
     console = make_console()
     data = load(options.data, options.rows, HASH_SIZE, options.batch_size)
     describe(console, data)
@@ -115,7 +115,7 @@ def run(is_compressed: bool, data: Dataset, options: argparse.Namespace, on_step
     groups = {"ids": model.ids_group, "rows": model.rows_group, "sync": model.sync_group}
     steps = batches(data, options.batch_size, SEED)
     record = train(model, [mlps, tables], steps, groups, on_step, after_step=sync.step)
-    sync.flush()  # all replicas are now equal
+    sync.flush()  # now all replicas are equal
     require_equal_weights(digest(model.mlps))
     require_equal_weights(digest(model.tables), model.sync_group)
     if state is not None:

@@ -1,4 +1,4 @@
-"""Counts the bytes that this rank sends by wrapping collectives. Copy it if you find it useful.
+"""Wraps collectives to count the bytes that this rank sends. You can copy it into your program.
 
 with WireMeter() as meter:
     step()
@@ -18,17 +18,17 @@ from dct_parallel.collectives import all_gather_bytes, all_reduce_bytes
 
 
 def reduce_scatter_bytes(nbytes: int, world_size: int) -> int:
-    """Bytes each rank sends in a ring reduce-scatter of `nbytes`."""
+    """The bytes that each rank sends in a ring reduce-scatter of `nbytes`."""
     return (world_size - 1) * nbytes // world_size
 
 
 def broadcast_bytes(nbytes: int, world_size: int) -> int:
-    """Bytes per rank in a broadcast of `nbytes`, averaged over ranks. All but one rank receive."""
+    """The mean bytes per rank in a broadcast of `nbytes`. All ranks except one receive them."""
     return (world_size - 1) * nbytes // world_size
 
 
 def _all_to_all_bytes(call: Mapping[str, Any], world_size: int) -> int:
-    """Bytes sent to other ranks: all splits except this rank's own."""
+    """The bytes sent to other ranks: all splits except the split of this rank."""
     sent: Tensor = call["input"]
     splits: list[int] | None = call["input_split_sizes"]
     if not splits:
@@ -39,8 +39,8 @@ def _all_to_all_bytes(call: Mapping[str, Any], world_size: int) -> int:
 
 _Counter = Callable[[Mapping[str, Any], int], int]
 
-# {function of torch.distributed: bytes of one call, from its arguments and the world size}. Some
-# versions of torch lack some of these functions.
+# {function of torch.distributed: function of (arguments, world size) that returns bytes per call}.
+# Some versions of torch do not have all of these functions.
 _COUNTERS: dict[str, _Counter] = {
     "all_reduce": lambda call, p: all_reduce_bytes(call["tensor"].nbytes, p),
     "all_gather": lambda call, p: all_gather_bytes(call["tensor"].nbytes, p),
@@ -61,12 +61,12 @@ class WireMeter:
     all_gather_into_tensor, all_gather_single, reduce_scatter_tensor, reduce_scatter_single,
     all_to_all_single, broadcast, send, isend and batch_isend_irecv. It counts all calls of
     `torch.distributed.<name>(...)` on any thread, including calls by this package, by torch's DDP
-    hooks and by torch.distributed.pipelining. It does not see DDP's built-in all-reduce, which is
-    issued in C++; register `default_hooks.allreduce_hook` to count it. Ring algorithms are
-    assumed. Meters can be nested; exit them in reverse order.
+    hooks and by torch.distributed.pipelining. It does not count DDP's built-in all-reduce, which
+    C++ code calls. To count it, register `default_hooks.allreduce_hook`. Byte counts assume ring
+    algorithms. Meters can be nested; exit them in reverse order.
 
     Args:
-        group: count only calls with this process group; default: all calls.
+        group: count only calls with this process group. By default, count all calls.
 
     Raises:
         TypeError: `group` is neither a process group nor None.
@@ -78,12 +78,12 @@ class WireMeter:
         self._group = group
         self._lock = threading.Lock()
         self._bytes = 0
-        # With a torch function mode, such as set_default_device's, isend calls itself.
+        # In a torch function mode, such as set_default_device, isend calls itself.
         self._calling = threading.local()
         self._originals: dict[str, Callable[..., Any]] = {}
 
     def take(self) -> int:
-        """Return the bytes sent since the meter started or was last read, and reset it to 0."""
+        """Return the bytes sent since the start or the last `take`, and reset the count to 0."""
         with self._lock:
             taken, self._bytes = self._bytes, 0
         return taken
@@ -126,5 +126,5 @@ class WireMeter:
 
 def _replace(name: str, function: Callable[..., Any]) -> None:
     setattr(dist, name, function)
-    if name == "isend":  # `send` and P2POp use the original module's isend
+    if name == "isend":  # `send` and P2POp use isend of distributed_c10d
         dist.distributed_c10d.isend = function

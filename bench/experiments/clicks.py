@@ -18,13 +18,13 @@ from examples.dlrm.scores import evaluate
 from . import runs
 from .runs import RATE_SEED, scores
 
-# Trains on this rank with (exchange, rate of the tables, seed, data, options). Returns the model,
-# its last loss, and the bytes that this rank sent per step, by purpose.
+# Trains on this rank. Arguments: exchange, learning rate of the tables, seed, data, options.
+# Returns the model, its last loss, and the bytes that this rank sent per step, by purpose.
 Job = Callable[..., tuple[nn.Module, float, dict[str, float]]]
 
 
 def parser(name: str, description: str, exchanges: Sequence[str], known: Callable) -> Parser:
-    """The options of both programs. `known` is the argparse type of an exchange's name."""
+    """A parser for the options of both programs. `known` is the argparse type of an exchange."""
     parser = Parser(prog=f"python -m bench.experiments.{name}", description=description)
     parser.set_defaults(problem="")
     add = parser.add_argument
@@ -32,14 +32,14 @@ def parser(name: str, description: str, exchanges: Sequence[str], known: Callabl
     add(
         "--rates", type=several(positive), default="0.3,1,3,10", help="learning rates of the tables"
     )
-    add("--seeds", type=int, default=5, help="at the best rate; 0: do not use test rows")
+    add("--seeds", type=int, default=5, help="runs at the best rate; 0: do not use test rows")
     add("--ranks", type=count, default=2)
     add("--data", type=Path, metavar="FILE", help="rows in Criteo's layout")
-    add("--rows", type=count, default=1_000_000, help="generated rows without --data")
+    add("--rows", type=count, default=1_000_000, help="number of rows to generate without --data")
     add("--epochs", type=count, default=1)
     add("--batch-size", type=count, default=128, help="rows per rank and step")
     add("--lr", type=positive, default=0.1, help="learning rate of the MLPs (SGD)")
-    add("--hash-size", type=count, default=4000, help="most rows per table")
+    add("--hash-size", type=count, default=4000, help="maximum rows per table")
     add("--embedding-dim", type=count, default=64)
     add("--bottom", type=widths, default="512-256-64", help="hidden widths of the bottom MLP")
     add("--top", type=widths, default="512-256", help="hidden widths of the top MLP")
@@ -48,7 +48,7 @@ def parser(name: str, description: str, exchanges: Sequence[str], known: Callabl
 
 
 def train_by_rates(options: argparse.Namespace, job: Job) -> None:
-    """Train with all rates for the first seed, then at the best rate, and report all runs."""
+    """Train the first seed with all rates, then the others at the best rate. Report all runs."""
     make_folder(options.out)
     settings = settings_of(options)
     runs.load(options.out, settings)  # raises an error before training if they differ
@@ -80,7 +80,7 @@ def _train(
 
 
 def _work(missing: Sequence[dict], options: argparse.Namespace, job: Job) -> None:
-    """Do all of the runs on one rank."""
+    """Execute this rank's part of all missing runs."""
     data = dataset.load(
         options.data, options.rows, options.hash_size, options.batch_size, validation_fraction=0.1
     )
@@ -101,4 +101,4 @@ def _work(missing: Sequence[dict], options: argparse.Namespace, job: Job) -> Non
             file = runs.path(options.out, run)
             files.write_json(file, record)
             print(f"{file.stem}: {record.get('validation', 'diverged')}", flush=True)
-        del model  # free it before its process groups
+        del model  # free the model before its process groups

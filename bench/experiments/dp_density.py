@@ -1,30 +1,30 @@
-"""Measures the quality of data-parallel training by optimizer, method and learning rate.
+"""Measures the quality of data-parallel training with different optimizers and methods.
 
     python -m bench.experiments.dp_density --problems python-adamw --methods dense int4 --rates 8e-3
     python -m bench.experiments.dp_density --problems clicks-sgd --data ROWS.tsv --rates 0.1
 
-Problems: python-... trains a transformer on the Python sources of torch and sympy, and reads each
-character at most once. clicks-... trains DLRM on rows of clicks, generated or from --data.
+Problems: python-... trains a transformer on the Python sources of torch and sympy, and uses each
+character at most once. clicks-... trains DLRM on click rows, which are generated or from --data.
 clicks-adam uses row-wise AdaGrad for the tables (with --table-lr) and Adam for the MLPs.
 
-The learning rate follows a cosine to 0. For a transformer it rises over the first --warmup steps.
+The learning rate follows a cosine to 0. Transformers first warm up for --warmup steps.
 
-Methods: dense (float32), bf16, powersgd4, powersgd8 and powersgd16 (PowerSGD with that rank, after
-a tenth of the steps), dct:D% and reduce_scatter:D% (DCTState; D is the percentage of entries sent),
+Methods: dense (float32), bf16, powersgd4, powersgd8 and powersgd16 (PowerSGD with rank 4, 8 or 16,
+after a tenth of the steps), dct:D% and reduce_scatter:D% (DCTState that sends D % of the entries),
 int8, int4 and ternary (DCTState with all entries in that format). local:D%xH and local-FORMAT:xH
 are DCTAverager with period H, and ahead:D% is DCTAverager(period=1, step_ahead=True). All except
 dense, bf16, powersgd, reduce_scatter and fsdp also take ",transport=reduce_scatter".
-fsdp-WEIGHTS-GRADIENTS is compress_fully_shard with these formats; its scores use unrounded weights.
+fsdp-WEIGHTS-GRADIENTS is compress_fully_shard with these formats, scored with unrounded weights.
 
 All ranks are simulated in one process, and the results are bitwise identical to those of real
 ranks. The bytes that a rank sends are computed from the message sizes.
 
-1. With several rates, each method is trained with each rate from seed 0. Its best rate has the
-   lowest loss on the validation part.
-2. At its best rate it is trained from seeds 0, 1, 2, ... and scored on the test part.
+1. With several rates, each method is trained with each rate from seed 0. The best rate of a method
+   has the lowest loss on the validation part.
+2. Each method is trained at its best rate from seeds 0, 1, 2, ... and scored on the test part.
 
-Each finished run is a file in --out and is not repeated, so you can restart an interrupted command,
-and add methods, rates and seeds. The report covers all runs in --out.
+Each finished run is stored as a file in --out and is not repeated. You can therefore restart an
+interrupted command, and add methods, rates and seeds. The report covers all runs in --out.
 """
 
 import argparse
@@ -131,7 +131,7 @@ def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) 
 def stepper(
     optimizers: list[torch.optim.Optimizer], parts: Sequence[float]
 ) -> Callable[[int], None]:
-    """Return a function that takes step number `step` with parts[step] of the full rate."""
+    """Return a function of `step` that runs the optimizers with parts[step] of their rates."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     full = [group["lr"] for group in groups]
 
@@ -150,7 +150,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, object]:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Do all selected runs that do not exist yet."""
+    """Execute all selected runs that have no results yet."""
     runs.load(options.out, settings_of(options))  # raises an error before training if they differ
 
     @cache
@@ -188,17 +188,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), metavar="P")
     methods = ["dense", "bf16", "dct:1%"]
     add("--methods", nargs="+", type=dp_methods.named, default=methods, metavar="M")
-    add("--rates", type=several(positive), help="joined by ',' (default: depends on the problem)")
-    add("--table-lr", type=positive, default=0.02, help="rate of clicks-adam's tables")
+    add("--rates", type=several(positive), help="learning rates (default: depends on the problem)")
+    add("--table-lr", type=positive, default=0.02, help="learning rate of clicks-adam's tables")
     add("--steps", type=count, default=600)
     add("--seeds", type=count, default=3)
     add("--ranks", type=count, default=2)
-    add("--batch", type=count, metavar="N", help="rows or texts per rank and step: 128 or 8")
-    add("--warmup", type=count, default=50, help="steps; long runs need a tenth of --steps")
+    add("--batch", type=count, metavar="N", help="rows (128) or texts (8) per rank and step")
+    add("--warmup", type=count, default=50, help="warm-up steps; long runs need a tenth of --steps")
     add("--width", type=count, default=96, help="width of the transformer")
     add("--layers", type=count, default=3, help="layers of the transformer")
-    add("--data", type=Path, metavar="FILE", help="rows of clicks in Criteo's layout")
-    add("--rows", type=count, default=1_000_000, help="generated rows without --data")
+    add("--data", type=Path, metavar="FILE", help="click rows in Criteo's layout")
+    add("--rows", type=count, default=1_000_000, help="rows to generate without --data")
     add("--out", type=Path, default=Path("runs/dp_density"))
     return parser.parse_args(arguments)
 

@@ -1,7 +1,7 @@
-"""Simulates local SGD of several ranks in one process, for dp_density.py.
+"""Simulates local SGD on several ranks in one process, for dp_density.py.
 
-Each rank has a model, and an optimizer that uses only this rank's gradients. Every `period` steps
-the ranks average the changes of their weights. Results are bitwise those of `DCTAverager`.
+Each rank has its own model, and an optimizer that uses only this rank's gradients. Every `period`
+steps the ranks average the changes of their weights. Results are bitwise equal to `DCTAverager`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ class Local(dp_ranks.Counts):
 
     Args:
         models: the models of all ranks, with equal weights.
-        density: fraction of the changes that is sent.
+        density: fraction of the changes that are sent.
         period: number of steps between averagings.
         format, transport: see `Buckets`.
         step_ahead: start each period from weights that include the residual.
@@ -52,7 +52,7 @@ class Local(dp_ranks.Counts):
             self._set(rank, start)
 
     def end(self) -> None:
-        """Set all ranks to the averaged weights."""
+        """Set the weights of all ranks to the averaged weights."""
         for rank in range(self.ranks):
             self._set(rank, self.base)
 

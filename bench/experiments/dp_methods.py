@@ -1,4 +1,4 @@
-"""The methods of dp_density.py and their names."""
+"""Maps the method names of dp_density.py to implementations."""
 
 import argparse
 import re
@@ -10,7 +10,7 @@ from dct_parallel.exchange import quantized
 
 from . import dp_local, dp_ranks, dp_shards
 
-# {name: (suffix of the name after a colon, method)}; D is a percentage and H a number of steps.
+# {name: (suffix after a colon, method)}. In a suffix, D is a percentage and H a number of steps.
 METHODS: dict[str, tuple[str, partial]] = {
     "dense": ("", partial(dp_ranks.Dense, dtype=torch.float32)),
     "bf16": ("", partial(dp_ranks.Dense, dtype=torch.bfloat16)),
@@ -32,10 +32,10 @@ TRANSPORT = ",transport=reduce_scatter"  # suffix for methods that take a transp
 
 
 def method(name: str) -> partial:
-    """Return a constructor of the exchange of gradients, or of the averaging of weights.
+    """Return a constructor of the object that exchanges gradients or averages weights.
 
     Raises:
-        argparse.ArgumentTypeError: no method has this name, or it takes no transport.
+        argparse.ArgumentTypeError: no method has this name, or the method takes no transport.
     """
     found = re.fullmatch(
         r"([\w-]+)(?::(?:([\d.]+)%)?(?:x([1-9]\d*))?)?", name.removesuffix(TRANSPORT)

@@ -1,7 +1,7 @@
-"""The task of dp_density.py on Python sources: the installed files of torch and sympy.
+"""The Python task of dp_density.py: next-character prediction on the sources of torch and sympy.
 
-They are a text of 70 million characters that no method was tuned for, and need no download. Only
-printable ASCII and line ends are kept. Generated files are skipped.
+The installed sources have 70 million characters. No method was tuned for them, and they need no
+download. Only printable ASCII and line ends are kept. Generated files are skipped.
 """
 
 import zlib
@@ -19,16 +19,16 @@ from bench.cli import UsageError
 from .dp_tasks import BATCH_TEXTS, CONTEXT, Transformer, next_character_loss
 
 PACKAGES = ("torch", "sympy")
-KNOWN = b"\n" + bytes(range(ord(" "), ord("~") + 1))  # the characters; their indices are the input
+KNOWN = b"\n" + bytes(range(ord(" "), ord("~") + 1))  # the model's input are indices into KNOWN
 DROPPED = bytes(set(range(256)) - set(KNOWN))
-LONGEST_LINE, MOST_DIGITS = 80, 0.2  # limits of a handwritten file: mean line, share of digits
-PARTS = {0: "validation", 1: "test"}  # one in 32 files each, by a hash of the path
-VALIDATION_TEXTS = 4000  # enough to choose a rate, because differences vary less than losses
-SCORED_AT_ONCE = 32  # texts; more of them do not fit into the cache
+LONGEST_LINE, MOST_DIGITS = 80, 0.2  # mean line length, fraction of digits
+PARTS = {0: "validation", 1: "test"}  # each gets one in 32 files, by a hash of the path
+VALIDATION_TEXTS = 4000  # enough to choose a learning rate: differences vary less than losses
+SCORED_AT_ONCE = 32  # texts; more would not fit into the cache
 
 
 class Source(NamedTuple):
-    """A file: its path, which starts with the package, and its text."""
+    """A source file. `path` starts with the name of the package."""
 
     path: str
     text: bytes
@@ -37,14 +37,14 @@ class Source(NamedTuple):
         return PARTS.get(zlib.crc32(self.path.encode()) % 32, "train")
 
     def is_generated(self) -> bool:
-        """Whether the file consists of numbers or very long lines, as generated files do."""
+        """Whether lines are so long, or digits so frequent, that the file must be generated."""
         lines = 1 + self.text.count(b"\n")
         digits = sum(self.text.count(digit) for digit in b"0123456789")
         return len(self.text) > LONGEST_LINE * lines or digits > MOST_DIGITS * len(self.text)
 
 
 def installed() -> list[Source]:
-    """The sources of PACKAGES.
+    """The source files of PACKAGES.
 
     Raises:
         UsageError: a package is not installed.
@@ -56,7 +56,7 @@ def installed() -> list[Source]:
 
 
 def read(folders: Mapping[str, Path]) -> list[Source]:
-    """The handwritten sources in {package: its folder}, sorted by path."""
+    """The handwritten files in `folders` ({package: folder}), sorted by path."""
     found = []
     for package, folder in folders.items():
         paths = {f"{package}/{p.relative_to(folder).as_posix()}": p for p in folder.rglob("*.py")}
@@ -66,7 +66,7 @@ def read(folders: Mapping[str, Path]) -> list[Source]:
 
 
 def windows(sources: Iterable[Source], length: int) -> dict[str, Tensor]:
-    """{part: uint8 [windows, length], indices of characters}; windows do not overlap."""
+    """{part: indices of characters, uint8 [windows, length]}; windows do not overlap."""
     texts: dict[str, list[bytes]] = {}
     for source in sources:
         texts.setdefault(source.part(), []).append(source.text)
@@ -74,7 +74,7 @@ def windows(sources: Iterable[Source], length: int) -> dict[str, Tensor]:
 
 
 def _encode(text: bytes) -> Tensor:
-    """The indices of the characters, uint8."""
+    """The indices of the characters in KNOWN, uint8."""
     return torch.from_numpy(_NUMBERS[np.frombuffer(text, dtype=np.uint8)])
 
 
@@ -83,10 +83,10 @@ _NUMBERS[list(KNOWN)] = np.arange(len(KNOWN))
 
 
 class PythonTask:
-    """Predict the next character of the sources. Each character is read at most once.
+    """Next-character prediction on the sources. Each character is used at most once.
 
     Args:
-        width, layers: width and number of layers of the transformer.
+        width, layers: the width of the transformer and its number of layers.
         batch: texts per rank and step.
     """
 
@@ -123,5 +123,5 @@ class PythonTask:
 
 
 def _spread(texts: Tensor, count: int) -> Tensor:
-    """Select `count` texts at equal distances."""
+    """Select `count` evenly spaced texts."""
     return texts[torch.arange(count) * len(texts) // count]

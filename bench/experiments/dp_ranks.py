@@ -1,9 +1,9 @@
 """Simulates data-parallel training of several ranks in one process, for dp_density.py.
 
-The gradients of the ranks are computed one after another on one copy of the weights. The gradients
-of a rank are one flat tensor in the order in which backward finishes them, as in DDP with one
-bucket. The exchange runs without a network (in_process.py). The weights are bitwise equal to those
-of real ranks (tests/bench/test_dp_density.py).
+The gradients of the ranks are computed one after another with one copy of the weights. Each rank's
+gradients are one flat tensor, in the order in which backward computes them, as in DDP with one
+bucket. in_process.py exchanges them without a network. The resulting weights are bitwise equal to
+the weights of real ranks (tests/bench/test_dp_density.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from .in_process import Buckets
 
 
 class Counts:
-    """Counts an exchange. `sent` is the number of bytes of the rank that has sent most."""
+    """A base class. `sent` counts the bytes that are sent by the rank that sends most."""
 
     sent = 0
 
@@ -30,7 +30,7 @@ class Counts:
 
 
 class Dense(Counts):
-    """Averages the ranks' gradients as an all-reduce in `dtype` does.
+    """Averages the ranks' gradients like an all-reduce in `dtype`.
 
     Args:
         shapes: shapes of the parameters, in the order of the flat gradients.
@@ -47,7 +47,7 @@ class Dense(Counts):
 
 
 class DCT(Dense):
-    """Averages as `DCTState` does, after START_STEP steps in bfloat16."""
+    """Averages gradients as `DCTState` does; the first START_STEP steps use bfloat16."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class DCT(Dense):
 
 
 class PowerSGD(Dense):
-    """PowerSGD (arXiv 1905.13727) as in torch's hook, with a rank above 2.
+    """PowerSGD (arXiv 1905.13727) as in torch's hook, for matrix ranks above 2.
 
-    A matrix is compressed if this at least halves the number of elements. The rest, and everything
-    before step `start`, is averaged in float32.
+    A matrix is compressed if this at least halves the number of elements. Other gradients, and all
+    gradients before step `start`, are averaged in float32.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class PowerSGD(Dense):
 
 
 def finishing_order(model: nn.Module, loss: Tensor) -> list[nn.Parameter]:
-    """The parameters in the order in which backward finishes them. Resets their gradients."""
+    """The parameters in the order in which backward computes their gradients. Resets gradients."""
     order: list[nn.Parameter] = []
     hooks = [p.register_post_accumulate_grad_hook(order.append) for p in model.parameters()]
     loss.backward()
@@ -131,13 +131,13 @@ def train(
     step_weights: Callable[[int], None],
     steps: int,
 ) -> Iterator[tuple[float, Counts]]:
-    """Train `model` in place. Yield (mean loss of the ranks, the exchange) for each step.
+    """Train `model` in place. Yield (mean loss over ranks, exchange object) for each step.
 
     Args:
         loss_of: computes the loss from the model and a batch.
         batches: the batches of each rank.
-        make_exchange: makes the exchange from the shapes of the parameters and the number of ranks.
-        step_weights: called with the number of the step when the gradients are averaged.
+        make_exchange: makes the exchange from the parameters' shapes and the number of ranks.
+        step_weights: called with the step number after the gradients are averaged.
     """
     first = [next(rank_batches) for rank_batches in batches]
     order = finishing_order(model, loss_of(model, first[0]))

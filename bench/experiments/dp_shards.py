@@ -1,9 +1,9 @@
 """Simulates FSDP2 between several ranks in one process, for dp_density.py.
 
-The ranks share one copy of the weights. Before each step the weights are replaced by the values
-that ranks would gather, and after it the gradients by the sums that the owners of shards would
-compute. Messages are bitwise equal to those of `compress_fully_shard` (test_dp_density.py).
-Each block of the model, and the rest, is one wrapped module, which is gathered once per step.
+The ranks share one copy of the weights. Before each step, the weights are replaced by the values
+that ranks would gather. After it, the gradients are replaced by the sums that the owners of shards
+would compute. Messages are bitwise equal to `compress_fully_shard` (test_dp_density.py). Each block
+of the model is a wrapped module, and so is the rest. Each is gathered once per step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ FORMATS = ("bfloat16", "int8", "int4")
 
 
 class _Unit:
-    """One wrapped module."""
+    """A wrapped module, whose parameters are gathered together."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], ranks: int, weights: str, gradients: str
@@ -31,7 +31,7 @@ class _Unit:
         sent = tuple((numel, p.dim() < 2) for p, numel in zip(parameters, self.numels, strict=True))
         self.gather, self.reduce = message_layout(sent, weights), message_layout(sent, gradients)
         self.kept: Tensor | None = None  # weights of the last gather, if the format is "int4"
-        self.grads: list[Tensor] = []  # one per rank
+        self.grads: list[Tensor] = []  # of each rank
 
     def shards(self, tensors: Sequence[Tensor]) -> Tensor:
         """Split tensors with the parameters' shapes into shards [ranks, numel]."""
@@ -45,7 +45,7 @@ class _Unit:
         return [part.flatten()[: p.numel()].view_as(p) for part, p in parts]
 
     def gathered(self) -> Tensor:
-        """The weights that ranks gather [ranks, numel]."""
+        """The weights [ranks, numel] that each rank receives."""
         weights = self.shards([p.detach() for p in self.parameters])
         if self.gather.format != "int4":
             return self._sent(weights)
@@ -57,7 +57,7 @@ class _Unit:
         return self.kept
 
     def _sent(self, shards: Tensor) -> Tensor:
-        """Each rank's shard, packed and unpacked."""
+        """Pack and unpack each rank's shard."""
         got = torch.empty_like(shards)
         for shard, out in zip(shards, got, strict=True):
             message = torch.zeros(1, self.gather.nbytes(shard.dtype), dtype=torch.uint8)
@@ -66,7 +66,7 @@ class _Unit:
         return got
 
     def reduced(self) -> Tensor:
-        """The mean of the ranks' gradients, as the owners compute it [ranks, numel]."""
+        """The mean gradients [ranks, numel], as the owners of the shards compute them."""
         nbytes, means = self.reduce.nbytes(torch.float32), torch.empty_like(self.grads[0])
         for owner, out in enumerate(means):
             messages = torch.zeros(self.ranks, nbytes, dtype=torch.uint8)
@@ -78,7 +78,7 @@ class _Unit:
 
 
 class Shards(Counts):
-    """The exchange of weights and gradients between shards of a model.
+    """Exchanges weights and gradients between the shards of a model.
 
     Args:
         weights, gradients: formats of `compress_fully_shard`.
@@ -95,7 +95,7 @@ class Shards(Counts):
         self.step_bytes = sum(all_gather_bytes(part, ranks) for part in parts)
 
     def means(self, losses: Sequence[Callable[[], Tensor]]) -> list[float]:
-        """Return the losses of the ranks, and set the parameters' gradients to their means."""
+        """Return the ranks' losses, and set the parameters' gradients to the means over ranks."""
         values = []
         saved = [[p.data for p in unit.parameters] for unit in self.units]
         for unit in self.units:
@@ -125,7 +125,7 @@ def train(
     step_weights: Callable[[int], None],
     steps: int,
 ) -> Iterator[tuple[float, Counts]]:
-    """Like `dp_ranks.train`."""
+    """Like `dp_ranks.train`, with sharded weights."""
     for step in range(steps):
         losses = shards.means([lambda each=each: loss_of(model, next(each)) for each in batches])
         step_weights(step)

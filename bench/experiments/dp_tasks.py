@@ -1,7 +1,7 @@
 """The tasks of dp_density.py: a transformer on text, and DLRM on clicks.
 
-A task has a model, and batches for every rank. Both depend only on the seed. The model is scored on
-samples that it was not trained on: "validation", which is used to select settings, and "test".
+A task provides a model, and batches for every rank. Both depend only on the seed. The model is
+scored on held-out samples: "validation", which is used to select settings, and "test".
 """
 
 from pathlib import Path
@@ -26,13 +26,13 @@ from examples.dlrm.scores import score
 
 from .runs import scores
 
-CONTEXT = 64  # characters that the transformer sees
+CONTEXT = 64  # characters; context length of the transformer
 BATCH_TEXTS = 8  # per rank and step
 BATCH_ROWS = 128  # per rank and step
 
 
 class Block(nn.Module):
-    """A layer of a transformer, with norms before attention and before the MLP."""
+    """A transformer layer with norms before the attention and before the MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Logits of the next character [batch, length, characters] of characters [batch, length]."""
+    """Maps characters [batch, length] to logits of the next one [batch, length, characters]."""
 
     def __init__(self, characters: int, width: int = 96, layers: int = 3, heads: int = 4) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class ClicksTask:
 
     Args:
         data: a file in Criteo's layout, or None for generated rows.
-        rows: number of rows to generate; their order is new in every epoch.
+        rows: number of rows to generate. They are reshuffled in every epoch.
         hash_size, bottom, top: see `train_dlrm.py`.
         batch: rows per rank and step.
     """

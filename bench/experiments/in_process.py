@@ -1,7 +1,7 @@
-"""The exchange of dct_parallel between ranks in one process; collectives are copies.
+"""Runs the exchange of dct_parallel between ranks in one process; collectives are copies.
 
-Each rank has a `Bucket`. Only the bucket of the first rank is finished: it copies the messages of
-the other ranks from their transports, which compute their results at that moment.
+Each rank has a `Bucket`, but `finish` is called only for the first rank. It copies the messages of
+the other ranks from their transports, which compute their results when they are copied.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class _AllGather(_InProcess, AllGather):
 
 class _ReduceScatter(_InProcess, ReduceScatter):
     def _wait(self) -> None:
-        # A rank that owns nothing has no row.
+        # `_arrived` is empty if this rank owns no entries.
         for row, peer in zip(self._arrived, self._peers, strict=False):
             row.copy_(peer._sent[self._group.rank()])
 
@@ -59,7 +59,7 @@ class _ReduceScatter(_InProcess, ReduceScatter):
             row.copy_(packed if peer is self else peer._result())
 
     def _result(self) -> Tensor:
-        """This owner's payload."""
+        """The payload that this rank sends as an owner."""
         self._wait()
         status, packed = self._compress_mean()
         assert not status.any()
@@ -98,7 +98,7 @@ class Buckets:
         ]
 
     def mean(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The mean of the ranks' tensors [numel], as all ranks receive it."""
+        """The mean [numel] of the ranks' tensors, as every rank computes it."""
         for bucket, tensor in zip(self._buckets, tensors, strict=True):
             bucket.start(tensor)
         first, mean = self._buckets[0], torch.empty_like(tensors[0])

@@ -1,17 +1,17 @@
-"""Trains hybrid-parallel DLRM with different number formats of its embedding rows.
+"""Trains hybrid-parallel DLRM with different number formats for embedding rows.
 
     python -m bench.experiments.mp_formats --data ROWS.tsv --epochs 5 --batch-size 64
     python -m bench.experiments.mp_formats --exchanges float32 int4,sign+dedup --rates 3,10
 
-An exchange is FORMAT, or FORWARD,BACKWARD, or the percentage of a row's entries that are sent, such
-as 7.5%. With +dedup each distinct row is sent once. The gradients of the MLPs are averaged in
-float32. All runs with the same seed start from the same weights and see the same batches.
+An exchange is FORMAT, or FORWARD,BACKWARD (two formats), or a percentage such as 7.5%, the part of
+a row's entries that is sent. With +dedup each distinct row is sent once. The gradients of the MLPs
+are averaged in float32. All runs with the same seed use the same initial weights and batches.
 
-1. Each exchange is trained with each rate of the tables from seed 0. Its best rate has the lowest
-   log loss on the validation rows.
-2. At its best rate it is trained from seeds 1, 2, ... and scored on the test rows.
+1. Each exchange is trained with each learning rate of the tables from seed 0. The best rate of an
+   exchange has the lowest log loss on the validation rows.
+2. Each exchange is trained at its best rate from seeds 1, 2, ... and scored on the test rows.
 
-Each finished run is a file in --out and is not repeated.
+Each finished run is stored as a file in --out and is not repeated.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def parse_exchange(name: str) -> tuple[RowFormat, bool]:
     """Return (format, whether each distinct row is sent once).
 
     Raises:
-        argparse.ArgumentTypeError: `name` is not the name of an exchange.
+        argparse.ArgumentTypeError: `name` is not a valid exchange.
     """
     text, plus, word = name.partition("+")
     try:
@@ -64,7 +64,7 @@ def known(name: str) -> str:
 def job(
     exchange: str, rate: float, seed: int, data: dataset.Dataset, options: argparse.Namespace
 ) -> tuple[nn.Module, float, dict[str, float]]:
-    """See `clicks.Job`. Collective."""
+    """Train with one exchange; see `clicks.Job`. Collective."""
     format, dedup = parse_exchange(exchange)
     torch.manual_seed(seed)
     whole = DLRM(data.tables, options.embedding_dim, options.bottom, options.top)

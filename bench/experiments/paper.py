@@ -4,14 +4,14 @@
     python -m bench.experiments.paper --data train.txt --cuts rows,columns --embedding-lr 1
 
 The model is DLRM with embeddings of 16 and MLPs of 13-512-256-64-16 and 512-256-1. It is trained
-with SGD, a learning rate of 0.1 and 128 rows per rank and step, on 2 ranks. Each row is read once.
-examples/train_dlrm.py trains all settings of a cut, which is the part that is compressed:
+with SGD, a learning rate of 0.1 and 128 rows per rank and step, on 2 ranks. Each row is used once.
+examples/train_dlrm.py trains all settings of a cut. A cut is the part that is compressed:
 
     gradients   gradients of all weights; every rank has all weights
     rows        rows of the embedding tables, which are sharded
     columns     columns of the top MLP's hidden layers, which are split
 
-A finished setting has a folder in --out and is not repeated.
+Each finished setting has a folder in --out and is not repeated.
 """
 
 import argparse
@@ -86,9 +86,9 @@ def _kept(run: dict) -> dict:
 
 
 def report(runs: Sequence[dict], cut: str) -> str:
-    """The table of a cut. Differences from float32 are taken per seed.
+    """The table of a cut. Differences from float32 are computed per seed.
 
-    Factors count the bytes that a setting compresses: gradients, rows or both.
+    Reduction factors count only the bytes that a setting compresses: gradients, rows or both.
     """
     settings: dict[str, list[dict]] = {}
     for run in runs:
@@ -123,8 +123,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--cuts", type=several(str, SETTINGS), default=",".join(PARALLEL))
     add("--data", type=Path, metavar="FILE", help="rows in Criteo's layout")
-    add("--rows", type=count, default=260_000, help="generated rows; 20 %% are for the test")
-    add("--embedding-lr", type=positive, help="rate of the tables (default: 0.1)")
+    add("--rows", type=count, default=260_000, help="rows to generate; 20 %% are test rows")
+    add("--embedding-lr", type=positive, help="learning rate of the tables (default: 0.1)")
     add("--seeds", type=count, default=3)
     add("--out", type=Path, default=Path("runs/paper"))
     return parser.parse_args(arguments)

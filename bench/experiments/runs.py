@@ -1,8 +1,8 @@
 """Finished runs of an experiment, one JSON file per run, and tables of them.
 
-A run has "problem" (runs of one problem are compared), "method", "rate", "seed", "settings" (equal
-in all runs of a folder), "validation" and sometimes "test" (scores by name, including "loss"), and
-"bytes" (per rank and step, by purpose).
+Keys of a run: "problem" (runs of one problem are compared), "method", "rate", "seed", "settings"
+(equal in all runs of a folder), "validation" and optionally "test" (scores by name, including
+"loss"), and "bytes" (per rank and step, by purpose).
 """
 
 import argparse
@@ -19,23 +19,23 @@ BASELINES = ("dense", "float32")
 
 
 def path(folder: Path, run: dict) -> Path:
-    """The file of a run."""
+    """The path of a run's file."""
     name = f"{run['problem']}_{run['method']}_lr{run['rate']:g}_seed{run['seed']}"
     kept = {ord(" "): "_", ord("%"): "percent"} | dict.fromkeys(map(ord, ",:=+"), "-")
     return folder / f"{name.lstrip('_').translate(kept)}.json"
 
 
 def settings_of(options: argparse.Namespace, *names: str) -> dict[str, object]:
-    """The values of these options, as written to a file."""
+    """The values of the options `names`, as they are stored in a run."""
     found = {name: getattr(options, name) for name in names}
     return found | {"data": options.data and options.data.name}
 
 
 def load(folder: Path, settings: dict[str, object]) -> list[dict]:
-    """Load all finished runs.
+    """Load all finished runs in `folder`.
 
     Raises:
-        UsageError: a run has different settings.
+        UsageError: a run has other settings than `settings`.
     """
     records = [json.loads(file.read_text()) for file in sorted(folder.glob("*_seed*.json"))]
     for run in records:
@@ -46,7 +46,7 @@ def load(folder: Path, settings: dict[str, object]) -> list[dict]:
 
 
 def scores(found: Scores) -> dict[str, float]:
-    """The scores as written to a file; all tasks have "loss"."""
+    """The scores as they are stored in a run. All tasks have a "loss"."""
     return {"auc": found.auc, "loss": found.log_loss, "calibration": found.calibration}
 
 
@@ -66,8 +66,8 @@ def best_rate(records: Sequence[dict], problem: str, method: str) -> float | Non
 def tables(records: Sequence[dict]) -> str:
     """Render a Markdown table for each problem, with each method at its best rate.
 
-    Scores are means over seeds with the standard deviation. Differences from the baseline are
-    taken per seed; the table shows their mean, standard error and maximum.
+    Scores are means and standard deviations over seeds. Differences from the baseline are computed
+    per seed; the table shows the mean, standard error and maximum of the differences.
     """
     problems: dict[str, dict[str, list[dict]]] = {}
     for run in sorted(records, key=lambda run: run["seed"]):
@@ -87,7 +87,7 @@ def tables(records: Sequence[dict]) -> str:
 
 
 def _sent(runs: Sequence[dict]) -> float:
-    """Bytes of gradients or rows, without ids."""
+    """Bytes of gradients or rows per rank and step, without ids; mean over runs."""
     sent = [sum(n for name, n in run["bytes"].items() if name != "ids") for run in runs]
     return sum(sent) / len(sent)
 
@@ -108,6 +108,6 @@ def _row(runs: Sequence[dict], dense: Sequence[dict]) -> list[str]:
 
 
 def over(runs: Sequence[dict], dense: Sequence[dict]) -> list[float]:
-    """Differences of the test loss for each seed."""
+    """For each seed, the test loss minus the test loss of the dense run."""
     by_seed = {run["seed"]: run["test"]["loss"] for run in dense}
     return [r["test"]["loss"] - by_seed[r["seed"]] for r in runs if r["seed"] in by_seed]

@@ -1,18 +1,18 @@
-"""Measures quality and bytes of TorchRec's DLRM with different codecs for embeddings.
+"""Trains TorchRec's DLRM with different codecs for embeddings. Measures quality and bytes.
 
     python -m bench.experiments.torchrec_dlrm --data ROWS.tsv --epochs 3 --batch-size 64
 
 Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md). torchrec.models.dlrm.DLRM runs in
-DistributedModelParallel. Each table is on one rank, or with --row-wise on all ranks. Tables use
-row-wise AdaGrad, which TorchRec fuses into the backward pass. The MLPs are on all ranks and use
+DistributedModelParallel. Each table is on one rank. With --row-wise, each is on all ranks. Tables
+use row-wise AdaGrad, which TorchRec fuses into the backward pass. The MLPs are on all ranks and use
 SGD. An exchange is one of
 
     float32             TorchRec without codecs
-    fp16, int8, mx4     FBGEMM's codecs with their defaults; int8 and mx4 have a scale for every 32
+    fp16, int8, mx4     FBGEMM's codecs with default settings; int8 and mx4 use a scale for every 32
                         entries, and do not support --row-wise
     FORWARD,BACKWARD    dct_embeddings.torchrec.compressed_sharders, with a scale for each embedding
-    EXCHANGE+hook       also compress_dense on the MLPs, with --density; otherwise their gradients
-                        are averaged in float32. Does not support --row-wise
+    EXCHANGE+hook       also uses compress_dense on the MLPs, with --density. Without +hook, MLP
+                        gradients are averaged in float32. Does not support --row-wise
 
 Learning rates of the tables are selected as in mp_formats.py, and finished runs are not repeated.
 """
@@ -66,7 +66,7 @@ BAGS = "sparse_arch.embedding_bag_collection"
 
 
 def sharder(name: str) -> ModuleSharder:
-    """The sharder of an exchange; `name` excludes +hook."""
+    """The sharder of an exchange. `name` is the exchange without +hook."""
     if name == "float32":
         return EmbeddingBagCollectionSharder()
     if name in FBGEMM:
@@ -77,10 +77,10 @@ def sharder(name: str) -> ModuleSharder:
 
 
 class Clicks(nn.Module):
-    """A DLRM that TorchRec parallelizes, with the interface of the DLRM in examples.
+    """A DLRM parallelized by TorchRec, with the interface of the DLRM in examples.
 
     Args:
-        rows: rows of each table.
+        rows: number of rows of each table.
         name: the exchange without +hook.
         rate: learning rate of the tables.
         seed: seed of the weights.
@@ -116,7 +116,7 @@ class Clicks(nn.Module):
         plan = construct_module_sharding_plan(
             bags, sharding, sharder=exchange, device_type="cpu", **sizes
         )
-        torch.manual_seed(seed * ranks + dist.get_rank())  # for the tables, which are made now
+        torch.manual_seed(seed * ranks + dist.get_rank())  # to initialize the tables
         self.dmp = DistributedModelParallel(
             model, device=CPU, plan=ShardingPlan(plan={BAGS: plan}), sharders=[exchange]
         )
@@ -126,7 +126,7 @@ class Clicks(nn.Module):
         return [p for name, p in self.dmp.named_parameters() if BAGS not in name]
 
     def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
-        """Logits [batch] of integers float32 [batch, 13] and table rows int32 [batch, tables]."""
+        """Return logits [batch] for `ints` float32 [batch, 13], `ids` int32 [batch, tables]."""
         values = ids.t().flatten().long()
         lengths = torch.ones(values.numel(), dtype=torch.int32)
         features = KeyedJaggedTensor.from_lengths_sync(self._features, values, lengths)
@@ -136,8 +136,8 @@ class Clicks(nn.Module):
 class Rows:
     """A context that counts the bytes of rows that this rank sends.
 
-    TorchRec sends rows with an all-to-all. With `sums` it uses a reduce-scatter, and an all-gather
-    for gradients; rings are assumed. Messages of 32- or 64-bit integers (ids, counts) are ignored.
+    TorchRec sends rows with an all-to-all. With `sums`, it uses a reduce-scatter, and an all-gather
+    for gradients (rings are assumed). Messages of 32- or 64-bit integers (ids, counts) are ignored.
     """
 
     def __init__(self, sums: bool) -> None:
@@ -157,7 +157,7 @@ class Rows:
             setattr(dist, name, original)
 
     def take(self) -> int:
-        """Return the bytes since the last call."""
+        """Return the bytes that were sent since the last call."""
         sent, self.sent = self.sent, 0
         return sent
 
@@ -186,10 +186,10 @@ class Rows:
 def job(
     exchange: str, rate: float, seed: int, data: dataset.Dataset, options: argparse.Namespace
 ) -> tuple[nn.Module, float, dict[str, float]]:
-    """See `clicks.Job`. Collective."""
-    warnings.simplefilter("ignore")  # TorchRec warns, and reads torchrun's variables
+    """Train with one exchange; see `clicks.Job`. Collective."""
+    warnings.simplefilter("ignore")  # TorchRec raises warnings
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=ranks, WORLD_SIZE=ranks)
+    os.environ.update(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=ranks, WORLD_SIZE=ranks)  # for TorchRec
     name, plus, _ = exchange.partition("+")
     model = Clicks(data.tables, name, rate, seed, options)
     state: DCTState | None = None
@@ -227,7 +227,7 @@ def main() -> None:
     parser = clicks.parser("torchrec_dlrm", __doc__, NAMES, exchange_name)
     parser.set_defaults(rates="0.001,0.003,0.01")
     add = parser.add_argument
-    add("--density", type=density, default=0.01, help="density of +hook")
+    add("--density", type=density, default=0.01, help="density of the hook in EXCHANGE+hook")
     add("--row-wise", dest="problem", action="store_const", const="row_wise", help="all tables")
     options = parser.parse_args()
     if options.problem and (

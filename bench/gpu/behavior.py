@@ -1,6 +1,6 @@
-"""Checks that each op gives the same bits in a CUDA graph, on two streams and with torch.compile.
+"""Checks that CUDA graphs, concurrent streams and torch.compile do not change the results of ops.
 
-Also checks that no op syncs with the device, and runs torch.library.opcheck.
+Also checks that no op synchronizes with the device, and runs torch.library.opcheck.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from dct_kernels.layout import QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS
 
 ITERATIONS = 50
-SLEEP_CYCLES = 100_000_000  # 50 ms, so that all calls are queued and the streams overlap
+SLEEP_CYCLES = 100_000_000  # 50 ms: all calls are queued meanwhile, and the streams overlap
 
 
 def chosen(device: str) -> Iterator[Case]:
@@ -41,7 +41,7 @@ def chosen(device: str) -> Iterator[Case]:
 
 
 def equal(actual: tuple[Tensor, ...], expected: list[Tensor]) -> bool:
-    """Whether all bits are equal."""
+    """Whether the tensors are bitwise equal."""
     pairs = zip(actual, expected, strict=True)
     return all(torch.equal(a.view(torch.uint8), e.view(torch.uint8)) for a, e in pairs)
 
@@ -49,7 +49,7 @@ def equal(actual: tuple[Tensor, ...], expected: list[Tensor]) -> bool:
 def graph(case: Case, ops: SimpleNamespace) -> str:
     expected = results(case, ops)
     case.reset(0)
-    with forbid_syncs():  # capture raises an error for syncs that this does not see
+    with forbid_syncs():  # capture detects the other synchronizations
         case.run(ops, 0)
     made, static = captured(lambda: case.run(ops, 0))
     for _ in range(2):
@@ -63,7 +63,7 @@ def graph(case: Case, ops: SimpleNamespace) -> str:
 
 
 def streams(pair: tuple[Case, Case], ops: SimpleNamespace) -> str:
-    """Run each case many times on its own stream, and compare with a separate call."""
+    """Run two cases many times on two concurrent streams. Compare with separate calls."""
     expected = [results(case, ops) for case in pair]
     both = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
@@ -82,8 +82,8 @@ def streams(pair: tuple[Case, Case], ops: SimpleNamespace) -> str:
 
 
 def compiled(case: Case) -> str:
-    """Compile the public functions with Inductor, so that their checks are also traced."""
-    torch.compiler.reset()  # otherwise dynamo counts all ops as recompilations of one function
+    """Compile the public functions with Inductor, so that argument checks are also traced."""
+    torch.compiler.reset()  # or dynamo counts all ops as recompilations of one function
     expected = results(case, dct_kernels)
     case.reset(0)
     function = torch.compile(lambda: case.run(dct_kernels, 0), fullgraph=True, dynamic=True)
@@ -112,7 +112,7 @@ def main() -> None:
         try:
             print(f"{name}: {check(*given)}", flush=True)
             done += 1
-        except Exception as error:  # dynamo raises many types; continue with other checks
+        except Exception as error:  # dynamo raises many types of errors
             print(f"{name}: {check.__name__}: {error}", flush=True)
             failures.append(f"{name} ({check.__name__})")
     report(failures, f"{done} checks passed: graphs, streams, torch.compile, opcheck, no host sync")

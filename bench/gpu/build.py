@@ -1,4 +1,4 @@
-"""Build the extension in place for this machine's GPU, and the peers' kernels in parallel."""
+"""Builds the extension in place for this machine's GPU. Builds the peers' kernels in parallel."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from bench.microbench import native
 
 
 def main() -> None:
-    # Without a GPU build for Hopper, to test the build.
+    # Without a GPU, build for Hopper to test the build.
     gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*gpu))
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
@@ -18,7 +18,7 @@ def main() -> None:
     building = subprocess.Popen([sys.executable, "setup.py", "build_ext", "--inplace"])
     print(f"peers: {native.missing() or 'built'}", flush=True)
     if building.wait():
-        raise SystemExit(building.returncode)  # the output of the build contains the reason
+        raise SystemExit(building.returncode)  # the build has printed the reason
     command = [sys.executable, "-m", "dct_kernels"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     print(done.stdout)

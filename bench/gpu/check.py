@@ -23,8 +23,8 @@ class Stage(NamedTuple):
     name: str
     limit: float  # seconds
     description: str
-    command: tuple[str, ...]  # OUT and PYTHON are replaced by the results folder and interpreter
-    dry: tuple[str, ...] = ()  # options for a run without a GPU
+    command: tuple[str, ...]  # OUT: the results folder; PYTHON: the interpreter
+    dry: tuple[str, ...] = ()  # options of a dry run
 
 
 def program(name: str, *options: str) -> tuple[str, ...]:
@@ -32,7 +32,7 @@ def program(name: str, *options: str) -> tuple[str, ...]:
 
 
 def conformance(chosen: str, processes: int = 1, tests: str = "") -> tuple[str, ...]:
-    """Run the tests with these words in their names, except PTX that the CPU executes."""
+    """The command that runs the conformance tests matching `chosen`, without the PTX executor."""
     command = ("PYTHON", "-m", "pytest", f"tests/conformance{tests}", "-k", f"{chosen} and not ptx")
     if processes > 1 and importlib.util.find_spec("xdist"):
         command += ("-n", str(min(processes, len(os.sched_getaffinity(0)))))
@@ -40,14 +40,14 @@ def conformance(chosen: str, processes: int = 1, tests: str = "") -> tuple[str, 
 
 
 def sanitized(tool: str) -> tuple[str, ...]:
-    """Run each op once, with a size of a few blocks."""
+    """The command that runs each op once in compute-sanitizer, on tensors of a few blocks."""
     command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
     return command + conformance("cuda and agree", tests="/test_determinism.py")
 
 
 COLLECT = ("-k", "ptx-cuda", "--collect-only", "-q")
 SMALL = ("--device", "cpu", "--scale", "65536")
-DRY_SLOWER = 20  # factor for the limits on a CPU, which may be busy
+DRY_SLOWER = 20  # limits are this many times longer on a CPU, which may be busy
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_sectors_op_write.sum")
 METRICS += ("smsp__inst_executed_pipe_alu.sum", "gpu__time_duration.sum")
 COUNTERS = ("ncu", "--clock-control", "none", "--profile-from-start", "off")
@@ -55,7 +55,7 @@ for section in ("SpeedOfLight", "MemoryWorkloadAnalysis", "SchedulerStats", "War
     COUNTERS += ("--section", section)
 COUNTERS += ("--metrics", ",".join(METRICS))
 COUNTERS += program("profile_ops", "--once")
-# The most important stages first. Processes share the GPU; Triton's processes mostly compile.
+# The most important stages come first. Processes share the GPU; Triton's mostly compile.
 STAGES = (
     Stage("environment", 30, "versions of everything; the GPU's clocks", program("environment")),
     Stage("build", 120, "the extension in place; the kernels of peers", program("build")),
@@ -93,19 +93,19 @@ STAGES = (
     Stage("light", 70, "as time, but only our kernels", program("time_ops", "--light"), SMALL),
     Stage("large", 30, "more than 2^31 elements", program("large")),
 )
-# The stages that help to decide about kernels, in ten minutes.
+# In ten minutes, these stages provide the data for decisions about kernels.
 PLAN = ("environment", "build", "mask_pack", "variants", "counters", "sizes", "step", "light")
 PLAN += ("memcheck", "racecheck")
 
 EPILOG = """\
-stages in their order, each with its limit in seconds:
+stages in their order, with limits in seconds:
 {stages}
 
 OUT is created if it does not exist, and will contain
   summary.json   status, seconds and last line of each stage
   STAGE.log      the output of a stage; time.log ends with the targets
   STAGE.json     the results of time, step and profile
-All are written while the stages run, so an interrupted run keeps its results.
+All files are written while the stages run, so an interrupted run keeps its results.
 
 If a stage fails or is stopped at its limit, the other stages still run. The exit status is the
 number of failed and stopped stages. A stage is skipped if its tool is missing or no time is left.
@@ -116,7 +116,7 @@ setting of the GPU.
 
 --stages plan means {plan}.
 With --dry-run, stages run on the CPU with small sizes. Stages that need a GPU only import their
-modules. So mistyped arguments fail before a run on a GPU.
+modules. Use --dry-run to find mistyped arguments before a run on a GPU.
 
 examples:
   python bench/gpu/check.py out
@@ -126,7 +126,7 @@ examples:
 
 
 def environment() -> dict[str, str]:
-    """Environment variables with the packages and tests of this checkout, and CUDA's tools."""
+    """Environment variables that select this checkout's packages and tests, and CUDA's tools."""
     variables = dict(os.environ)
     modules = [
         str(ROOT),
@@ -143,7 +143,7 @@ def environment() -> dict[str, str]:
 
 
 def dry(stage: Stage) -> Stage:
-    """The stage for a machine without a GPU and CUDA's tools."""
+    """The stage as it runs on a machine without a GPU and without CUDA's tools."""
     command = stage.command[stage.command.index("PYTHON") :]
     if command[2] == "pytest":
         command += COLLECT
@@ -161,11 +161,11 @@ def run_stage(stage: Stage, out: Path, limit: float) -> dict[str, object]:
     command = [values.get(word, word) for word in stage.command]
     if shutil.which(command[0], path=variables["PATH"]) is None:
         return result(stage, "skipped", 0.0, f"{command[0]} is not installed")
-    if command[0] == "compute-sanitizer":  # each tensor is an allocation, so overruns are found
+    if command[0] == "compute-sanitizer":  # find overruns: one allocation per tensor
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     with log.open("w") as file:
         options = {"cwd": ROOT, "env": variables, "stdin": subprocess.DEVNULL, "stdout": file}
-        options |= {"stderr": subprocess.STDOUT, "start_new_session": True}  # one process group
+        options |= {"stderr": subprocess.STDOUT, "start_new_session": True}  # makes a group
         process = subprocess.Popen(command, **options)
         try:
             status = "failed" if process.wait(limit) else "passed"
@@ -183,7 +183,7 @@ def result(stage: Stage, status: str, seconds: float, message: str) -> dict[str,
 
 
 def end(process: subprocess.Popen) -> None:
-    """End the process group. An interrupted pytest still reports the failures so far."""
+    """Interrupt, then kill the process group. An interrupted pytest reports earlier failures."""
     for stop in (signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, stop)
@@ -196,7 +196,7 @@ def last_line(log: Path) -> str:
 
 
 def run(stages: Sequence[Stage], out: Path, limit: float) -> int:
-    """Run the stages and return how many failed. Write the summary after each stage."""
+    """Run the stages and return the number of failures. Write the summary after each stage."""
     out.mkdir(parents=True, exist_ok=True)
     start, results = time.monotonic(), []
     for stage in stages:
@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--stages", metavar="A,B", default=usual, help="stages to run")
     limit = "seconds after which the current stage is stopped and no other starts (default: 575)"
     parser.add_argument("--limit", type=float, default=575, metavar="S", help=limit)
-    parser.add_argument("--dry-run", action="store_true", help="check the commands without a GPU")
+    parser.add_argument("--dry-run", action="store_true", help="test the commands without a GPU")
     args = parser.parse_args()
     wanted = PLAN if args.stages == "plan" else args.stages.split(",")
     if unknown := set(wanted) - set(names):

@@ -1,4 +1,4 @@
-"""Shared by the stages."""
+"""Functions that several stages use."""
 
 import contextlib
 import ctypes
@@ -11,12 +11,12 @@ import torch
 from dct_kernels import testing
 
 F32, BF16 = torch.float32, torch.bfloat16
-BUCKET = 25 * 2**20 // 4  # elements of one of DDP's buckets in float32
-PICKS = 4096  # samples of a bucket per step
+BUCKET = 25 * 2**20 // 4  # elements of a float32 bucket of DDP (25 MiB)
+PICKS = 4096  # number of entries sampled per bucket and step
 
 
 def gpu_backends() -> dict[str, SimpleNamespace]:
-    """{name: ops} of the backends for CUDA tensors. Exits if there are no CUDA kernels."""
+    """{name: ops} of the backends for CUDA tensors. Exits if the CUDA backend is missing."""
     if not torch.cuda.is_available():
         raise SystemExit("no GPU: torch.cuda.is_available() is False")
     found = {name: ops for name, ops in testing.backends().items() if ops.device == "cuda"}
@@ -27,7 +27,7 @@ def gpu_backends() -> dict[str, SimpleNamespace]:
 
 @contextlib.contextmanager
 def forbid_syncs() -> Iterator[None]:
-    """Raise an error if torch syncs with the GPU."""
+    """Raise an error if torch synchronizes with the GPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
@@ -41,7 +41,7 @@ def captured(function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, obje
     """Capture a call. Return the CUDA graph and the tensors that a replay fills."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # loads modules, which capture does not allow
+    with torch.cuda.stream(side):  # load modules before the capture, which does not allow it
         function()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -52,7 +52,7 @@ def captured(function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, obje
 
 
 def nodes(graph: torch.cuda.CUDAGraph) -> int:
-    """The number of kernels and memory sets in a graph."""
+    """The number of nodes (kernels and memsets) in a graph."""
     count = ctypes.c_size_t()
     handle = ctypes.c_void_p(graph.raw_cuda_graph())
     error = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(handle, None, ctypes.byref(count))
@@ -62,6 +62,6 @@ def nodes(graph: torch.cuda.CUDAGraph) -> int:
 
 
 def report(failures: list[str], passed: str) -> None:
-    """End the program with one line that summarizes the result."""
+    """Print a one-line summary and exit."""
     print(f"{len(failures)} failed: {', '.join(failures)}" if failures else passed)
     raise SystemExit(bool(failures))

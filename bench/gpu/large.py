@@ -1,4 +1,4 @@
-"""Checks mask_pack and scatter_unpack with 2^31 + 5 elements: entries are either sent or kept."""
+"""Checks mask_pack and scatter_unpack with 2^31 + 5 elements: each entry is either sent or kept."""
 
 import torch
 
@@ -6,7 +6,7 @@ from bench.gpu.common import F32, gpu_backends, report
 from dct_kernels import payload_info, payload_layout
 
 NUMEL, DENSITY = 2**31 + 5, 0.001
-PIECE = 2**28  # compare in pieces, so that temporaries have at most 1 GiB
+PIECE = 2**28  # tensors are compared in pieces, so that temporaries use at most 1 GiB
 
 
 def wrong(ops, clean, tau, planted, passed: int, capacity: int) -> list[str]:
@@ -20,14 +20,14 @@ def wrong(ops, clean, tau, planted, passed: int, capacity: int) -> list[str]:
     status = ops.scatter_unpack(payload.unsqueeze(0), out, capacity, F32)
     info, count = payload_info(payload[:64].cpu()), min(passed, capacity)
     pieces = list(zip(*(t.split(PIECE) for t in (out, residual, clean)), strict=True))
-    # The last planted entries are packed last: they are sent if they fit, else kept.
+    # The last planted entries are packed last. They are sent if the payload has space, else kept.
     end = out if passed <= capacity else residual
     checks = {
         "seen": seen.item() == passed,
         "count": info.count == count,
         "overflow flag": info.overflow == (passed > capacity),
         "status": status.item() == 0,
-        # One of the two is +0.0 for each entry, so the sum is exact.
+        # For each entry, out or residual is +0.0, so the sum is exact.
         "sent + kept": all(torch.equal(o + r, c) for o, r, c in pieces),
         "entries sent": sum(int(o.count_nonzero()) for o, _, _ in pieces) == count,
         "first entry": out[0] == clean[0],
@@ -40,7 +40,7 @@ def main() -> None:
     backends, failures = gpu_backends(), []
     torch.manual_seed(0)
     clean = torch.empty(NUMEL, device="cuda").normal_()
-    # Entries that pass: at both ends, and around the largest signed 32-bit index.
+    # Entries above the threshold: at both ends, and around the largest signed 32-bit index.
     planted = torch.tensor([0, 2**31 - 1, 2**31, NUMEL - 1], device="cuda")
     clean[planted] = torch.tensor([9.0, -9.0, 8.0, -8.0], device="cuda")
     tau = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor([1 - DENSITY / 2])).cuda()

@@ -1,7 +1,7 @@
-"""Checks that the layer gives the same results on the GPU and the CPU, and that no hook syncs.
+"""Checks that the layer gives the same results on GPU and CPU, and that no hook synchronizes.
 
-Uses one rank with NCCL, where all transports run their collectives, and two ranks with gloo on one
-GPU, because NCCL cannot share a GPU. gloo copies messages through the host.
+Runs one rank with NCCL, which also executes the collectives of all transports, and two ranks with
+gloo on one GPU, because NCCL ranks cannot share a GPU. gloo copies messages through the host.
 """
 
 import functools
@@ -28,7 +28,7 @@ from dct_parallel import (
 from ranks import Dictated, run_ranks
 
 SIZES = (70_000, 100, 300_000, 40_000)
-STEPS, SCALE = 26, 8.0  # include dense steps and the check of sent values
+STEPS, SCALE = 26, 8.0  # enough steps for the dense steps and the check of sent values
 WIDTH = 96
 
 
@@ -38,7 +38,7 @@ def drawn(step: int, rank: int, device: str) -> list[Tensor]:
 
 
 def ddp(rank: int, device: str, backend: str, transport: str, scaled: bool) -> list[Tensor]:
-    """The gradients of each step, and the final residuals."""
+    """Run DDP with the hook. Return the gradients of each step, and the final residuals."""
     module, group = Dictated(SIZES).to(device), dist.new_group(backend=backend)
     model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.5)
     scaler = torch.amp.GradScaler(device, init_scale=SCALE, enabled=scaled)
@@ -62,7 +62,7 @@ def ddp(rank: int, device: str, backend: str, transport: str, scaled: bool) -> l
 
 
 def averager(rank: int, device: str, backend: str) -> list[Tensor]:
-    """The weights after averaging."""
+    """Run DCTAverager. Return the weights after averaging."""
     module, group = Dictated(SIZES).to(device), dist.new_group(backend=backend)
     averages = DCTAverager(module, density=0.1, period=2, process_group=group)
     for step in range(STEPS):
@@ -74,7 +74,7 @@ def averager(rank: int, device: str, backend: str) -> list[Tensor]:
 
 
 def rows(rank: int, device: str, backend: str, format: str | RowFormat) -> list[Tensor]:
-    """The rows from the other ranks, and the gradient."""
+    """Exchange rows. Return the rows from the other ranks, and the gradient."""
     group, ranks = dist.new_group(backend=backend), dist.get_world_size()
     generator = torch.Generator().manual_seed(rank)
     splits = [5 + 3 * rank] * ranks
@@ -86,9 +86,9 @@ def rows(rank: int, device: str, backend: str, format: str | RowFormat) -> list[
 
 
 def fully_sharded(rank: int, device: str, backend: str) -> list[Tensor]:
-    """FSDP2's gradients of a linear model with small integers, whose products are exact."""
+    """Run FSDP2. Return the gradients of a model with integer weights, so sums are exact."""
     if device == "cuda":
-        torch.cuda.set_device(0)  # otherwise the mesh warns
+        torch.cuda.set_device(0)  # avoids a warning of the mesh
     dist.destroy_process_group()  # the mesh uses the backend of the default group
     dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=1)
     mesh = DeviceMesh(device, [[0]], mesh_dim_names=("replicate", "shard"))
@@ -108,7 +108,7 @@ def fully_sharded(rank: int, device: str, backend: str) -> list[Tensor]:
 
 
 def uses() -> Iterator[tuple[Callable[..., list[Tensor]], int, str]]:
-    """Yield (function of a rank, number of ranks, the backend on the GPU)."""
+    """Yield (function that runs on each rank, number of ranks, backend on the GPU)."""
     yield fully_sharded, 1, "nccl"
     for ranks, backend in ((1, "nccl"), (2, "gloo")):
         for transport, scaled in itertools.product(("all_gather", "reduce_scatter"), (False, True)):

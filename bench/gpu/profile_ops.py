@@ -1,6 +1,6 @@
 """Measures the time of each kernel with torch.profiler, and writes profile.json.
 
-With --once it only calls each case once between the marks for NVIDIA's profilers.
+With --once, only calls each case once, between start and stop marks for NVIDIA's profilers.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def chosen(device: str, scale: int = 1) -> Iterator[Case]:
 
 
 def times(case: Case, ops: SimpleNamespace) -> dict[str, float]:
-    """{kernel or memory set: microseconds per call}, on buffers that are not in a cache."""
+    """{kernel or memset: microseconds per call}, for buffers that are not in a cache."""
     sets, total = [i % case.sets for i in range(CALLS)], {}
     case.run(ops, 0)
     for i in sets:
@@ -57,7 +57,7 @@ def times(case: Case, ops: SimpleNamespace) -> dict[str, float]:
 
 
 def once(case: Case, ops: SimpleNamespace) -> None:
-    case.run(ops, 0)  # loads the module
+    case.run(ops, 0)  # loads the CUDA module
     case.reset(0)
     if ops.device == "cpu":
         return

@@ -1,10 +1,10 @@
-"""Measures the cost of a training step with 100 million gradients in buckets of 25 MB: step.json.
+"""Measures the cost of training steps with 100 million gradient entries, and writes step.json.
 
-Ops: each bucket is sampled as in the hook, packed, and unpacked from P copies of its payload. Or
-all entries are quantized, packed and summed. The ops are called directly and in a CUDA graph.
-Model: a transformer with 100 million parameters in DDP on one rank, without a hook, with an empty
-hook, with torch's bf16_compress_hook, and with ours. One rank sends no bytes, so the difference is
-the hook's exposed time. If the host time equals the step time, the host is the bottleneck.
+Ops: each 25 MB bucket is sampled as in the hook, packed, and unpacked from P copies of its payload,
+or quantized, packed and summed. The ops are called directly and in a CUDA graph.
+Model: a transformer in DDP on one rank, without a hook, with an empty hook, with torch's
+bf16_compress_hook, and with our hooks. One rank sends no bytes, so the added time is the exposed
+time of the hook. If the host time equals the step time, the host is the bottleneck.
 """
 
 import argparse
@@ -39,7 +39,7 @@ dequantize_sum = torch.ops.dct.dequantize_sum.default
 
 
 def empty_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Measures the cost of an empty hook in Python."""
+    """Do nothing, to measure the cost of calling a Python hook."""
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -56,7 +56,7 @@ HOOKS = {
 
 
 class Bucket:
-    """The tensors of a bucket on one rank, and its part of a step."""
+    """The tensors of a bucket on one rank. `step` calls the ops of one training step."""
 
     def __init__(self, numel: int, density: float, ranks: int, device: str) -> None:
         self.grad = torch.randn(numel, device=device)
@@ -74,7 +74,7 @@ class Bucket:
 
 
 class QuantizedBucket:
-    """The same for a bucket whose entries are all sent in a quantized format."""
+    """A `Bucket` of which all entries are sent in a quantized format."""
 
     def __init__(self, numel: int, format: str, ranks: int, device: str) -> None:
         self.grad = torch.randn(numel, device=device)
@@ -89,7 +89,7 @@ class QuantizedBucket:
 
 
 def timed(call: Callable[[], object], device: str, calls: int = CALLS) -> dict[str, float]:
-    """Milliseconds per call of consecutive calls, and the host's part ("host")."""
+    """Milliseconds per call over consecutive calls; "host" is the median host time."""
     samples, hosts = [], []
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -130,7 +130,7 @@ def step_of_ops(numel: int, sent: float | str, ranks: int, device: str) -> dict:
 
 @contextlib.contextmanager
 def training(device: str, tiny: bool, name: str) -> Iterator[Callable[[], None]]:
-    """Yield a training step of a transformer with 100 million parameters and a hook."""
+    """Yield a function that runs a step of a transformer with 100 million parameters."""
     width, heads, layers, words = (32, 2, 2, 50) if tiny else (768, 12, 12, 10_000)
     shape = (2, 8) if tiny else (64, 512)  # large, so that the GPU is slower than the host
     torch.manual_seed(0)
@@ -160,7 +160,7 @@ def training(device: str, tiny: bool, name: str) -> Iterator[Callable[[], None]]
 
 
 def format_ms(ms: dict[str, float]) -> str:
-    """The median, quartiles and the host's median."""
+    """Format the median, the quartiles and the median host time, in ms."""
     return f"{ms['median']:.3f} ({ms['low']:.3f}-{ms['high']:.3f}, host {ms['host']:.3f}) ms"
 
 
@@ -189,7 +189,7 @@ def main() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if args.device == "cpu":
         del HOOKS["bf16_compress_hook"]  # torch refuses it without NCCL
-    for name in 2 * tuple(HOOKS):  # twice, to show a drift of the clock
+    for name in 2 * tuple(HOOKS):  # twice, to show whether the clock drifts
         with training(args.device, args.tiny, name) as step:
             keep("models", {"hook": name, "step_ms": timed(step, args.device, STEPS)})
     dist.destroy_process_group()

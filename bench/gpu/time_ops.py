@@ -1,8 +1,8 @@
 """Compares each op with a copy of the same bytes and with peers, and checks the targets.
 
-Cases and timing are those of bench/kernels.py, the most important first. Cases up to a bucket of
-25 MB are timed twice: called directly, and replayed from a CUDA graph. time.json (or sizes.json) is
-written after each case. Times and targets are printed.
+Cases and timing are from bench/kernels.py, with the most important cases first. Cases that are not
+larger than a 25 MB bucket are timed twice: called directly, and replayed from a CUDA graph.
+time.json (or sizes.json) is written after each case. Times and targets are printed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ROWS, LARGEST = 65536, 2**28
 GRADS = ((F32, F32), (BF16, BF16), (F32, BF16))  # dtypes of gradients and values
 NOTHING, EVERYTHING = 1e-12, 1.0  # densities
 # {(op, end of the case, elements or None for any): the smallest fraction of a copy's speed}.
-# row_pack is limited by its search, and scatter_unpack with many payloads by scattered writes.
+# The search limits row_pack. Scattered writes limit scatter_unpack with many payloads.
 OF_COPY = {
     ("mask_pack", "float32 grad, float32 values", LARGEST): 0.93,
     ("mask_pack", "bfloat16 grad, bfloat16 values", LARGEST): 0.93,
@@ -46,13 +46,13 @@ OF_COPY = {
     ("row_dequantize", "", None): 0.9,
     **{("row_pack", f", {d}], k={math.ceil(d / 20)}", None): 0.7 for d in (256, 512, 1024)},
 }
-# The smallest speedups of the largest mask_pack; 0.9 of a copy's speed is always enough.
+# Required speedups of the largest mask_pack; 0.9 of a copy's speed is always enough.
 FASTER_THAN = {"topk": 20, "dgc": 5, "triton": 1}
-SAMPLING = 0.03  # the largest fraction of mask_pack's time
+SAMPLING = 0.03  # maximum time, as a fraction of mask_pack's
 
 
 def chosen(device: str, scale: int, peers: bool = True) -> Iterator[Case]:
-    """Yield cases one at a time, because each holds its buffers. `scale` divides all sizes."""
+    """Yield cases one at a time, because each case holds its buffers. `scale` divides all sizes."""
     rows, sweep = ROWS // scale, 2**26 // scale
     yield from one_dimensional(device, LARGEST // scale, peers)
     for width in (64, 128, 256, 512, 1024):
@@ -75,9 +75,9 @@ def chosen(device: str, scale: int, peers: bool = True) -> Iterator[Case]:
 
 
 def bucket_sizes(device: str, scale: int) -> Iterator[Case]:
-    """Cases around 25 MiB, where the last blocks of a grid may take as long as all others, and of
-    the part of a bucket that one of 64 ranks owns."""
-    for blocks in range(372, 429, 7):  # 396 is three blocks of scatter_unpack per multiprocessor
+    """Cases around 25 MiB, where the last blocks of a grid may take as long as all others. And
+    cases with the part of a bucket that one of 64 ranks owns."""
+    for blocks in range(372, 429, 7):  # 396: three blocks of scatter_unpack per multiprocessor
         numel = 2**14 * blocks // scale
         yield cases.mask_pack(device, numel, 0.01, F32, F32, False)
         yield cases.scatter_unpack(device, numel, 0.01, 2)
@@ -105,11 +105,11 @@ def one_dimensional(device: str, numel: int, peers: bool) -> Iterator[Case]:
 
 
 def measure(case: Case, device: str, light: bool) -> Iterator[dict]:
-    """Time direct calls, and for small cases, which launching limits, replays of a CUDA graph."""
+    """Time direct calls. For small cases, also time replays of a CUDA graph, without launches."""
     for graphs in (False, True) if device == "cuda" and case.numel <= BUCKET else (False,):
         options = argparse.Namespace(device=device, rounds=ROUNDS, graphs=graphs)
         result = kernels.measure(case, options, light=light) | {"graphs": graphs}
-        with contextlib.suppress(ImportError, RuntimeError, AssertionError):  # no NVML, no GPU
+        with contextlib.suppress(ImportError, RuntimeError, AssertionError):  # no NVML or GPU
             result["sm_mhz"] = torch.cuda.clock_rate()
         print(line(row(result)), "in a graph" if graphs else "", flush=True)
         yield result
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=95, help="start no case after this time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--light", action="store_true", help="without eager, Triton and peers")
-    parser.add_argument("--sizes", action="store_true", help="buckets of nine sizes; owners' parts")
+    parser.add_argument("--sizes", action="store_true", help="nine bucket sizes, and owners' parts")
     parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this")
     args = parser.parse_args()
     if args.device == "cuda":
@@ -168,12 +168,12 @@ def main() -> None:
             break
         try:
             results += measure(case, args.device, args.light)
-        except (RuntimeError, SystemExit) as error:  # wrong or out of memory; try the next case
+        except (RuntimeError, SystemExit) as error:  # wrong, or out of memory
             failures.append(str(error).splitlines()[0])
             print(failures[-1], flush=True)
         files.write_json(args.out / name, content)
         del case  # free its buffers before the next case
-    targets = sorted(targets_met(results), reverse=True)  # targets that are not met come last
+    targets = sorted(targets_met(results), reverse=True)  # put unmet targets last
     print()
     for is_met, text in targets:
         print("met    " if is_met else "NOT met", text)

@@ -1,8 +1,8 @@
-"""Times variants of kernels in turns on the same buffers, to find the fastest on a GPU.
+"""Finds the fastest variants of kernels on a GPU, by timing them in turns on the same buffers.
 
-A variant is a copy of the sources with some text replaced. Before it is timed, its results must be
-bitwise those of the unchanged sources. variants.json is written after each case. Without a GPU
-(--device cpu) the PTX executor runs the kernels, and the times are meaningless.
+A variant is a copy of the sources with some text replaced. A variant is timed only if its results
+are bitwise equal to the results of the unchanged sources. variants.json is written after each case.
+Without a GPU (--device cpu), the PTX executor runs the kernels, and the times are meaningless.
 """
 
 import argparse
@@ -30,25 +30,25 @@ from bench.microbench.timing import take_turns
 from dct_kernels import payload_layout
 
 DEFAULT, COPY = "default", "copy kernel"
-# The threshold and the payload of a bucket, computed as in the hook.
+# Both ops in sequence, as in the hook.
 SAMPLED = "sample_threshold, mask_pack"
 ROUNDS = 5
 
 
 class Variant(NamedTuple):
     ops: tuple[str, ...]
-    patches: tuple[tuple[str, str, str], ...]  # files, old and new text
+    patches: tuple[tuple[str, str, str], ...]  # (pattern of file names, old text, new text)
 
 
 def policy(load: str, store: str) -> Variant:
-    """Use other cache operators; see https://docs.nvidia.com/cuda/parallel-thread-execution."""
+    """Use different cache operators; see https://docs.nvidia.com/cuda/parallel-thread-execution."""
     ops = ("mask_pack", "quantize_pack", "dequantize_sum", COPY)
     return Variant(ops, (("**/*.cu*", "__ldcs(", load), ("**/*.cu*", "__stcs(", store)))
 
 
-# Programmatic dependent launch of mask_pack's first kernel: its blocks start and prefetch while the
-# previous kernel runs. mask_pack alone must not do this, because the previous kernel could write
-# the gradient.
+# Launches mask_pack's first kernel with programmatic dependent launch, so that its blocks start and
+# prefetch while the previous kernel (sample_threshold) runs. This is not safe if another kernel
+# precedes mask_pack, because that kernel could write the gradient.
 _DEPENDENT_LAUNCH = """
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_dependent(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t,
@@ -128,7 +128,7 @@ class Library:
 
 
 def patched(sources: Path, variant: Variant, folder: Path) -> Path:
-    """Copy the sources and apply all patches. Raise an error if the text of a patch is missing."""
+    """Copy the sources and apply all patches. Raise an error if the old text is not found."""
     shutil.copytree(sources, folder)
     for where, old, new in variant.patches:
         found = [path for path in folder.glob(where) if old in path.read_text()]
@@ -140,7 +140,7 @@ def patched(sources: Path, variant: Variant, folder: Path) -> Path:
 
 
 def library(name: str, op: str, gpu: int | None = None) -> Path:
-    """The library with the op's launcher, for a GPU architecture such as 90, or the executor."""
+    """Build the library with the op's launcher, for GPU architecture `gpu` or the executor."""
     variant = VARIANTS.get(name, Variant((), ()))
     with tempfile.TemporaryDirectory() as folder:
         if op == COPY:
@@ -156,7 +156,7 @@ def library(name: str, op: str, gpu: int | None = None) -> Path:
 
 
 def ops_of(op: str, path: Path, scratch: torch.Tensor) -> SimpleNamespace:
-    """The op as a case calls it. The executor does not run the copy kernel; it is only built."""
+    """The op as a case calls it. The executor cannot run the copy kernel, which is only built."""
     if op == COPY:
         return SimpleNamespace(copy=ctypes.CDLL(str(path)).native_copy)
     called = Library(path, scratch) if scratch.is_cuda else backend.Executor(path)
@@ -221,7 +221,7 @@ def copy_case(device: str, nbytes: int) -> Case:
 
 
 def compared(case: Case, ops: dict[str, SimpleNamespace], device: str) -> dict:
-    """Time the variants whose results equal the default's, and return the names of the others."""
+    """Time the variants whose results equal the default's. Also return the names of the others."""
     expected, calls, wrong = results(case, ops[DEFAULT]), {}, []
     for name, variant in ops.items():
         pairs = zip(results(case, variant), expected, strict=True)
@@ -250,7 +250,7 @@ def main() -> None:
     scratch = torch.empty(2**29 if cuda else 0, device=args.device)
     pairs = [(name, op) for name in names for op in VARIANTS[name].ops]
     pairs = [*((DEFAULT, op) for op in dict.fromkeys(op for _, op in pairs)), *pairs]
-    build.build(gpu=gpu)  # the parts that all libraries share
+    build.build(gpu=gpu)  # first build what all libraries share
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         made = dict(zip(pairs, pool.map(lambda pair: library(*pair, gpu), pairs), strict=True))
     content = {"provenance": provenance.describe(), "results": (found := [])}

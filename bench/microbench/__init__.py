@@ -1,1 +1,1 @@
-"""bench.kernels: compares each op with a copy of the same bytes and with other methods."""
+"""Implements bench.kernels, which compares the speed of ops with a copy and other methods."""

@@ -10,8 +10,8 @@ from bench.cli import Parser, count, density, number, several
 TIMED = ("mask_pack", "sample_threshold", "scatter_unpack")
 TIMED += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
 TIMED += ("row_pack", "row_unpack", "row_quantize", "row_dequantize", "row_dequantize_sum")
-ROUNDS = 5  # turns of a fast call; each turn times all buffer sets
-# Defaults of the long tables. The options default to None, because giving one selects the tables.
+ROUNDS = 5  # turns per fast call. In each turn, the call is timed on every buffer set.
+# Defaults of the long tables. argparse uses None, to detect whether any of the options is given.
 DEFAULTS = {
     "ops": TIMED,
     "sizes": (2**24,),
@@ -21,18 +21,18 @@ DEFAULTS = {
 }
 
 DESCRIPTION = """\
-Compare the time of the ops with a copy that moves the same number of bytes (half read, half
-written), in the same run and in turns. The default takes 20 seconds: it times mask_pack,
-scatter_unpack and row_pack at one size, and prints one sentence for each. --all, or any option of
-the long tables, prints a table of all ops. Its column `of copy` is the copy's time divided by the
-op's time; 100 % is as fast as a copy.
+Compare the time of each op with a copy that moves the same number of bytes (half read, half
+written). Calls are timed in turns. The default takes 20 seconds: it times mask_pack, scatter_unpack
+and row_pack at one size, and prints one sentence for each. With --all, or any option of the long
+tables, a table of all ops is printed. Its column `of copy` is the copy's time divided by the op's
+time; 100 % is as fast as a copy.
 
 The tables also include the eager backend and other methods. mask_pack is compared with exact
 torch.topk, DGC's sampled top-k and random-k, all with error feedback, and with a cast to bfloat16.
-quantize_pack is compared with that cast, PowerSGD's two products, and FBGEMM's rows of 64; row_pack
-with torch.topk; row_quantize and row_dequantize on the CPU with FBGEMM's rows of 8 and 4 bits. On a
-GPU with nvcc the tables add a copy kernel, cub::DeviceSelect, and a bisection per row as in RTop-K.
-All results are checked before they are timed. On a GPU, times are device times.
+quantize_pack is compared with the same cast, PowerSGD's two products, and FBGEMM's rows of 64. The
+peer of row_pack is torch.topk. On the CPU, row_quantize and row_dequantize are compared with FBGEMM
+(8 and 4 bits). On a GPU with nvcc, the tables add a copy kernel, cub::DeviceSelect and RTop-K's
+bisection. All results are checked before calls are timed. On a GPU, times are device times.
 """
 EPILOG = """\
 examples:
@@ -47,7 +47,7 @@ examples:
 
 
 def parser() -> Parser:
-    """Make the parser. On an error it exits with status 2 and names argument, rule and value."""
+    """Make the parser. On errors it exits with status 2 and prints argument, rule and value."""
     parser = Parser(prog="python -m bench.kernels", description=DESCRIPTION, epilog=EPILOG)
     cuda = torch.cuda.is_available()
     parser.add_argument(
@@ -60,8 +60,8 @@ def parser() -> Parser:
         "--threads",
         type=number(int, lambda n: 1 <= n <= 1024, "an integer in [1, 1024]"),
         metavar="N",
-        help="CPU threads of everything that is timed (default: 1 without the tables, which gives "
-        f"stable times on busy cores; {torch.get_num_threads()} for the tables)",
+        help="CPU threads of all timed calls (default: 1 without the tables, for stable times on "
+        f"busy cores; {torch.get_num_threads()} for the tables)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to FILE")
     tables = parser.add_argument_group("long tables (printed if any of these options is given)")
@@ -104,7 +104,7 @@ def parser() -> Parser:
 
 
 def settle(options: argparse.Namespace) -> bool:
-    """Set defaults. Return whether to take the first look: no option of the tables was given."""
+    """Set defaults. Return whether to time only the first look (no table option was given)."""
     tables = (*DEFAULTS, "all", "no_peers", "graphs")
     first_look = not any(getattr(options, name) for name in tables)
     for name, default in DEFAULTS.items():

@@ -1,4 +1,4 @@
-"""Timed cases of each op: inputs, the bytes that must move, and how to restore the inputs."""
+"""Timed cases of each op: inputs, number of bytes that must move, how to restore the inputs."""
 
 import argparse
 import math
@@ -19,16 +19,16 @@ from .peers import Peer
 F32, BF16 = torch.float32, torch.bfloat16
 SAMPLES = 65536
 RANGES = 8  # owners of a reduce-scatter
-COLD_BYTES = 512 << 20  # size of all buffer sets, larger than the caches
+COLD_BYTES = 512 << 20  # total size of all buffer sets, larger than the caches
 FIRST_LOOK_COLD_BYTES = 64 << 20  # smaller, because creating buffers takes most of the time
 FIRST_LOOK_SIZES = {"cpu": 2**20, "cuda": 2**24}
 MOST_SETS = 64
-CLUSTER = 64  # elements of a row that is kept or dropped as a whole
+CLUSTER = 64  # elements per row in clustered cases
 
 
 @dataclass
 class Case:
-    """One timed case. `run(ops, i)` returns tensors that must be equal for all backends."""
+    """A timed case. `run(ops, i)` uses buffer set i; all backends must return equal tensors."""
 
     op: str
     detail: str
@@ -37,13 +37,13 @@ class Case:
     sets: int  # number of buffer sets
     run: Callable[[SimpleNamespace, int], tuple[Tensor, ...]]
     reset: Callable[[int], object] = field(default=lambda i: None)  # restores what run wrote
-    allocates: bool = False  # if it allocates its result, the copy does the same
+    allocates: bool = False  # run allocates its result, so the copy also does
     density: float | None = None
     peers: dict[str, Peer] = field(default_factory=dict)
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Yield all cases of a table. They are made one at a time, because each holds its buffers."""
+    """Yield the cases of a table one at a time, because each case holds its buffers."""
     for numel in options.sizes:
         yield from _cases(numel, not options.no_peers, options)
 
@@ -73,8 +73,8 @@ def _cases(numel: int, with_peers: bool, options: argparse.Namespace) -> Iterato
     for width in row_widths if numel >= max(row_widths) else ():
         for op, make in (("row_pack", row_pack), ("row_unpack", row_unpack)):
             if op in ops:
-                # A quarter on the CPU, because malloc reuses blocks below 32 MiB. Larger blocks
-                # would time how fast the system provides pages.
+                # A quarter on the CPU, because malloc reuses blocks below 32 MiB. With larger
+                # blocks, this would mostly time how fast the operating system allocates pages.
                 elements = numel if device == "cuda" else numel // 4
                 yield make(device, elements // width, width, 0.05, with_peers)
                 yield make(device, elements // width, width, 0.05, False, BF16)
@@ -89,7 +89,7 @@ def _cases(numel: int, with_peers: bool, options: argparse.Namespace) -> Iterato
 
 
 def first_look(device: str) -> Iterator[Case]:
-    """mask_pack, scatter_unpack and row_pack at one size each, compared only with exact top-k."""
+    """Yield mask_pack, scatter_unpack and row_pack at one size. Exact top-k is the only peer."""
     numel, cold = FIRST_LOOK_SIZES[device], FIRST_LOOK_COLD_BYTES
     yield _with_topk_only(mask_pack(device, numel, 0.01, F32, F32, True, cold=cold))
     yield scatter_unpack(device, numel, 0.01, 2, cold=cold)
@@ -113,7 +113,7 @@ def mask_pack(
     clustered: bool = False,
     misaligned: bool = False,
 ) -> Case:
-    """`clustered` keeps whole rows, as in a table; `misaligned` shifts tensors by one element."""
+    """With `clustered`, whole rows are kept. `misaligned` shifts tensors by one element."""
     sets = _sets((8 + grad_dtype.itemsize) * numel, cold)
     clean = _normal(sets, numel, device)
     grad = [t.to(grad_dtype) for t in _normal(sets, numel, device)]
@@ -258,7 +258,7 @@ def dequantize_sum_pack(device: str, numel: int, format: str, ranks: int) -> Cas
 
 
 def _quantized(device: str, sets: int, ranks: int, numel: int, format: str) -> Tensor:
-    """Payloads with normally distributed numbers, [sets, ranks, nbytes]."""
+    """Payloads [sets, ranks, nbytes] of normally distributed numbers."""
     nbytes = quantized_payload_bytes(numel, format)
     payloads = torch.zeros(sets, ranks, nbytes, dtype=torch.uint8, device=device)
     for payload in payloads.view(-1, nbytes):
@@ -367,7 +367,7 @@ def row_dequantize_sum(device: str, rows: int, width: int, format: str, ranks: i
 def backends(device: str) -> dict[str, SimpleNamespace]:
     """{name: ops} of the backends for this device, eager first.
 
-    On the CPU, Triton is interpreted only for tests, so it is not timed.
+    On the CPU, Triton is omitted, because its interpreter is only for tests.
     """
     found = testing.backends()
     timed = found.keys() - ({"triton"} if device == "cpu" else set())
@@ -408,7 +408,7 @@ def _in_ranges(count: int) -> str:
 
 
 def _threshold(density: float, deviation: float, device: str) -> Tensor:
-    """The magnitude that this fraction of normally distributed numbers exceeds."""
+    """The threshold that a fraction `density` of normal numbers exceeds in magnitude."""
     normal = torch.distributions.Normal(0, deviation)
     return normal.icdf(torch.tensor([1 - density / 2])).to(device)
 

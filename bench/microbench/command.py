@@ -1,4 +1,4 @@
-"""bench.kernels: compares each op with a copy of the same bytes and with other methods."""
+"""Runs bench.kernels: checks and times the cases, and prints the results."""
 
 import argparse
 import math
@@ -18,9 +18,9 @@ from .peers import EXACT
 from .report import COPY, COPY_KERNEL, HEADER, OURS, row
 from .timing import take_turns
 
-SLOW_ROUNDS, SLOW_SETS = 1, 3  # for eager and the peers, which are tens of times slower
-DENSE = torch.contiguous_format  # a tensor without rows can have strides that forbid a byte view
-FIRST_LOOK_SECONDS = 1  # no further round of a case starts after this time
+SLOW_ROUNDS, SLOW_SETS = 1, 3  # for eager and most peers, which are tens of times slower
+DENSE = torch.contiguous_format  # a tensor without rows may have strides that forbid byte views
+FIRST_LOOK_SECONDS = 1  # after this time, no further round of a case starts
 UNIT = "A copy of the same number of bytes, in the same run, has speed 1. Larger is better.\n"
 EAGER_ALONE = "No compiled kernels: using eager PyTorch; `python -m dct_kernels` explains why.\n"
 
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         result = measure(case, options, is_first_look)
         results.append(result)
         print(sentence(result) if is_first_look else line(row(result)), flush=True)
-        if options.json:  # after every case, so that an interrupted run keeps its results
+        if options.json:  # written after every case; an interrupted run keeps its results
             _write(options, results)
     return 0
 
@@ -54,8 +54,8 @@ def measure(
 ) -> dict:
     """Check the results of all calls, then time them.
 
-    A first look times eager only if it is the only backend, and runs fewer rounds on a slow
-    machine. A light measurement times our fastest backend and the copies, and checks no results.
+    With `is_first_look`, eager is timed only if it is the only backend, and a slow machine runs
+    fewer rounds. With `light`, only our fastest backend and the copies are timed, without checks.
     """
     backends = cases.backends(options.device)
     if light:
@@ -106,7 +106,7 @@ def results(case: Case, ops) -> list[Tensor]:
 
 
 def copies(case: Case, device: str) -> dict[str, Callable]:
-    """Copies of the same number of bytes: torch's, and on a GPU also our copy kernel."""
+    """Calls that copy the same number of bytes: torch's copy, and on a GPU our copy kernel."""
     nbytes = max(case.nbytes // 2 // 16 * 16, 16)
     source = [torch.zeros(nbytes // 4, device=device) for _ in range(case.sets)]
     target = [torch.empty_like(tensor) for tensor in source]
@@ -119,7 +119,7 @@ def copies(case: Case, device: str) -> dict[str, Callable]:
 
 
 def sentence(result: dict) -> str:
-    """Compare our best backend with exact top-k, if that was timed, and with a copy."""
+    """Compare our best backend with a copy, and with exact top-k if it was timed."""
     ms = {name: times["median"] for name, times in result["ms"].items()}
     ours = ms[next(name for name in OURS if name in ms)]
     parts = [f"{ms[name] / ours:.3g}x as fast as exact top-k" for name in EXACT if name in ms]

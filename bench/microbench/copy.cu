@@ -1,4 +1,4 @@
-// A copy with streaming loads and stores of 16 bytes. It uses the caches as our kernels do.
+// A copy with streaming loads and stores of 16 bytes. It uses the same cache hints as our kernels.
 #include <cuda_runtime.h>
 
 #include <cstdint>

@@ -32,8 +32,8 @@ struct Passes {
   __device__ bool operator()(int32_t i) const { return fabsf(acc[i]) >= *tau; }
 };
 
-// After RTop-K (ICLR 2025; github.com/xiexi51/RTopK): one warp per row finds the threshold by
-// bisection on the value, and packs with ballots. Entries above the threshold come first; tied
+// Based on RTop-K (ICLR 2025; github.com/xiexi51/RTopK). One warp per row finds the threshold by
+// bisection on the value, and packs with ballots. Entries above the threshold come first. Tied
 // entries follow in no particular order.
 __global__ void __launch_bounds__(kThreads)
     rtopk(const float* x, int64_t rows, int width, int k, float* values, int32_t* columns) {
@@ -86,7 +86,7 @@ cudaError_t native_select_scratch(int64_t numel, size_t* nbytes) {
                                numel, Passes{});
 }
 
-// acc += grad; writes indices and values of the entries that pass, in order, and sets them to zero.
+// acc += grad. Writes indices and values of entries that pass, in order, and zeroes them in acc.
 cudaError_t native_select(float* acc, const float* grad, const float* tau, int32_t* indices,
                           float* values, int32_t* count, int64_t numel, void* scratch,
                           size_t scratch_bytes, cudaStream_t stream) {

@@ -18,7 +18,7 @@ COPY = SOURCE.with_name("copy.cu")  # included by native.cu
 
 @functools.cache
 def missing() -> str | None:
-    """The reason why there is no native library, or None."""
+    """The reason why the native library is not available, or None."""
     if not torch.cuda.is_available():
         return "there is no GPU"
     if not cpp_extension.CUDA_HOME or not Path(cpp_extension.CUDA_HOME, "bin", "nvcc").exists():
@@ -37,7 +37,7 @@ def copy(to: Tensor, source: Tensor) -> None:
 
 
 class Select:
-    """Adds grad to the residual, then moves entries above tau out of it with cub::DeviceSelect."""
+    """Adds grad to the residual, then moves entries above tau out with cub::DeviceSelect."""
 
     def __init__(self, numel: int, capacity: int) -> None:
         nbytes = ctypes.c_size_t()
@@ -77,7 +77,7 @@ def _call(name: str, *arguments: Tensor | int) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Build the library in the user's cache. The file name is a hash of command and sources."""
+    """Build the library in the user's cache, in a file named by a hash of command and sources."""
     major, minor = torch.cuda.get_device_capability()
     nvcc = Path(cpp_extension.CUDA_HOME, "bin", "nvcc").resolve()
     command = [str(nvcc), "-O3", "-std=c++17", f"-arch=sm_{major}{minor}", "-shared"]

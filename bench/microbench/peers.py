@@ -1,8 +1,8 @@
 """Compact implementations of other methods. Each is checked before it is timed.
 
-A compaction takes residual and gradient, moves selected entries out of the residual and returns
-(values, indices). Like mask_pack, it uses error feedback. A row selection returns the k entries of
-largest magnitude of each row.
+A compaction adds a gradient to a residual, moves selected entries out of the residual, and returns
+(values, indices). Like mask_pack, it uses error feedback. A row selection returns the k entries
+with the largest magnitudes in each row.
 """
 
 import math
@@ -19,27 +19,27 @@ EXACT = ("topk", "torch.topk")  # exact top-k for mask_pack and for row_pack
 
 @dataclass
 class Peer:
-    """`run(i)` uses buffer set i. `check(i)` runs it and raises ValueError if it is wrong."""
+    """`run(i)` uses buffer set i. `check(i)` calls it and raises ValueError on wrong results."""
 
     run: Callable[[int], object]
     check: Callable[[int], None]
 
 
 def take(residual: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Move these entries out of the residual, and return (values, indices)."""
+    """Move the entries at `index` out of the residual, and return (values, indices)."""
     values = residual[index]
     residual[index] = 0
     return values, index
 
 
 def topk(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Exact top-k."""
+    """Compaction with exact top-k."""
     residual += grad
     return take(residual, torch.topk(residual.abs(), k, sorted=False).indices)
 
 
 def random_k(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """k random entries, drawn with replacement; duplicates are dropped."""
+    """Compaction of k random entries, drawn with replacement. Drops duplicates."""
     residual += grad
     index = torch.randint(residual.numel(), (k,), device=residual.device).unique()
     return take(residual, index)
@@ -48,10 +48,10 @@ def random_k(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def dgc(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Deep Gradient Compression's sampled top-k with its adaptation loop.
 
-    After github.com/synxlin/deep-gradient-compression, dgc/compression.py, without its momentum
-    correction. The threshold is the smallest entry of the top-k of a strided sample of 1 %. Up to
-    10 rounds multiply it by 0.8 while fewer than 0.8 k entries pass. If more than 1.3 k entries
-    pass, a second top-k selects among them. Every round reads the tensor and syncs with the host.
+    Based on dgc/compression.py in github.com/synxlin/deep-gradient-compression, without momentum
+    correction. The threshold is the smallest entry of the top-k of a strided 1 % sample. Up to 10
+    rounds multiply it by 0.8 while fewer than 0.8 k entries pass. If more than 1.3 k entries pass,
+    a second top-k selects from them. Every round reads the tensor and syncs with the host.
     """
     residual += grad
     importance = residual.abs()
@@ -74,7 +74,7 @@ def dgc(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def bf16_cast(grad: list[Tensor]) -> dict[str, Peer]:
-    """The cast of torch's bf16_compress_hook; no peer if the gradient is already bfloat16."""
+    """The cast in torch's bf16_compress_hook. Empty if the gradient is already bfloat16."""
     if grad[0].dtype == torch.bfloat16:
         return {}
     return {"bf16 cast": Peer(lambda i: grad[i].to(torch.bfloat16), lambda i: None)}
@@ -106,8 +106,8 @@ def compaction(
 
 
 def every_entry(residual: list[Tensor], grad: list[Tensor], format: str) -> dict[str, Peer]:
-    """Peers of quantize_pack: torch's bfloat16 hook, which keeps no residual; FBGEMM's rows of 64
-    and PowerSGD with rank 1, both with error feedback."""
+    """Peers of quantize_pack: FBGEMM's rows of 64 and PowerSGD with rank 1, both with error
+    feedback, and the cast of torch's bfloat16 hook, which has no residual."""
     peers = bf16_cast(grad)
     numel = residual[0].numel()
     side = 2 ** (numel.bit_length() // 2)
@@ -155,8 +155,8 @@ def row_selection(x: list[Tensor], k: int) -> dict[str, Peer]:
     return peers
 
 
-# torch's copy of FBGEMM's rows of 8 and 4 bits, the functions that TorchRec quantizes with. A row
-# has a scale and an offset, in float32 (8 bits) or float16 (4 bits). {format: (name, steps)}
+# {format: (part of the op name, quantization steps)}. torch contains a copy of the FBGEMM ops that
+# TorchRec uses. A row has a scale and an offset, in float32 (8 bits) or float16 (4 bits).
 _FBGEMM = {"int8": ("byte", 255), "int4": ("4bit", 15)}
 
 
@@ -175,7 +175,7 @@ def row_quantization(x: list[Tensor], format: str) -> dict[str, Peer]:
 
 
 def row_dequantization(x: list[Tensor], format: str) -> dict[str, Peer]:
-    """Peers of row_dequantize on the quantized form of these rows."""
+    """Peers of row_dequantize on the quantized rows."""
     if x[0].is_cuda or format not in _FBGEMM:
         return {}
     pack, unpack, _ = _fbgemm(format)

@@ -1,11 +1,11 @@
-"""Rows of the tables of bench.kernels: times compared with a copy of the same bytes."""
+"""Formats table rows of bench.kernels, with times relative to a copy of the same bytes."""
 
 import re
 
 from bench.tables import header, number
 
 COPY, COPY_KERNEL = "copy", "copy kernel"
-OURS = ("cuda", "triton", "cpp", "eager")  # tables show the first one that was measured
+OURS = ("cuda", "triton", "cpp", "eager")  # tables show the first backend that was measured
 HEADINGS = ("op", "case", "kept", "elements", "MB", "ms", "of copy", "Triton, of copy", "eager")
 HEADINGS += ("peers",)
 HEADER = header(HEADINGS)
@@ -40,7 +40,7 @@ def _times(ratio: float) -> str:
 
 
 def _case(run: dict) -> str:
-    """The case without the number of rows or samples, which follows from `numel`."""
+    """The name of the case without the number of rows or samples, which follows from `numel`."""
     case = re.sub(r"^\d{6,} samples, ", "", run["case"])
     return re.sub(r"^\[\d+, (\d+)\]", r"[B, \1]", case)
 

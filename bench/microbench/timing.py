@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
-# The device is kept busy while the host queues a call: for about 0.1 ms, and up to 1.6 ms if the
-# call takes longer to queue.
+# While the host queues a call, the device is kept busy for about 0.1 ms, or up to 1.6 ms if queuing
+# takes longer.
 _SLEEP_CYCLES, _MOST_CYCLES = 200_000, 3_200_000
 
 Call = Callable[[int], object]
@@ -23,15 +23,15 @@ def take_turns(
     graphs: Collection[str] = (),
     seconds: float = math.inf,
 ) -> dict[str, dict[str, float]]:
-    """Return {name: median, 20 % and 80 % quantile in ms} of `call(i)` over the buffer sets i.
+    """Return {name: median, 20 % and 80 % quantile in ms} of the times of `call(i)`.
 
-    `sets` is the number of sets that a call uses in a turn, and `rounds` the number of its turns.
-    Each call has a turn in each round, so other work on the machine affects all calls equally.
-    All buffers are reset before each turn, which also evicts the first ones from the caches. On a
-    GPU the time is measured with events around the call, which is queued while the device is busy.
-    So it excludes the host's launches, unless the call itself waits for the device. Calls named in
-    `graphs` are captured in one CUDA graph per set and replayed. After `seconds`, no further round
-    starts; the first round always runs.
+    In a turn, a call is timed on `sets` buffer sets. `rounds` is its number of turns. Each call has
+    one turn per round, so other work on the machine affects all calls equally. All buffers are
+    reset before each turn, which also evicts the first buffers from the caches. On a GPU, times are
+    measured with events around the call, which is queued while the device is busy. These times
+    exclude kernel launches on the host, unless the call waits for the device. Calls in `graphs` are
+    captured in one CUDA graph per set and replayed. After `seconds`, no further round starts,
+    but the first round always runs.
     """
     calls = calls | {name: _captured(calls[name], reset, sets[name]) for name in graphs}
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -63,7 +63,7 @@ def _on_cpu(call: Call, sets: int) -> Iterator[float]:
 
 
 def _cycles_that_hide(call: Call, reset: Call, sets: int) -> int:
-    """The cycles for which the device must be busy, so that the whole call is queued by then."""
+    """The number of cycles to keep the device busy until the whole call is queued."""
     for i in range(sets):
         call(i)  # compiles and loads kernels
     cycles = _SLEEP_CYCLES

@@ -1,1 +1,1 @@
-"""bench.link: training over throttled links."""
+"""Implements bench.link, which trains over throttled links."""

@@ -1,4 +1,4 @@
-"""The ways of exchanging gradients and embeddings that bench.link compares."""
+"""The methods of exchanging gradients and embeddings that bench.link compares."""
 
 import argparse
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from dct_parallel.rows.all_to_all import RowExchange
 from examples.dlrm.models.row_exchange import rows_in
 
 PERIOD = 10  # number of local steps
-START_STEP = 2  # steps before compression starts, in all modes with a residual
+START_STEP = 2  # steps before compression starts in modes with residuals
 
 Register = Callable[[nn.Module, argparse.Namespace], object]
 
@@ -56,7 +56,7 @@ def _averager(model: nn.Module, options: argparse.Namespace) -> DCTAverager:
 
 
 def _shards(format: str | None, reshard: bool | None = None) -> Register:
-    """Shard a transformer and, unless `format` is None, compress the messages between shards."""
+    """Shard a transformer. Unless `format` is None, compress the messages between shards."""
 
     def register(model: nn.Module, options: argparse.Namespace) -> object:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -76,11 +76,11 @@ def _quantized(options: argparse.Namespace) -> RowExchange:
 
 
 class Method(NamedTuple):
-    """One way of training.
+    """A training method.
 
     Attributes:
         title: the name in tables.
-        register: registers the hook, or makes the averager; returns its state.
+        register: registers the hook or makes the averager, and returns its state.
         exchange: exchanges the rows of a hybrid model; None if every rank has the whole model.
         dedup: send each distinct row of a batch once.
         period: number of local steps without DDP; 0 for other methods.

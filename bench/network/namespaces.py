@@ -1,4 +1,4 @@
-"""Networks for ranks: network namespaces joined by throttled links, or this machine's loopback.
+"""Networks for ranks: namespaces connected by throttled links, or this machine's loopback.
 
     rank 0  eth0 ======= port0
     rank 1  eth0 ======= port1  bridge
@@ -6,8 +6,8 @@
 
 Every rank is in a namespace. A link is a veth pair with a token bucket filter (tc tbf) at both
 ends, so each direction has the full rate, as on a switched, full-duplex network. The bridge has its
-own namespace. All namespaces are called dctbench-*, so deleting them removes everything. The links
-carry only the IPv4 traffic of the ranks.
+own namespace. The name of each namespace starts with dctbench-. Deleting these namespaces removes
+all links. The links carry only the IPv4 traffic of the ranks.
 """
 
 import fcntl
@@ -24,8 +24,8 @@ from bench.cli import ENDING_SIGNALS, UsageError
 
 PREFIX = "dctbench-"
 SWITCH = PREFIX + "switch"
-# A message after a pause may use a full bucket without delay, so the bucket is small. It must hold
-# a few packets, or the links do not reach their rate.
+# The token bucket is small, because a message after a pause can use a full bucket without delay. It
+# must hold a few packets, or the links do not reach their rate.
 BURST_SECONDS = 100e-6
 BURST_MIN_BYTES = 3 * 1514
 LOCK_SECONDS = 2
@@ -33,7 +33,7 @@ QUEUE_MS = 50  # packets that would wait longer for tokens are dropped
 
 
 def missing() -> list[str]:
-    """Descriptions of what this machine lacks for namespaces; empty if it lacks nothing."""
+    """Descriptions of the missing requirements for namespaces on this machine."""
     lacks = [f"the command `{name}` (package iproute2)" for name in ("ip", "tc") if not _has(name)]
     if os.geteuid() != 0:
         lacks.append("root")
@@ -41,13 +41,13 @@ def missing() -> list[str]:
 
 
 class Namespaces:
-    """A context with one linked namespace per rank. Its exit removes them and all their processes.
+    """A context with one linked namespace per rank. On exit, removes these and their processes.
 
-    Only one context may exist on a machine at a time, because two would distort each other's times.
-    On entry, the namespaces of a killed run are removed.
+    A machine can have only one such context at a time, because a second would distort the times.
+    On entry, removes the namespaces of a killed run.
 
     Raises:
-        UsageError: the machine lacks something, or another run is active.
+        UsageError: a requirement is missing, or another run is active.
     """
 
     interface = "eth0"
@@ -69,7 +69,7 @@ class Namespaces:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Block a second Ctrl-C, or some of the namespaces could remain.
+        # Block a second Ctrl-C, because it could leave some namespaces behind.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         _remove_all()
         self._lock.close()
@@ -80,11 +80,11 @@ class Namespaces:
         return f"10.210.0.{rank + 1}"
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` inside the rank's namespace."""
+        """Wrap `command` so that it runs inside the rank's namespace."""
         return ["ip", "netns", "exec", _name(rank), *command]
 
     def set_rate(self, rate: float | None) -> None:
-        """Limit all links, in both directions, to `rate` bits per second; None means no limit."""
+        """Limit all links to `rate` bits per second in each direction; None removes the limit."""
         ends = [(_name(rank), self.interface) for rank in range(self._ranks)]
         ends += [(SWITCH, f"port{rank}") for rank in range(self._ranks)]
         for namespace, interface in ends:
@@ -111,7 +111,7 @@ class Namespaces:
 
 
 class Loopback:
-    """The same interface without namespaces or rate limits; all ranks are on 127.0.0.1."""
+    """The API of `Namespaces` without namespaces or rate limits. All ranks use 127.0.0.1."""
 
     interface = "lo"
 
@@ -145,8 +145,8 @@ def _has(name: str) -> bool:
 def _lock():
     """Open a file that stays locked until this process ends.
 
-    If a run was killed while it started a child, the child holds the file until its exec. So this
-    function retries for a moment.
+    If a run was killed while it forked a child, the child holds the file until it calls exec.
+    Therefore, this function retries for a short time.
     """
     file = (Path(tempfile.gettempdir()) / f"{PREFIX}lock").open("w")
     deadline = time.monotonic() + LOCK_SECONDS

@@ -11,8 +11,8 @@ from bench.tables import number, table, times
 
 from .methods import METHODS, SHARDED
 
-# Ethernet 14, IPv4 20, TCP 20 and its timestamps 12, in each packet. Acknowledgements are packets
-# without payload.
+# Per packet: Ethernet 14, IPv4 20, TCP 20, TCP timestamps 12. Acknowledgements are packets without
+# a payload.
 HEADER_BYTES = 66
 WARM_UP_SECONDS = 3  # per cell, approximately
 BYTES_AT = 1e9  # the rate for which bytes are shown, if it was measured
@@ -24,7 +24,7 @@ NOTE = (
 
 
 def announce(options: argparse.Namespace) -> str:
-    """Describe the run and how long it takes at most."""
+    """Describe the run, with an upper limit of its duration."""
     ranks = " and ".join(map(str, options.ranks))
     rates = ", ".join(map(describe_rate, options.rates))
     links = "over 127.0.0.1" if options.loopback else f"over links of {rates}"
@@ -44,11 +44,11 @@ def merge(
     rounds: list[list[dict]],
     shared: int,
 ) -> dict:
-    """Merge the measurements of all ranks and rounds into a cell. Figures are per step.
+    """Merge the measurements of all ranks and rounds into one cell, with figures per step.
 
     "step_ms" has the 20 % quantile, the median and the 80 % quantile; a step takes as long as its
-    slowest rank. "payload_bytes" counts the bytes that a rank passes to collectives. "wire_bytes"
-    and "packets" count what leaves a rank's interface.
+    slowest rank. "payload_bytes" counts the bytes that a rank sends in collectives. "wire_bytes"
+    and "packets" count the traffic that leaves a rank's interface.
 
     Args:
         rate: bits per second, or None for no limit.
@@ -73,7 +73,7 @@ def merge(
 
 
 def render(run: dict) -> str:
-    """Tables of the times, and of the bytes at one rate, for each number of ranks."""
+    """For each number of ranks, render a table of times, and a table of bytes at one rate."""
     found = []
     for ranks in dict.fromkeys(cell["ranks"] for cell in run["cells"]):
         cells = [cell for cell in run["cells"] if cell["ranks"] == ranks]

@@ -1,6 +1,6 @@
-"""One rank of bench.link, which starts it with torchrun's variables in its environment.
+"""Runs one rank of bench.link, which sets the environment variables that torchrun would set.
 
-Its arguments are the options as JSON and the file for the results.
+The arguments are the options as JSON, and the file for the results.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from examples.wire_meter import WireMeter
 
 from .methods import METHODS, SHARDED, Method
 
-ROUNDS = 3  # each runs a third of the steps of all modes, so other work affects all modes
-WARMUP_STEPS = 6  # DDP rebuilds its buckets, compression starts, and TCP's windows open
+ROUNDS = 3  # in each, all modes run a third of their steps: other work affects all modes
+WARMUP_STEPS = 6  # DDP rebuilds its buckets, compression starts, and TCP windows grow
 MIN_STEPS = 5
 LEARNING_RATE = 0.1
-BATCHES = 16  # batches of generated rows or texts, used in turn
+BATCHES = 16  # number of generated batches, which are used in turn
 CHARACTERS = 97
 TRANSFER_BYTES = 64 * 2**20
 _PR_SET_PDEATHSIG = 1
@@ -62,7 +62,7 @@ class Worker:
         self.texts = torch.randint(CHARACTERS, shape, generator=generator)
 
     def measure(self) -> dict:
-        """Return the model, the link, and the measurements of each round for each mode."""
+        """Return the description of the model, the link's rate, and each mode's measurements."""
         model = self._model(self.options.modes[0])
         parameters = sum(parameter.numel() for parameter in model.parameters())
         model = {"parameters": parameters, "threads_per_rank": torch.get_num_threads()}
@@ -120,7 +120,7 @@ class Worker:
             )
 
     def _train(self, mode: str) -> dict:
-        """Run one round of a mode; slow modes run fewer steps, but at least MIN_STEPS."""
+        """Run one round of a mode. Slow modes run fewer steps, but at least MIN_STEPS."""
         method = METHODS[mode]
         model, state = self._parallel_model(mode, method)
         if mode in SHARDED:
@@ -145,10 +145,10 @@ class Worker:
 
         warm = [step(number) for number in range(WARMUP_STEPS)]
         longest = torch.tensor(statistics.median(warm[WARMUP_STEPS // 2 :]))
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # same number of steps on all ranks
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # all ranks need the same number of steps
         fitting = int(self.options.seconds / ROUNDS / longest.item())
         steps = min(math.ceil(self.options.steps / ROUNDS), max(MIN_STEPS, fitting))
-        period = max(1, method.period)  # results are means over whole periods
+        period = max(1, method.period)  # results are means over complete periods
         steps = period * math.ceil(steps / period)
         dist.barrier()
         before = self._counted()
@@ -169,13 +169,13 @@ class Worker:
         }
 
     def _counted(self) -> tuple[int, int]:
-        """The interface's counters of (bytes, packets) sent."""
+        """Read (bytes sent, packets sent) from the counters of the interface."""
         sent = (self.counters / name for name in ("tx_bytes", "tx_packets"))
         return tuple(int(path.read_text()) for path in sent)
 
 
 def _means(values: list[float], period: int) -> list[float]:
-    """The mean of each `period` consecutive values."""
+    """The means of consecutive groups of `period` values."""
     return [statistics.mean(values[i : i + period]) for i in range(0, len(values), period)]
 
 
@@ -191,7 +191,7 @@ def _connect(address: tuple[str, int]) -> socket.socket:
 
 
 def _receive(peer: socket.socket) -> float:
-    """Payload bits per second of the stream, measured from its first byte."""
+    """Receive the stream. Return payload bits per second, measured from the first byte."""
     buffer = bytearray(2**20)
     received = first = peer.recv_into(buffer)
     start = time.perf_counter()
@@ -201,10 +201,10 @@ def _receive(peer: socket.socket) -> float:
 
 
 def main() -> None:
-    # If the parent is killed, the kernel ends the ranks.
+    # If the parent is killed, the kernel also kills this process.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    # This program does not modify the output of the model in place.
+    # The warning is about in-place changes of the output, which this program does not make.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     options = argparse.Namespace(**json.loads(sys.argv[1]))
     Path(sys.argv[2]).write_text(json.dumps(Worker(options).measure()))

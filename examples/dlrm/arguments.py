@@ -23,15 +23,15 @@ examples:
   python examples/train_dlrm.py
       generated rows, 2 local ranks, dense compared with DCT
   python examples/train_dlrm.py {ADAMW}
-      the same with AdamW, for which DCT sends all entries in 4 bits
+      the same with AdamW; DCT then sends all entries in 4 bits
   python examples/train_dlrm.py --data train.txt.gz --modes dense,bf16,powersgd,dct --seeds 3
-      a file in Criteo's format, every mode, mean and spread of 3 seeds
+      a file in Criteo's format, all modes, mean and spread of 3 seeds
   python examples/train_dlrm.py --parallel hybrid --row-format int4 --dedup
-      embedding tables sharded over the ranks; rows in 4 bits, each distinct row sent once
+      embedding tables sharded over the ranks; distinct rows are sent once, in 4 bits
   torchrun --nproc-per-node 2 examples/train_dlrm.py --data train.txt.gz
       ranks started by torchrun, on one machine or several
 """
-# Options that need another one: (option, the other option, its required values, default).
+# (option, another option that it needs, required values of that option, default of the first).
 NEEDS = (
     ("row_format", "parallel", ("hybrid", "columns"), None),
     ("row_density", "parallel", ("hybrid", "columns"), 0.05),
@@ -45,7 +45,7 @@ table_size = number(int, lambda n: 2 <= n < 2**31, "an integer in [2, 2^31)")
 
 
 def names(known: Collection[str], most: int) -> Callable[[str], tuple[str, ...]]:
-    """An argparse type: up to `most` of the known names, joined by ','."""
+    """An argparse type: up to `most` distinct known names, separated by commas."""
 
     def parse_names(text: str) -> tuple[str, ...]:
         found = tuple(text.split(","))
@@ -58,7 +58,7 @@ def names(known: Collection[str], most: int) -> Callable[[str], tuple[str, ...]]
 
 
 def make_parser(prog: str, description: str, epilog: str, rows: int) -> argparse.ArgumentParser:
-    """A parser with the options for data. `rows` is the default of --rows."""
+    """Make a parser with the options for data. `rows` is the default of --rows."""
     parser = argparse.ArgumentParser(
         prog=prog,
         usage="%(prog)s [OPTION ...]",
@@ -80,18 +80,18 @@ def make_parser(prog: str, description: str, epilog: str, rows: int) -> argparse
         type=count,
         default=rows,
         metavar="N",
-        help="number of rows to generate if there is no FILE; the test uses 20 %% of all rows",
+        help="number of rows to generate without FILE; 20 %% of all rows are test rows",
     )
     parser.add_argument("--batch-size", type=count, default=128, help="rows per rank and step")
     return parser
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options. On an error, exit with status 2 and name the option, rule and value."""
+    """Parse the options. On errors, exit with status 2 and print the option, rule and value."""
     parser = make_parser("train_dlrm.py", DESCRIPTION, EPILOG, rows=400_000)
     add = parser.add_argument
-    add("--ranks", type=count, default=2, help="local processes, without torchrun")
-    add("--hash-size", type=table_size, default=4000, help="most rows per embedding table")
+    add("--ranks", type=count, default=2, help="number of local processes, without torchrun")
+    add("--hash-size", type=table_size, default=4000, help="maximum rows per table")
     add("--embedding-dim", type=count, default=16, help="width of an embedding")
     add(
         "--optimizer",

@@ -1,4 +1,4 @@
-"""All runs of a comparison on one rank, and the command that starts the ranks."""
+"""Runs the comparison on one rank, and implements the command that starts the ranks."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ from .launch import is_first, launch
 from .loop import run
 from .scores import score_all_ranks
 
-PLAIN_WIDTH = 120  # columns of output that is not on a terminal
+PLAIN_WIDTH = 120  # columns of output, except on terminals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def run_program(name: str, work: Callable[..., None], options: argparse.Namespac
     """Check files, then call `work(options)` on all ranks.
 
     Returns:
-        The exit status. Failures are explained on stderr.
+        The exit status. The reason of a failure is printed on stderr.
     """
     try:
         if options.data is not None:
@@ -63,7 +63,7 @@ def compare(options: argparse.Namespace) -> None:
             with progress.bar(console, title, data.description["steps_per_epoch"]) as on_step:
                 result = run(mode, seed, data, options, on_step)
             runs.setdefault(mode, []).append(result)
-            if console is not None:  # after every run: an interrupted command keeps results
+            if console is not None:  # now, so that an interrupted command keeps results
                 console.print(report.line(mode, result), markup=False, highlight=False)
                 report.write_summary(options.out, _config(options), data.description, runs, bayes)
                 report.write_curves(options.out, runs)
@@ -86,7 +86,7 @@ def make_console() -> Console | None:
 
 
 def describe(console: Console | None, data: Dataset) -> None:
-    """Print the source and the number of rows and steps, and which lines were skipped."""
+    """Print the source of the rows, the numbers of rows and steps, and skipped lines."""
     if console is None:
         return
     if data.warning is not None:

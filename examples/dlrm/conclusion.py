@@ -13,11 +13,11 @@ from .loop import Run
 from .report import SHORT_STEPS, Runs, mean
 
 RATE = 1e9  # bits per second
-METHODS = {"bfloat16": "dct", "int4": "int4"}  # names in bench.cost_model, by --format
+METHODS = {"bfloat16": "dct", "int4": "int4"}  # {--format: name in bench.cost_model}
 
 
 def conclusion(runs: Runs, options: Namespace) -> str:
-    """One or two sentences that compare "dct" with "dense"; empty without both, or on one rank."""
+    """Sentences that compare "dct" with "dense". Empty if a mode is missing, or on one rank."""
     ranks = dist.get_world_size()
     if not {"dense", "dct"} <= runs.keys() or ranks == 1:
         return ""
@@ -26,7 +26,7 @@ def conclusion(runs: Runs, options: Namespace) -> str:
     fewer = f"{factor:.{0 if factor >= 10 else 1}f} times fewer bytes than float32"
     long = len(dense[0].record.loss) >= SHORT_STEPS
     text = f"{_quality(dense, dct)}, with {fewer}." if long else f"DCT sent {fewer}."
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) == ranks  # steps exclude a network
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) == ranks  # measured without a network
     if local and options.parallel == "data" and options.format in METHODS:
         text += " " + _step_times(dense, dct, options, ranks)
     return text
@@ -44,7 +44,7 @@ def _quality(dense: Sequence[Run], dct: Sequence[Run]) -> str:
 
 
 def _step_times(dense: Sequence[Run], dct: Sequence[Run], options: Namespace, ranks: int) -> str:
-    """Compute is the loopback step of DCT, which exchanges little, minus its predicted exchange."""
+    """Predict step times. Compute time: the measured step of DCT minus its predicted exchange."""
     numel = round(mean(dense, "bytes_per_step_per_rank") * ranks / (8 * (ranks - 1)))
     model, method = Model(numel, 0.0, CPU, options.density), METHODS[options.format]
 

@@ -2,7 +2,7 @@
 
 
 class UsageError(Exception):
-    """An option or a file cannot be used. The message contains its name, the rule and the value."""
+    """An unusable option or file. The message contains the name, the rule and the value."""
 
 
 class RankError(Exception):

@@ -1,4 +1,4 @@
-"""Joins the ranks of torchrun, or starts local processes."""
+"""Runs a function on the ranks that torchrun started, or starts local ranks."""
 
 import gc
 import logging
@@ -31,9 +31,9 @@ def is_first() -> bool:
 def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
     """Call `work(*args)` on every rank, in a gloo process group.
 
-    Under torchrun this process is one rank and `ranks` is ignored. Otherwise `ranks` local
-    processes are started; `work` must be importable and `args` picklable. Each rank uses
-    cores / local ranks threads.
+    Under torchrun, this process is one rank and `ranks` is ignored. Otherwise, `ranks` local
+    processes are started. `work` must be importable, and `args` must be picklable. The cores are
+    divided equally between the threads of local ranks.
 
     Raises:
         UsageError: a local rank raised a UsageError.
@@ -46,7 +46,7 @@ def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
         return
     # Ranks are forked from one process that has imported these modules. DDP imports dynamo.
     multiprocessing.set_forkserver_preload([work.__module__, "torch._dynamo"])
-    # Otherwise torch logs which processes it ends before the message of the failed rank.
+    # Otherwise torch logs that it ends processes, before the message of the failed rank.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         given = (ranks, ranks, f"file://{folder}/rendezvous", work, args)
@@ -63,7 +63,7 @@ def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
         except ProcessExitedException as error:
             raise RankError(f"rank {error.error_index} failed: {error.msg}") from None
         finally:
-            for process in context.processes:  # alive only if this process was interrupted
+            for process in context.processes:  # they are alive only after an interrupt
                 process.kill()
                 process.join()
 
@@ -79,7 +79,7 @@ def _rank(
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
     work(*args)
-    # Not in a `finally`: if a failed rank left the group, the others would also fail and could hide
-    # the cause. Collect garbage first: a model in a cycle with its hooks still uses the group.
+    # Not in a `finally`: if a failed rank left the group, other ranks would fail and could hide the
+    # cause. Collect garbage first: a model in a cycle with its hooks still uses the group.
     gc.collect()
     dist.destroy_process_group()

@@ -25,7 +25,7 @@ from .ranks import from_all_ranks
 from .scores import Scores, evaluate
 from .training import Record, require_equal_weights, train
 
-BUCKET_MB = 1024  # one bucket: with several, PowerSGD can hang on gloo
+BUCKET_MB = 1024  # one bucket, because PowerSGD can hang on gloo with several
 RATES = {"sgd": 0.1, "momentum": 0.01, "adamw": 0.001}  # default learning rates
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda params, lr: SGD(params, lr, fused=True),
@@ -41,7 +41,7 @@ class Run:
     Attributes:
         seed: the seed of weights and batches.
         scores: scores on the test rows of all ranks.
-        density: fraction of the gradient entries sent in the last steps; None if mode is not "dct".
+        density: fraction of gradient entries sent in the last steps; None if mode is not "dct".
         weights: a digest of the weights of all ranks.
     """
 
@@ -52,7 +52,7 @@ class Run:
     weights: str
 
     def summary(self) -> dict[str, object]:
-        """The results as JSON. Times and bytes exclude the steps before compression starts."""
+        """The results for JSON. Times and bytes exclude the steps before compression starts."""
         sent = {
             name: float(np.mean(steps[START_STEP:])) for name, steps in self.record.sent.items()
         }
@@ -76,12 +76,12 @@ def run(
 ) -> Run:
     """Train and test. Collective: all ranks pass the same arguments, except for their rows.
 
-    Runs with the same seed start from the same weights and see the same batches, in every mode and
+    Runs with the same seed use the same initial weights and the same batches, in every mode and
     with every value of --parallel.
 
     Raises:
         UsageError: the run has too few steps, or the loss became infinite or NaN.
-        RuntimeError: replicated weights differ between ranks at the end.
+        RuntimeError: after training, replicated weights differ between ranks.
     """
     if data.description["steps_per_epoch"] <= START_STEP:
         raise UsageError(
@@ -118,14 +118,14 @@ def run(
 
 
 def make_optimizers(model: nn.Module, options: argparse.Namespace) -> list[Optimizer]:
-    """SGD for the embedding tables, with its own learning rate, and --optimizer for the MLPs.
+    """Make SGD with --embedding-lr for the embedding tables, and --optimizer for the MLPs.
 
-    Few samples of a batch use a given row of a table, so tables need a higher learning rate.
+    Tables need a higher learning rate, because few samples of a batch use a given row.
     """
     named = dict(model.named_parameters())
     tables = [weight for name, weight in named.items() if "tables." in name]
     mlps = [weight for name, weight in named.items() if "tables." not in name]
-    # As a parameter group, which may be empty: a rank may own no table.
+    # A parameter group may be empty, but a list of parameters may not. Some ranks own no table.
     return [
         SGD([{"params": tables}], options.embedding_lr, fused=True),
         OPTIMIZERS[options.optimizer](mlps, options.lr),

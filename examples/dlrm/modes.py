@@ -1,4 +1,4 @@
-"""Ways to average gradients with DDP: torch's hooks as baselines, and DCT."""
+"""Methods that average gradients with DDP: torch's hooks as baselines, and DCT."""
 
 import argparse
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook
 
-START_STEP = 2  # steps before compression starts, in modes with a state
+START_STEP = 2  # steps before PowerSGD and DCT start to compress
 
 
 def _dense(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
@@ -46,7 +46,7 @@ def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
     return state
 
 
-# Each function registers a hook; _dct returns its state.
+# Each function registers a hook. _dct also returns the state of the hook.
 MODES: dict[str, Callable[[DistributedDataParallel, argparse.Namespace], DCTState | None]] = {
     "dense": _dense,
     "bf16": _bf16,

@@ -1,4 +1,4 @@
-"""Parts of command lines: argparse types and a help formatter."""
+"""Command-line helpers: argparse types and a help formatter."""
 
 import argparse
 import math

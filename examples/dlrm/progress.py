@@ -1,4 +1,4 @@
-"""A progress bar with the smoothed loss, shown only on terminals."""
+"""A progress bar that shows the smoothed loss, on terminals only."""
 
 import contextlib
 import math

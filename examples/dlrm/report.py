@@ -1,4 +1,4 @@
-"""Results of a comparison: summary.json, curves.png and a table."""
+"""Writes the results of a comparison: summary.json, curves.png and a table."""
 
 import json
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from .scores import Scores
 Runs = dict[str, list[Run]]  # by mode
 SUMMARY, CURVES = "summary.json", "curves.png"
 SHORT_STEPS = 300  # in shorter runs, modes differ mostly because DCT sends gradients late
-SMOOTHED_STEPS = 100  # fewer in short runs: a tenth of their steps
+SMOOTHED_STEPS = 100  # in short runs, a tenth of the steps
 
 
 def write_summary(folder: Path, config: dict, data: dict, runs: Runs, bayes: Scores | None) -> None:
-    """summary.json: {"config", "data", "modes": {mode: [one object per seed]}, "bayes"}.
+    """Write summary.json: {"config", "data", "modes": {mode: [an object per seed]}, "bayes"}.
 
-    "bayes" is the score of the true probabilities, for generated rows only.
+    "bayes" contains the scores of the true probabilities, which exist only for generated rows.
     """
     summary = {"config": config, "data": data}
     summary["modes"] = {mode: [run.summary() for run in each] for mode, each in runs.items()}
@@ -34,12 +34,12 @@ def write_summary(folder: Path, config: dict, data: dict, runs: Runs, bayes: Sco
 
 
 def write_curves(folder: Path, runs: Runs) -> None:
-    """Write `plot` to curves.png."""
+    """Write the figure of `plot` to curves.png."""
     plot(runs).savefig(folder / CURVES, dpi=120)
 
 
 def plot(runs: Runs) -> Figure:
-    """Smoothed training loss over the bytes sent so far; the mean over seeds."""
+    """Plot the smoothed training loss, averaged over seeds, against the bytes sent so far."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -70,7 +70,7 @@ def line(mode: str, run: Run) -> str:
 
 
 def print_table(console: Console, runs: Runs, bayes: Scores | None) -> None:
-    """One row per mode: scores, mean and standard deviation over seeds; bytes per rank and step."""
+    """Print a row per mode: scores (mean ± standard deviation), and bytes per rank and step."""
     results = {mode: [run.summary() for run in each] for mode, each in runs.items()}
     purposes = list(next(iter(results.values()))[0]["bytes_by_purpose"])
     table = Table("mode", box=SIMPLE_HEAD, pad_edge=False)
@@ -103,7 +103,7 @@ def print_table(console: Console, runs: Runs, bayes: Scores | None) -> None:
 
 
 def mean(runs: Sequence[Run], key: str) -> float:
-    """Mean over runs of an entry of `Run.summary`."""
+    """The mean of an entry of `Run.summary` over runs."""
     return float(np.mean([run.summary()[key] for run in runs]))
 
 

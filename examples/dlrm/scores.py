@@ -1,4 +1,4 @@
-"""Scores of predicted probabilities."""
+"""Computes scores of predicted probabilities."""
 
 from typing import NamedTuple
 
@@ -38,8 +38,8 @@ def score_all_ranks(labels: np.ndarray, probability: np.ndarray) -> Scores:
 def evaluate(model: nn.Module, rows: Rows, filler: Rows) -> Scores:
     """Score the model on the rows of all ranks. All ranks return the score. Collective.
 
-    Leaves the model in eval mode. Sharded tables need the same number of rows on all ranks, so rows
-    of `filler` are appended and their results are dropped.
+    Sets the model to eval mode. Sharded tables need the same number of rows on all ranks,
+    so rows of `filler` are appended. Predictions for these rows are dropped.
     """
     model.eval()
     missing = max(from_all_ranks(len(rows))) - len(rows)

@@ -32,12 +32,12 @@ class Traffic(ExitStack):
         return self
 
     def forward_done(self) -> None:
-        """Count rows that are sent from now on as gradients of rows."""
+        """End the forward pass. Rows sent after this call count as gradients of rows."""
         if "rows" in self._meters:
             self._forward = {"rows": self._meters["rows"].take()}
 
     def step_done(self) -> None:
-        """Count bytes that are sent from now on for the next step."""
+        """End the current step. Bytes sent after this call count towards the next step."""
         sent = {name: meter.take() for name, meter in self._meters.items()}
         if "rows" in sent:
             sent |= {"rows": self._forward["rows"], "rows back": sent["rows"]}

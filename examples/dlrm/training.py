@@ -33,7 +33,7 @@ class Record:
 
     @property
     def total(self) -> np.ndarray:
-        """Bytes of each step for all purposes."""
+        """The total bytes of each step over all purposes."""
         return sum(self.sent.values())
 
 
@@ -50,7 +50,7 @@ def train(
     Args:
         groups: as in `Traffic`.
         on_step: called with this rank's loss after each step.
-        after_step: called after the optimizers as a part of the step.
+        after_step: called at the end of each step, after the optimizers.
 
     Raises:
         UsageError: the loss became infinite or NaN.
@@ -82,7 +82,7 @@ def train(
 
 
 def require_equal_weights(digest: str, group: dist.ProcessGroup | None = None) -> None:
-    """Raise an error unless the digest is the same on all ranks of the group. Collective."""
+    """Raise an error if `digest` differs between the ranks of the group. Collective."""
     digests = from_all_ranks(digest, group)
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
@@ -92,7 +92,7 @@ def require_equal_weights(digest: str, group: dist.ProcessGroup | None = None) -
 
 
 def _mean(values: list[float]) -> np.ndarray:
-    """Mean over ranks."""
+    """The mean of `values` over ranks."""
     mean = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(mean)
     return (mean / dist.get_world_size()).numpy()

@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 2 examples/recipes/with_accelerate.py FOLDER --local-steps
     torchrun --nproc-per-node 2 examples/recipes/with_accelerate.py FOLDER --fsdp2
 
-Needs `pip install accelerate`. By default the hook is registered on the DDP that Accelerate
-prepares. With --local-steps the model is prepared without a DDP, and the ranks average the changes
-of their weights every 20 steps. With --fsdp2 Accelerate shards the model, and the shards exchange
-weights and gradients in int8. The program saves after every epoch. The same command resumes from
-the last epoch in FOLDER, bit for bit. It prints the loss of the first and the last step, the bytes
+Needs `pip install accelerate`. By default, the hook is registered on the DDP module of Accelerate.
+With --local-steps, the model is prepared without DDP, and the ranks average the changes of their
+weights every 20 steps. With --fsdp2, Accelerate shards the model, and ranks exchange weights and
+gradients in int8. The program saves after every epoch. The same command resumes from the last epoch
+in FOLDER, with bitwise equal results. It prints the loss of the first and the last step, the bytes
 that were sent, and the sum of each rank's weights.
 """
 
@@ -39,7 +39,7 @@ def make_accelerator(fsdp2):
         )
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
     if fsdp2 and accelerator.device.type == "cpu":
-        # Accelerate uses the plugin on GPUs only. These lines are for trying it on CPUs.
+        # Accelerate uses the plugin only on GPUs. These lines enable it on CPUs for a test.
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
     return accelerator
@@ -54,7 +54,7 @@ def train(folder, local_steps, fsdp2):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS)
     if local_steps:
-        # evaluation_mode=True sets the device and autocast as in training, but makes no DDP.
+        # With evaluation_mode=True, Accelerate sets device and autocast, but does not use DDP.
         model = accelerator.prepare_model(model, evaluation_mode=True)
         optimizer, data = accelerator.prepare(optimizer, data)
         dct = DCTAverager(model, period=PERIOD)
@@ -65,15 +65,15 @@ def train(folder, local_steps, fsdp2):
         parts = {"shards": dct}
     else:
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
-        # The scaler is None without float16. The state takes the optimizer inside Accelerate's.
+        # The scaler is None without float16. DCTState needs the optimizer that Accelerate wraps.
         scaled = {"grad_scaler": accelerator.scaler, "optimizer": optimizer.optimizer}
         dct = DCTState(model, format="int4", **scaled)
         model.register_comm_hook(dct, dct_hook)
         parts = {"hook": dct}
     accelerator.register_for_checkpointing(rate)
 
-    # Accelerate saves the state of rank 0, or all shards. Each rank adds a file with the parts that
-    # differ.
+    # Accelerate saves the state of rank 0, or all shards. Each rank adds a file with the state that
+    # differs between ranks.
     rank_file = f"rank{accelerator.process_index}.pt"
     done = len(glob.glob(f"{folder}/epoch*/{rank_file}"))
     if done:
@@ -98,7 +98,7 @@ def train(folder, local_steps, fsdp2):
         torch.save(saved, f"{folder}/epoch{epoch + 1}/{rank_file}")
 
     if local_steps:
-        dct.flush()  # all ranks have the same weights
+        dct.flush()  # now all ranks have the same weights
     else:
         dct.close()
     if accelerator.is_main_process:

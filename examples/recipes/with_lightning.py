@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 examples/recipes/with_lightning.py FOLDER
     torchrun --nproc-per-node 2 examples/recipes/with_lightning.py FOLDER --local-steps
 
-Needs `pip install lightning`. By default a callback registers the hook on the DDP of the strategy.
-With --local-steps a strategy without a DDP averages the changes of the ranks' weights every
-20 steps. The program saves after every epoch. The same command resumes from the last epoch in
-FOLDER, bit for bit. It prints the loss of the first and the last step, the bytes that were sent,
+Needs `pip install lightning`. By default, a callback registers the hook on the DDP module. With
+--local-steps, a strategy without DDP averages the changes of the ranks' weights every 20 steps. The
+program saves after every epoch. The same command resumes from the last epoch in FOLDER, with
+bitwise equal results. It prints the loss of the first and the last step, the bytes that were sent,
 and the sum of each rank's weights.
 """
 
@@ -66,7 +66,7 @@ class LocalSteps(DDPStrategy):
         return output
 
     def on_train_end(self):
-        self.averager.flush()  # all ranks have the same weights
+        self.averager.flush()  # now all ranks have the same weights
 
     def save_checkpoint(self, checkpoint, filepath, storage_options=None):  # on every rank
         checkpoint["averager"] = self.averager.state_dict()

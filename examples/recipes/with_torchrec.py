@@ -1,4 +1,4 @@
-"""Train with TorchRec and DCT: quantized rows with a plan of TorchRec's planner, and the DDP hook.
+"""Train with TorchRec and DCT: quantized rows with TorchRec's planner, and the DDP hook.
 
     torchrun --nproc-per-node 4 examples/recipes/with_torchrec.py
 
@@ -22,7 +22,7 @@ from dct_embeddings.torchrec import compress_dense, compressed_sharders
 from dct_parallel import RowFormat
 
 ROWS, WIDTH, BATCH, STEPS = (4000, 100, 100, 100), 64, 64, 200
-MEMORY = 2**20  # bytes per rank for tables and their exchanges
+MEMORY = 2**20  # bytes per rank for tables and exchanges
 FEATURES = [f"f{i}" for i in range(len(ROWS))]
 
 
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 def batch(generator):
-    """One id per table for each sample. The label is 1 if the id of the first table is even."""
+    """Make samples with one id per table. The label is 1 if the id of the first table is even."""
     ids = torch.stack([torch.randint(rows, (BATCH,), generator=generator) for rows in ROWS])
     lengths = torch.ones(ids.numel(), dtype=torch.int32)
     features = KeyedJaggedTensor.from_lengths_sync(FEATURES, ids.flatten(), lengths)
@@ -54,7 +54,7 @@ def train():
     torch.manual_seed(0)
     model = Model()
     apply_optimizer_in_backward(torch.optim.SGD, model.bags.parameters(), {"lr": 200.0})
-    # Embeddings use 4 bits per entry, their gradients 1 bit; 64 entries share a scale.
+    # Embeddings use 4 bits per entry, and gradients 1 bit. 64 entries share a scale.
     sharders = compressed_sharders(format=RowFormat("int4", backward="sign"))
     topology = Topology(dist.get_world_size(), "cpu", ddr_cap=MEMORY)
     planner = EmbeddingShardingPlanner(topology=topology, batch_size=BATCH)

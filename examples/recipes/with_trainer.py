@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 2 examples/recipes/with_trainer.py FOLDER
     torchrun --nproc-per-node 2 examples/recipes/with_trainer.py FOLDER --local-steps
 
-Needs `pip install transformers accelerate`. By default a callback registers the hook on the DDP
-that the Trainer makes. With --local-steps this DDP exchanges nothing, and the callback averages the
-changes of the ranks' weights every 20 steps. The program saves every 75 steps. The same command
-resumes from the last checkpoint in FOLDER, bit for bit. It prints the first and the last loss that
-the Trainer logged, the bytes that were sent, and the sum of each rank's weights.
+Needs `pip install transformers accelerate`. By default, a callback registers the hook on the
+Trainer's DDP module. With --local-steps, this module exchanges nothing, and the callback averages
+the changes of the ranks' weights every 20 steps. The program saves every 75 steps. The same command
+resumes from the last checkpoint in FOLDER, with bitwise equal results. It prints the first and the
+last loss that the Trainer logged, the bytes that were sent, and the sum of each rank's weights.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PERIOD = 20
 
 
 class LocalTrainer(Trainer):
-    """Disables the exchange of the Trainer's DDP, whose buckets still use memory."""
+    """Disables the gradient exchange of the Trainer's DDP. DDP's buckets still use memory."""
 
     def training_step(self, model, *args, **kwargs):
         with self.accelerator.no_sync(model):
@@ -34,7 +34,7 @@ class LocalTrainer(Trainer):
 
 
 class DCT(TrainerCallback):
-    """Adds a file per rank to each checkpoint, with the state that differs between ranks."""
+    """Saves the state that differs between ranks, in a file per rank in each checkpoint."""
 
     def __init__(self, trainer, local_steps):
         self.trainer = trainer
@@ -45,9 +45,9 @@ class DCT(TrainerCallback):
             self.dct = DCTAverager(model, period=PERIOD)
             self.parts = {"model": model, "optimizer": optimizer, "averager": self.dct}
         else:
-            ddp = self.trainer.model_wrapped  # `model` is the module inside
+            ddp = self.trainer.model_wrapped  # `model` is the wrapped module
             scaler = self.trainer.accelerator.scaler  # None without float16
-            optimizer = getattr(optimizer, "optimizer", optimizer)  # the one inside Accelerate's
+            optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
             scaled = {"grad_scaler": scaler, "optimizer": optimizer}
             self.dct = DCTState(ddp, format="int4", **scaled)
             ddp.register_comm_hook(self.dct, dct_hook)
@@ -67,7 +67,7 @@ class DCT(TrainerCallback):
 
     def on_train_end(self, *_, **__):
         if self.local_steps:
-            self.dct.flush()  # all ranks have the same weights, as trainer.save_model() requires
+            self.dct.flush()  # equal weights on all ranks, as trainer.save_model() requires
         else:
             self.dct.close()
 
@@ -76,7 +76,7 @@ class DCT(TrainerCallback):
 
 
 def sentences(count):
-    """Sentences that count up modulo 97 from a random start."""
+    """Make sequences that count up modulo 97 from a random start."""
     tokens = (torch.randint(97, (count, 1)) + torch.arange(16)) % 97
     return [{"input_ids": row, "labels": row} for row in tokens]
 

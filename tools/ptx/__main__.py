@@ -8,18 +8,18 @@ from . import cases, costs, counting, toolkit
 from .costs import LANES, SECTOR, Cost
 
 DESCRIPTION = """\
-Counts the cost of calls of the ops without a GPU. nvcc's PTX for sm_90 is executed in lock-step
-(all lanes of a warp together), and ptxas maps each line to machine code. Needs nvcc, and cuobjdump
-and nvdisasm from the same toolkit or an installed Triton.
+Counts the cost of op calls without a GPU. Executes nvcc's PTX for sm_90 in lock-step (all lanes of
+a warp together), and uses ptxas to map each line to machine code. Needs nvcc, and cuobjdump and
+nvdisasm from the same toolkit or an installed Triton.
 
-  report      prints a table in Markdown with the cost per element. Only a GPU can show the time
-              (bench/gpu/check.py).
+  report      prints a Markdown table with the cost per element. To measure times, use a GPU and
+              bench/gpu/check.py.
   baseline    writes the counts to ptx/baseline.json. A test fails if issue slots or sectors exceed
-              it by more than 2 %, so write it after a change that intentionally costs more.
+              these by more than 2 %. Use it after a change that intentionally costs more.
 
 Columns, per element (for sample_threshold, per sample):
   must move   bytes that any kernel must read and write
-  moves       bytes in whole 32-byte sectors, counted once: the traffic behind a large cache
+  moves       bytes in whole 32-byte sectors, counted once: memory traffic with an infinite cache
   asks for    bytes in whole sectors, counted for each instruction of a warp: the cache's traffic
   issue slots machine instructions that warps issue, times 32 lanes
   half rate   the part of issue slots that runs at half rate: integers, comparisons, moves
@@ -34,7 +34,7 @@ COLUMNS += ("active", "conflicts", "most of it")
 
 
 def table(counted: Iterable[Cost]) -> Iterator[str]:
-    """The lines of a Markdown table."""
+    """Yield the lines of a Markdown table of costs."""
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|" + "---|" * len(COLUMNS)
     for cost in counted:
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument(
         "--ops",
         type=lambda text: text.split(","),
-        help=f"report only these, separated by commas: {', '.join(cases.OPS)}",
+        help=f"report only these ops, separated by commas: {', '.join(cases.OPS)}",
     )
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.ops or ()) - set(cases.OPS))

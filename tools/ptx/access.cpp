@@ -24,7 +24,7 @@ void Block::access(Warp& warp, const Instruction& i, uint32_t lanes) {
     launch_.counts.access(i, touched);
     return;
   }
-  // In random order, because kernels must not rely on an order.
+  // The order of lanes is random, because kernels must not rely on it.
   const uint32_t start = launch_.random.below(kLanes);
   for (uint32_t n = 0; n < kLanes; ++n) {
     const int lane = (start + n) % kLanes;

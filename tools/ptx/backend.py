@@ -1,4 +1,4 @@
-"""The executor, and the backend "ptx-cuda": nvcc's PTX of the CUDA kernels on CPU tensors."""
+"""The executor, and the backend "ptx-cuda", which runs the CUDA kernels' PTX on CPU tensors."""
 
 import contextlib
 import ctypes
@@ -37,7 +37,7 @@ class Launches(NamedTuple):
 
 
 class Executor:
-    """A library made by `build`."""
+    """A library that `build` has built, with the executor and the launchers."""
 
     device = "cpu"
 
@@ -47,7 +47,7 @@ class Executor:
             getattr(self._library, function).restype = ctypes.c_char_p
 
     def configure(self, seed: int, resident_blocks: int = 3) -> None:
-        """Choose the order of execution for later calls. 0 runs warps in turn, lanes together."""
+        """Choose the execution order. Seed 0 runs warps one after another, lanes in lock-step."""
         self._library.ptx_configure(ctypes.c_int64(seed), ctypes.c_int64(resident_blocks))
 
     def call(self, op: str, *arguments) -> None:
@@ -56,7 +56,7 @@ class Executor:
         self._on_device(op, lambda: getattr(self._library, op)(fields), arguments)
 
     def tile_as_for(self, times: int) -> None:
-        """Let ops divide tensors into tiles as if the tensors were larger by this factor."""
+        """Let mask_pack divide tensors into tiles as if they were `times` as large."""
         self._library.mask_pack_size_factor(ctypes.c_int64(times))
         self.set_multiprocessors(max(MULTIPROCESSORS // times, 1))
 
@@ -64,7 +64,7 @@ class Executor:
         self._library.ptx_multiprocessors(ctypes.c_int64(multiprocessors))
 
     def load(self, text: str) -> None:
-        """Load the kernels of a PTX text, in addition to those of the launchers."""
+        """Load the kernels of a PTX text, in addition to the kernels of the launchers."""
         self._check("load", self._library.ptx_load(text.encode()))
 
     def launch(
@@ -76,10 +76,10 @@ class Executor:
         shared_bytes: int = 0,
         replicas: bool = False,
     ) -> None:
-        """Run a kernel on 64-bit integers and tensors, which are device memory during the launch.
+        """Run a kernel. Arguments are 64-bit integers, and tensors, which are device memory.
 
-        With `replicas`, threads of a block may store the same value to the same address in shared
-        memory without a race.
+        With `replicas`, it is not a race if threads of a block store the same value to the same
+        address in shared memory.
         """
         values = [to_c(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
@@ -92,11 +92,11 @@ class Executor:
         self._on_device(kernel, run, arguments)
 
     def counts(self) -> str:
-        """Counts of the execution since `configure`; runtime.cpp describes the format."""
+        """The counts since the last `configure`. runtime.cpp describes the format."""
         return self._library.ptx_counts().decode()
 
     def launches(self) -> Launches:
-        """The number of launches since `configure`."""
+        """The number of launches since the last `configure`."""
         totals, *_ = self.counts().split("\n\n")
         return Launches(*map(int, totals.split()[2:]))
 
@@ -107,7 +107,7 @@ class Executor:
     def _on_device(self, name: str, function, arguments) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         for tensor in tensors:
-            written = not vars(tensor).pop("is_poisoned", False)  # the call writes the tensor
+            written = not vars(tensor).pop("is_poisoned", False)  # False for a result
             self._library.ptx_allocate(to_c(tensor), *map(ctypes.c_int64, (tensor.nbytes, written)))
         try:
             self._check(name, function())
@@ -126,8 +126,8 @@ def executor() -> Executor:
     return Executor(build.build())
 
 
-# --- The ops, with the signatures of torch.ops.dct. Each passes the fields of its argument struct
-# (common/ops.h) to its launcher. Results are allocated here and poisoned.
+# --- The ops, with the signatures of torch.ops.dct. Each op allocates poisoned results, and passes
+# the fields of the argument struct in common/ops.h to its launcher.
 
 
 _libraries: list = []
@@ -135,7 +135,7 @@ _libraries: list = []
 
 @contextlib.contextmanager
 def use_library(library) -> Iterator[None]:
-    """Let the ops call this library instead of the executor, without poisoned results."""
+    """Let the ops call `library` instead of the executor, without poisoning results."""
     _libraries.append(library)
     try:
         yield
@@ -148,8 +148,8 @@ def _call(op: str, *fields) -> None:
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that kernels must not read before they write it. Unusual values reveal entries that a
-    kernel does not write."""
+    """A tensor that kernels must not read before writing. Its unusual values reveal entries that
+    are never written."""
     if _libraries:
         return torch.empty(shape, dtype=dtype, device=_libraries[-1].device)
     out = torch.empty(shape, dtype=dtype)

@@ -11,7 +11,7 @@
 namespace ptx {
 namespace {
 
-constexpr uint32_t kMostAccesses = 6;  // log2 of the most accesses before another warp's turn
+constexpr uint32_t kMostAccesses = 6;  // log2 of the maximum number of accesses per turn
 
 uint32_t lanes_where(const char* predicates) {
   uint32_t lanes = 0;
@@ -60,7 +60,7 @@ Block::Block(Launch& launch, uint32_t index)
   }
 }
 
-// Runs the lanes furthest behind first, so that lanes reconverge.
+// Returns the group that is furthest behind. Running it first makes lanes reconverge.
 Block::Group Block::furthest_behind(Warp& warp) {
   const auto chosen = std::min_element(warp.groups.begin(), warp.groups.end(),
                                        [](const Group& a, const Group& b) { return a.at < b.at; });
@@ -79,7 +79,7 @@ void Block::run(uint32_t number) {
   for (; launch_.steps <= kMaxSteps; ++launch_.steps) {
     const Instruction& i = program_.code[group.at];
     if (i.labelled && !warp.groups.empty()) {
-      bool behind = false;  // whether other groups are
+      bool behind = false;  // whether another group is
       for (size_t g = warp.groups.size(); g-- > 0;) {
         if (warp.groups[g].at == group.at) {
           group.lanes |= warp.groups[g].lanes;
@@ -120,7 +120,7 @@ void Block::run(uint32_t number) {
       default:
         break;
     }
-    // Lanes whose guard is false skip the instruction.
+    // Lanes with a false guard skip the instruction.
     if (lanes != group.lanes) warp.groups.push_back({group.lanes & ~lanes, group.at + 1});
     if (lanes == 0) return;
     group.lanes = lanes;

@@ -1,9 +1,9 @@
 // block.h -- a running thread block: its warps, the positions of their lanes in the program, and
 // its shared memory.
 //
-// The lanes of a warp that are at the same instruction run it together. Diverged lanes run
-// separately, those furthest behind first, until they reconverge at an instruction or in a
-// collective.
+// Lanes of a warp that are at the same instruction execute it together. Diverged lanes run
+// separately until they reconverge at an instruction or in a collective. The lanes that are
+// furthest behind run first.
 #pragma once
 
 #include <memory>
@@ -21,17 +21,17 @@ struct Launch {
   uint32_t blocks, threads;  // threads of a block
   int64_t dynamic_shared_bytes;
   std::vector<char> parameters;
-  bool in_turn;   // no random choices: each warp runs as far as it can, lanes together
+  bool in_turn;   // not in random order: each warp runs as far as it can, in lock-step
   bool replicas;  // threads of a block may store the same value to one address in shared memory
   Random& random;
   Allocations& memory;
   Races& races;
   Counts& counts;              // used if in_turn
-  uint64_t steps = 0;          // since the last block finished
-  std::string unwritten = {};  // the first load of bytes that were not written
+  uint64_t steps = 0;          // since a block last finished
+  std::string unwritten = {};  // describes the first load of unwritten bytes
 };
 
-constexpr uint64_t kMaxSteps = 1 << 26;  // while no block finishes
+constexpr uint64_t kMaxSteps = 1 << 26;  // without a block that finishes
 
 class Block {
  public:
@@ -40,7 +40,7 @@ class Block {
   uint32_t warps() const { return static_cast<uint32_t>(warps_.size()); }
   bool runnable(uint32_t warp) const { return !warps_[warp].groups.empty(); }
   bool finished() const { return live_ == 0; }
-  // Runs some of a runnable warp's lanes for a while.
+  // Runs some lanes of a runnable warp for one turn.
   void run(uint32_t warp);
   // Describes where threads wait, one line per instruction.
   std::string waiting() const;
@@ -81,12 +81,12 @@ class Block {
     const int64_t at = address - local_begin(thread);
     return 0 <= at && at + bytes <= program_.local_bytes;
   }
-  // Bytes on the host, and a flag per byte that tells whether it was written; null if all were.
+  // Host memory, and a flag per byte that is set if the byte was written (null: all were).
   struct Place {
     char *memory, *written;
   };
   Place locate(const Warp& warp, const Instruction& i, int lane, int64_t address, int bytes);
-  // Records a load of bytes that were not written, and the bytes that a store writes.
+  // Records loads of unwritten bytes, and marks the bytes that a store writes as written.
   void track(const Warp& warp, const Instruction& i, int lane, int64_t address, const Place& place,
              int bytes);
   // Fails if the access is a race. `stored` is the value of a store.
@@ -104,7 +104,7 @@ class Block {
   Clock clock_;
   std::vector<Extent> shared_extents_;
   std::unique_ptr<char, void (*)(void*)> shared_;
-  std::vector<char> local_;  // of all threads, consecutively
+  std::vector<char> local_;  // the local memories of all threads, consecutively
   std::vector<char> shared_written_, local_written_;
   std::vector<Warp> warps_;
   uint32_t live_;

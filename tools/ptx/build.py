@@ -1,4 +1,4 @@
-"""Builds libraries: g++ compiles the executor, and nvcc the launchers and their PTX."""
+"""Builds the executor with g++, and the launchers and their PTX with nvcc."""
 
 import contextlib
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ CUDART = HERE / "cudart.cpp"
 LAUNCHERS = HERE / "module.cpp"
 
 _FLAGS = ["-std=c++20", "-O2", "-ftree-vectorize", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-# As in PTX, products and sums are rounded separately, and integers wrap.
+# PTX rounds products and sums separately, and its integers wrap.
 _FLAGS += ["-ffp-contract=off", "-fwrapv"]
 
 
 def missing() -> str | None:
-    """A requirement of the launchers that is missing, or None."""
+    """The missing requirement of the launchers, or None."""
     return "nvcc (set CUDA_HOME or PATH)" if toolkit.nvcc() is None else None
 
 
 def build(patched: Path | None = None, ops: Sequence[str] = (), gpu: int | None = None) -> Path:
     """Build the executor and, if nvcc is found, the launchers and kernels of all ops.
 
-    The kernels of `ops` are built from `patched`, a copy of csrc. If `gpu` is given, an
-    architecture such as 90, the launchers and kernels are built for that GPU, without the executor.
+    The kernels of `ops` are built from `patched`, a copy of csrc. With `gpu`, an architecture such
+    as 90, the launchers and kernels are built for this GPU instead of the executor.
     """
     own_headers = cache.contents(HERE.glob("*.h"))
     gxx = ["g++", *_FLAGS, "-c"]
@@ -37,7 +37,7 @@ def build(patched: Path | None = None, ops: Sequence[str] = (), gpu: int | None 
     if missing() is None:
         compiles += _launchers(gxx, own_headers, patched, ops, gpu)
 
-    # Variants may be built in parallel, after the files that they share.
+    # Variants can be built in parallel, because the shared files have been built before.
     with contextlib.nullcontext() if patched else cache.alone():
         objects, running = [], []
         for command, source, headers in compiles:
@@ -47,7 +47,7 @@ def build(patched: Path | None = None, ops: Sequence[str] = (), gpu: int | None 
             running.append(process)
         for process in running:
             cache.finish(process)
-        # -Bsymbolic selects the executor's cudaMalloc even if torch has loaded the real one.
+        # With -Bsymbolic, launchers use the executor's cudaMalloc even if torch loads CUDA's.
         linker = ["g++", "-Wl,-Bsymbolic"] if gpu is None else [toolkit.nvcc()]
         built, process = cache.start([*linker, "-shared", *objects], b"", "ptx.so")
         cache.finish(process)
@@ -57,7 +57,7 @@ def build(patched: Path | None = None, ops: Sequence[str] = (), gpu: int | None 
 def _launchers(
     gxx, own_headers: bytes, patched: Path | None, ops: Sequence[str], gpu: int | None
 ) -> list:
-    """[(command, source, contents of its headers)] for the launchers and their kernels."""
+    """[(command, source, contents of the headers)] for the launchers and their kernels."""
     gxx = [*gxx, f"-I{toolkit.CSRC}", "-isystem", toolkit.nvcc().parents[1] / "include"]
     nvcc = [toolkit.nvcc(), *toolkit.flags(), "-Xcompiler=-fPIC", "-c"]
     nvcc += ["-arch=compute_90", "-no-compress"] if gpu is None else [f"-arch=sm_{gpu}"]

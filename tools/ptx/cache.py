@@ -1,6 +1,6 @@
 """Runs compilers and keeps their outputs in build/ptx.
 
-The name of an output is a hash of its command and sources, so nothing is compiled twice.
+The name of an output contains a hash of command and sources, so nothing is compiled twice.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "build" / "ptx"
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Exclude other processes. They wait, and then find the compiled files."""
+    """Hold a lock. Other processes wait for it, and then find the compiled files."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with FileLock(FOLDER / "lock"):
         yield
@@ -28,8 +28,8 @@ def contents(paths: Sequence[Path]) -> bytes:
 
 
 def start(command, sources: bytes, name: str):
-    """Start a compiler, unless its output exists. Return the output and an object for `finish`."""
-    # The key does not contain folders, so a copied checkout can use its copy of the cache.
+    """Start a compiler unless its output exists. Return the output and an argument for `finish`."""
+    # The hash does not depend on folders, so a copied checkout can use its copied cache.
     words = [Path(word).name if "/" in str(word) else str(word) for word in command]
     key = hashlib.sha256(" ".join(words).encode() + sources).hexdigest()[:16]
     output = FOLDER / f"{key}-{name}"

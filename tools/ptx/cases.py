@@ -1,6 +1,6 @@
-"""The counted calls. bench/kernels.py and bench/gpu/check.py time the same calls with larger sizes.
+"""The calls whose instructions and memory sectors are counted.
 
-Apart from the cost of a launch, the cost per element does not depend on the size.
+bench/kernels.py and bench/gpu/check.py time them with more elements at the same cost per element.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ class Case:
 
     op: str
     detail: str  # as in bench/kernels.py
-    elements: int  # costs are divided by this number
-    bytes: float  # per element, that must move
+    elements: int  # costs are reported per element
+    bytes: float  # that must move, per element
     run: Callable[[SimpleNamespace], object]
     density: float | None = None
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes a case, always with the same random numbers."""
+    """Creates a case, always with the same random numbers."""
 
     function: Callable[..., Case]
     arguments: tuple
@@ -71,7 +71,7 @@ def mask_pack(density: float, grad_dtype: torch.dtype, value_dtype: torch.dtype)
 
 def sample_threshold(samples: int) -> Case:
     """Costs are per sample."""
-    numel = 32 * samples  # so that samples do not share sectors
+    numel = 32 * samples  # so that no two samples are in the same sector
     grad, residual = torch.randn(numel), torch.randn(numel)
 
     def run(ops):
@@ -151,7 +151,7 @@ def _quantized(format: str, ranks: int) -> torch.Tensor:
 
 
 def _entry_bytes(format: str) -> float:
-    """Bytes per entry in a payload."""
+    """Bytes per entry of a payload in this format."""
     return quantized_row_bytes(format) / ROW
 
 
@@ -200,13 +200,13 @@ def _rows(width: int) -> torch.Tensor:
 
 
 def _of_rows(op: str, width: int, how: str, dtype: torch.dtype, moved: float, call) -> Case:
-    """A case of a row op that moves `moved` bytes per row; `call` takes the op."""
+    """A row op's case. `moved`: bytes that must move per row. `call`: a function of the op."""
     detail = f"[B, {width}], {how}" + (", bfloat16" if dtype == BF16 else "")
     return Case(op, detail, ROW_NUMEL, moved / width, lambda ops: call(getattr(ops, op)))
 
 
 def _threshold(density: float, deviation: float) -> torch.Tensor:
-    """The magnitude that this fraction of normally distributed numbers exceeds."""
+    """The threshold that a fraction `density` of normal numbers exceeds in magnitude."""
     return torch.distributions.Normal(0, deviation).icdf(torch.tensor([1 - density / 2]))
 
 

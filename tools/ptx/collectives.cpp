@@ -1,4 +1,4 @@
-// collectives.cpp -- collectives of the lanes of a warp. `lanes` are the participating lanes.
+// collectives.cpp -- warp collectives. `lanes` is the mask of the participating lanes.
 #include <cstring>
 
 #include "functors.h"
@@ -63,7 +63,7 @@ void shuffle(char* registers, const Instruction& i, uint32_t lanes) {
         break;
     }
     if (!within) source = lane;
-    // The value of a lane that does not participate is undefined.
+    // The value from a lane that does not participate is undefined.
     to[lane] = (lanes >> source & 1) != 0 ? before[source] : 0xdeadbeef;
     if (i.to[1].at != kNone) lanes_of<uint8_t>(registers, i.to[1])[lane] = within;
   });

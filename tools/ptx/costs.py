@@ -1,4 +1,4 @@
-"""The counted cost of a call, and the file with the baseline."""
+"""The counted cost of a call, and the baseline file."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -19,19 +19,19 @@ class KernelCost:
     half_rate: float  # issue slots that take two clocks: integers, comparisons, moves
     classes: dict[str, int]  # PTX instructions that warps issued, by class
     threads: int  # active lanes of these instructions
-    sectors: int  # that warps access, once per instruction
-    conflicts: int  # passes through shared memory beyond the first of an access
+    sectors: int  # accessed by warps, counted once per instruction
+    conflicts: int  # extra passes of shared memory accesses
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a call. Sectors are the memory traffic behind an infinitely large cache."""
+    """The cost of a call. Sectors are the memory traffic with an infinitely large cache."""
 
     op: str
     detail: str
     density: float | None
     elements: int
-    bytes: float  # per element, that must move
+    bytes: float  # that must move, per element
     sectors_read: int
     sectors_written: int
     launches: int  # of kernels and memsets
@@ -44,7 +44,7 @@ class Cost:
 
     @property
     def moved(self) -> float:
-        """Bytes per element, in whole sectors."""
+        """Bytes that move per element, in whole sectors."""
         return SECTOR * (self.sectors_read + self.sectors_written) / self.elements
 
     @property
@@ -59,7 +59,7 @@ class Cost:
 
 
 def load() -> tuple[str, dict[str, Cost]]:
-    """The version of nvcc, and the costs that were counted with it, by name."""
+    """Return the version of nvcc, and {name: cost counted with this version}."""
     content = json.loads(BASELINE.read_text())
     found = [
         Cost(**cost | {"kernels": [KernelCost(**kernel) for kernel in cost["kernels"]]})

@@ -1,4 +1,4 @@
-// counted.cu -- kernels with obvious costs, for tests of the counts. One warp.
+// counted.cu -- kernels with obvious costs, run by one warp to test the counts.
 #include <cstdint>
 
 __global__ void __launch_bounds__(32) together(const int64_t* x, int64_t* out) {

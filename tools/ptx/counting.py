@@ -1,4 +1,4 @@
-"""Runs a case in lock-step, and counts the executed PTX and the machine code made from it."""
+"""Runs a case in lock-step, and counts executed PTX and the corresponding machine code."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from .backend import BACKEND, executor
 from .cases import Case
 from .costs import Cost, KernelCost
 
-RESIDENT_BLOCKS = 4  # the number of blocks per multiprocessor of most kernels
+RESIDENT_BLOCKS = 4  # most kernels have this number of blocks per multiprocessor
 
 
 def count(case: Case) -> Cost:
@@ -19,7 +19,7 @@ def count(case: Case) -> Cost:
 
 
 def _run(case: Case):
-    """Return totals, and the rows of counts of each kernel."""
+    """Return the totals, and the rows of counts for each kernel."""
     executor().configure(0, RESIDENT_BLOCKS)
     case.run(BACKEND)
     totals, *reports = executor().counts().split("\n\n")

@@ -9,9 +9,9 @@ namespace {
 
 constexpr int kBanks = 32, kWord = 4;  // banks of shared memory, and bytes of a word in a bank
 
-// Passes beyond the first. An access of 8 bytes takes a pass per half warp, and one of 16 bytes a
-// pass per quarter. In a pass a bank serves different words one after the other. It also serves
-// the lanes of an atomic one after the other, even if they use the same word.
+// The extra passes of an access. Accesses of 8 bytes are split into half warps, and accesses of 16
+// bytes into quarter warps. A bank needs a pass for each distinct word. For an atomic, it needs a
+// pass for each lane, even if lanes use the same word.
 uint64_t conflicts(const Touched& touched, int bytes, bool atomic) {
   const int words = std::max(bytes / kWord, 1), together = kLanes / words;
   uint64_t passes = 0;

@@ -12,15 +12,15 @@
 
 namespace ptx {
 
-// The addresses at which the lanes of a warp access memory together.
+// The addresses that the lanes of a warp access with one instruction.
 struct Touched {
   std::array<uint64_t, kLanes> begin;
   int lanes = 0;
   void add(uint64_t address) { begin[lanes++] = address; }
 };
 
-// The sectors of device memory that were read before they were written, and those that were
-// written. This is the memory traffic behind an infinitely large cache.
+// Counts sectors of device memory that were read before they were written, and written sectors.
+// These counts are the memory traffic with an infinitely large cache.
 class Footprint {
  public:
   void read(uint64_t address) { touch(address, kRead); }
@@ -43,7 +43,7 @@ class Counts {
   Counts(const Program& program, Footprint& footprint)
       : program_(program), footprint_(footprint), counts_(program.code.size()) {}
 
-  // A warp issues an instruction for these lanes; `lanes` is 0 if the guard is false for all.
+  // Counts an instruction that a warp issues for `lanes` (0 if the guard is false for all).
   void issue(const Instruction& i, uint32_t lanes) {
     Count& count = count_of(i);
     ++count.issues;
@@ -51,14 +51,14 @@ class Counts {
   }
   void access(const Instruction& i, const Touched& touched);
 
-  // One line for the kernel, and one for each of its instructions.
+  // Returns a line for the kernel, and a line for each of its instructions.
   std::string report() const;
 
  private:
   struct Count {
     uint64_t issues = 0, lanes = 0;
-    uint64_t sectors = 0;    // of device memory, once per issue
-    uint64_t conflicts = 0;  // passes through shared memory beyond the first
+    uint64_t sectors = 0;    // of device memory, counted once per issue
+    uint64_t conflicts = 0;  // extra passes through shared memory
   };
   Count& count_of(const Instruction& i) { return counts_[&i - program_.code.data()]; }
 

@@ -1,7 +1,7 @@
-// cudart.cpp -- implements the part of CUDA's runtime that launchers call, on the executor.
+// cudart.cpp -- implements the part of the CUDA runtime that launchers call, on the executor.
 //
-// nvcc compiles the launchers. The compiled code registers its kernels and their PTX before main,
-// and calls these functions to launch them.
+// nvcc compiles the launchers. The compiled code registers the kernels and their PTX before main,
+// and calls these functions to launch kernels.
 #include <cuda_runtime_api.h>
 #include <fatbinary_section.h>
 
@@ -14,15 +14,15 @@ using ptx::runtime;
 
 namespace {
 
-// Names of kernels by the address of the host's stub.
+// Kernel names, by the address of the stub on the host.
 std::map<const void*, std::string>& registered() {
   static std::map<const void*, std::string> names;
   return names;
 }
 
-// The PTX in a fat binary, whose format is undocumented (https://docs.nvidia.com/cuda/
-// cuda-binary-utilities only names it). An entry starts with its kind, the size of this header, and
-// the size of the data after it.
+// Returns the PTX in a fat binary. The format is undocumented (https://docs.nvidia.com/cuda/
+// cuda-binary-utilities only mentions it). A header contains the kind of an entry, the size of the
+// header, and the size of the data that follows.
 std::string embedded_ptx(const void* wrapper) {
   const auto* bytes =
       reinterpret_cast<const char*>(static_cast<const __fatBinC_Wrapper_t*>(wrapper)->data);
@@ -89,12 +89,12 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 }
 cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
   if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;  // a hint
-  constexpr int kMaxBytes = 163 << 10;  // on sm_80, the oldest supported architecture
+  constexpr int kMaxBytes = 163 << 10;  // limit of sm_80, the oldest supported architecture
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > kMaxBytes) {
     return cudaErrorInvalidValue;
   }
   int64_t& allowed = runtime().kernels.at(registered().at(host)).max_dynamic_shared;
-  if (allowed == value) return cudaErrorInvalidValue;  // launchers set it once per kernel
+  if (allowed == value) return cudaErrorInvalidValue;  // launchers must set it only once per kernel
   allowed = value;
   return cudaSuccess;
 }
@@ -113,7 +113,7 @@ cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
 }
 cudaError_t cudaMalloc(void** data, size_t bytes) {
   *data = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-  std::memset(*data, 0xab, bytes);  // exposes kernels that rely on cleared memory
+  std::memset(*data, 0xab, bytes);  // to detect kernels that rely on zeroed memory
   runtime().memory.add(reinterpret_cast<uint64_t>(*data), bytes, false);
   return cudaSuccess;
 }

@@ -1,4 +1,4 @@
-// forms.h -- makes an opcode from a function of one lane's operands.
+// forms.h -- implements an opcode with a function of the operands of one lane.
 #pragma once
 
 #include <tuple>

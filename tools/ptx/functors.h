@@ -19,7 +19,7 @@ To bits(From x) {
   return result;
 }
 
-// --- Arithmetic. Integers wrap (-fwrapv). All float32 results that are NaN have the same bits.
+// --- Arithmetic. Integers wrap (-fwrapv). All NaN results in float32 have the same bits.
 
 template <typename T>
 T one_nan(T x) {
@@ -30,8 +30,8 @@ T one_nan(T x) {
 }
 
 inline constexpr auto add = [](auto a, auto b) { return one_nan(a + b); };
-// Rounds towards zero: takes the nearest float, or the one before it if the nearest float is beyond
-// the sum. The exact sum is the sum in double plus its error.
+// Rounds towards zero: returns the nearest float, or the previous float if the nearest float is
+// beyond the exact sum. The exact sum is the sum in double plus its rounding error.
 inline constexpr auto add_to_zero = [](float a, float b) {
   const double sum = double{a} + b, of_b = sum - a, error = (a - (sum - of_b)) + (b - of_b);
   const auto nearest = static_cast<float>(sum);
@@ -62,7 +62,7 @@ inline constexpr auto divide = [](auto a, auto b) {
   if constexpr (std::is_floating_point_v<T>) {
     return one_nan(a / b);
   } else {
-    if (b == 0) return static_cast<T>(-1);  // unspecified; what GPUs give
+    if (b == 0) return static_cast<T>(-1);  // unspecified; as on GPUs
     if (std::is_signed_v<T> && b == static_cast<T>(-1)) return static_cast<T>(0 - a);
     return a / b;
   }
@@ -72,7 +72,7 @@ inline constexpr auto remainder = [](int32_t a, int32_t b) {
   return a % b;
 };
 
-// If one operand is NaN, the result is the other one. -0.0 is less than 0.0.
+// If one operand is NaN, the result is the other operand. -0.0 is less than 0.0.
 template <bool kLeast, typename T>
 T extreme(T a, T b) {
   if constexpr (std::is_floating_point_v<T>) {
@@ -93,7 +93,7 @@ inline constexpr auto least_above_zero = [](auto a, auto b) {
 };
 inline constexpr auto most_and_zero = [](int32_t a, int32_t b) { return std::max({a, b, 0}); };
 
-// These change the sign bit, also of NaN.
+// These change only the sign bit, even for NaN.
 inline constexpr auto absolute = [](float a) { return std::fabs(a); };
 inline constexpr auto negate = [](auto a) { return -a; };
 
@@ -104,7 +104,7 @@ inline constexpr auto bit_or = [](auto a, auto b) { return a | b; };
 inline constexpr auto bit_xor = [](auto a, auto b) { return a ^ b; };
 inline constexpr auto complement = [](auto a) { return ~a; };
 inline constexpr auto not_predicate = [](uint8_t a) { return a ^ 1; };
-// Shift amounts beyond the width have the same effect as the width.
+// Shift amounts above the width are clamped to the width.
 inline constexpr auto shift_left = [](auto a, uint32_t n) {
   return n >= 8 * sizeof(a) ? 0 : uint64_t{a} << n;
 };
@@ -128,7 +128,7 @@ inline constexpr auto insert = [](auto a, auto b, uint32_t position, uint32_t le
   }
   return b;
 };
-// Bits above the top bit are the sign of the field, or 0.
+// For signed types, the bits above the field repeat its top bit; otherwise they are 0.
 inline constexpr auto extract = [](auto a, uint32_t position, uint32_t length) {
   using T = decltype(a);
   position &= 255, length &= 255;
@@ -138,11 +138,11 @@ inline constexpr auto extract = [](auto a, uint32_t position, uint32_t length) {
   if (length >= kBits) return moved;
   return static_cast<T>(moved << (kBits - length)) >> (kBits - length);
 };
-// The high word of high:low, shifted left.
+// Shifts high:low to the left and returns the high word.
 inline constexpr auto funnel_left = [](uint32_t low, uint32_t high, uint32_t n) {
   return ((uint64_t{high} << 32 | low) << (n & 31)) >> 32;
 };
-// Each nibble of `selector` selects a byte of {b, a}, or the byte's sign if its top bit is set.
+// A nibble of `selector` selects a byte of {b, a}, or its sign if the nibble's top bit is set.
 inline constexpr auto permute = [](uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t both = uint64_t{b} << 32 | a;
   uint32_t result = 0;
@@ -158,12 +158,12 @@ inline constexpr auto permute = [](uint32_t a, uint32_t b, uint32_t selector) {
 // --- Comparison and selection
 
 inline constexpr auto equal = [](auto a, auto b) { return a == b; };
-inline constexpr auto not_equal = [](auto a, auto b) { return (a < b) | (a > b); };  // not of NaN
+inline constexpr auto not_equal = [](auto a, auto b) { return (a < b) | (a > b); };  // not for NaN
 inline constexpr auto less = [](auto a, auto b) { return a < b; };
 inline constexpr auto less_equal = [](auto a, auto b) { return a <= b; };
 inline constexpr auto greater = [](auto a, auto b) { return a > b; };
 inline constexpr auto greater_equal = [](auto a, auto b) { return a >= b; };
-// Also true if an operand is NaN.
+// These are also true if an operand is NaN.
 template <auto opposite>
 inline constexpr auto unordered = [](auto a, auto b) { return !opposite(a, b); };
 inline constexpr auto any_nan = [](auto a, auto b) { return (a != a) | (b != b); };
@@ -182,7 +182,7 @@ To convert(From x) {
       const bool wide = sizeof(From) == 8 || sizeof(To) == 8;
       return wide ? static_cast<To>(uint64_t{1} << (8 * sizeof(To) - 1)) : To{0};
     }
-    // The smallest power of 2 above To's largest value. It is exact, unlike that value.
+    // The smallest power of 2 above To's maximum. From represents it exactly, unlike the maximum.
     const From beyond = std::ldexp(From{1}, std::numeric_limits<To>::digits);
     if (x >= beyond) return std::numeric_limits<To>::max();
     if (x < static_cast<From>(std::numeric_limits<To>::min()))

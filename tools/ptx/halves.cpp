@@ -13,7 +13,7 @@ constexpr uint16_t kMagnitude = 0x7fff, kInfinity = 0x7c00;
 
 bool is_nan(uint16_t half) { return (half & kMagnitude) > kInfinity; }
 
-// The unit of the fraction is 2^-10 of the leading bit, but at least 2^-24.
+// The unit of the fraction is 2^-10 times the leading bit, but at least 2^-24.
 constexpr int kFraction = 10, kLeast = -24;
 float widen(uint16_t a) {
   if (is_nan(a)) return one_nan(std::nanf(""));
@@ -31,7 +31,7 @@ uint16_t narrow(float a) {
   if (x >= 65520) return sign | kInfinity;  // halfway between the largest number and 2^16
   if (x == 0) return sign;
   const int unit = std::max(std::ilogb(x) - kFraction, kLeast);
-  // A leading bit adds 1 to the exponent, and so does a carry.
+  // The leading bit of `units` adds 1 to the exponent. A carry from rounding also does.
   const auto units = static_cast<int>(std::nearbyint(std::ldexp(x, -unit)));
   return static_cast<uint16_t>(sign | (((unit - kLeast) << kFraction) + units));
 }

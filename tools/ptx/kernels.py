@@ -1,4 +1,4 @@
-"""Properties of a kernel that determine its speed, read from the machine code."""
+"""Reads properties that determine the speed of a kernel from its machine code."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ REGISTERS = 65536
 THREADS = 2048
 BLOCKS = 32
 SHARED_BYTES = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
-RESERVED_BYTES = 1024  # shared memory that the system reserves for each block
+RESERVED_BYTES = 1024  # shared memory that CUDA reserves for each block
 REGISTER_UNIT = 8  # registers are allocated to a thread in units of this size
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
@@ -32,7 +32,7 @@ class Kernel:
     instructions: tuple[str, ...]
 
     def count(self, pattern: str) -> int:
-        """The number of instructions whose name starts with a match."""
+        """The number of instructions whose name matches `pattern` at its start."""
         return sum(bool(re.match(pattern, opcode(i))) for i in self.instructions)
 
     @property
@@ -42,11 +42,11 @@ class Kernel:
         return sum(not re.search(r"-?RZ, -?RZ", i) for i in fused)
 
     def in_flight(self, loads: str) -> int:
-        """The most loads, with a matching name, that are issued before one of them is used."""
+        """The largest number of matching loads that are issued before one of them is used."""
         most, pending = 0, []
         for instruction in self.instructions:
             used = {int(register) for register in re.findall(r"\bR(\d+)\b", instruction)}
-            # A load that is used, and all loads before it, no longer count.
+            # If a load is used, this load and all earlier loads are no longer in flight.
             while any(used & registers for registers in pending):
                 del pending[0]
             load = re.match(r"(LDG\S*) R(\d+),", unpredicated(instruction))
@@ -59,15 +59,15 @@ class Kernel:
 
     @property
     def between_blocks(self) -> list[str]:
-        """Instructions that order or update memory of other blocks, without duplicates."""
-        # Reductions have a longer name since sm_90.
+        """Distinct instructions that order or update memory shared with other blocks."""
+        # Since sm_90, reductions are called REDG.
         names = (re.sub("^REDG", "RED", opcode(i)) for i in self.instructions)
         ordered = re.compile(r"(LDG|STG)\S*STRONG|ATOMG|RED\.|MEMBAR|FENCE|CCTL\.IV")
         found = filter(ordered.match, names)
         return list(dict.fromkeys(found))
 
     def blocks(self, dynamic_shared_bytes: int) -> int:
-        """The number of blocks that fit on a multiprocessor."""
+        """The number of blocks that fit on one multiprocessor."""
         registers = -(-self.registers // REGISTER_UNIT) * REGISTER_UNIT
         shared = self.static_shared_bytes + dynamic_shared_bytes + RESERVED_BYTES
         return min(

@@ -1,7 +1,7 @@
-"""Maps the machine code that ptxas makes to the PTX that was executed.
+"""Maps the machine code that ptxas generates to the executed PTX.
 
-`ptxas -lineinfo` records the line of PTX for each instruction and does not change instructions. So
-counts of PTX can be converted to counts of machine code.
+`ptxas -lineinfo` records the line of PTX for each instruction and does not change the instructions.
+Therefore, counts of PTX can be converted to counts of machine code.
 """
 
 import functools
@@ -19,14 +19,14 @@ ARCHITECTURE = 90
 _LINE = re.compile(r"//## File .*, line (\d+)")
 _LABEL = re.compile(r"(\S+):$")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
-# Instructions of the pipe with 64 lanes per clock, which takes a warp every other clock. Sums and
-# products of floats, and IMAD, use other pipes.
+# Instructions of the pipe that takes 64 lanes per clock, so that a scheduler issues one every other
+# clock. Sums and products of floats, and IMAD, use other pipes.
 _HALF_RATE = re.compile(
     r"(IADD3?|V?IADDMNMX|VIADD|V?IMNMX3?|LEA|LOP3?|SHF|SHL|SHR|PRMT|BMSK|SGXT|IABS|VABSDIFF|[IFH]SETP2?"
     r"|[FH]SET2?|[FH]MNMX2?|F?SEL|PLOP3|P2R|R2P|MOV|CS2R|VOTE|I2FP|F2FP)\b"
 )
 _ENDS_BLOCK = re.compile(r"BRA|BRX|EXIT|RET")
-# Each of these in PTX is one in machine code, so their number shows how often a loop was unrolled.
+# Each of these is one instruction in PTX and one in machine code, so copies reveal loop unrolling.
 _ONE_FOR_ONE = re.compile(r"(LDG|STG|LD|ST|LDS|STS|SHFL|VOTE|REDUX|BAR)\b")
 
 
@@ -41,7 +41,7 @@ class Instruction(NamedTuple):
 
 @dataclass
 class Block:
-    """A basic block: one entry at the top, and one exit."""
+    """A basic block, with one entry at its start and one exit at its end."""
 
     label: str | None
     code: list[Instruction]
@@ -49,25 +49,25 @@ class Block:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """The machine code of a kernel that a warp in lock-step runs."""
+    """The part of a kernel's machine code that a warp executes in lock-step."""
 
     blocks: list[Block]
     subroutines: dict[str, list[Instruction]]  # by name
-    copies: Counter  # by line: how often the enclosing loop was unrolled
+    copies: Counter  # {line: how often the enclosing loop was unrolled}
 
     def slots(self, issues: Mapping[int, int]) -> float:
-        """Issue slots; `issues` is how often warps ran each line of PTX."""
+        """The number of issue slots. `issues` counts how often warps issued each line of PTX."""
         return self._issued(issues, len)
 
     def half_rate_slots(self, issues: Mapping[int, int]) -> float:
-        """Issue slots of instructions that a scheduler issues only every other clock."""
+        """The number of issue slots of instructions that are issued only every other clock."""
         return self._issued(issues, lambda code: sum(bool(_HALF_RATE.match(i.plain)) for i in code))
 
     def _issued(
         self, issues: Mapping[int, int], count: Callable[[list[Instruction]], int]
     ) -> float:
-        """A block runs as often as the median of its lines, because ptxas moves some instructions
-        from other blocks, and replaces some branches by predicates."""
+        """The execution count of a block is the median over its lines, because ptxas moves some
+        instructions between blocks, and replaces some branches by predicates."""
         total = 0.0
         for code in filter(None, (block.code for block in self.blocks)):
             runs = statistics.median(issues.get(i.line, 0) / self.copies[i.line] for i in code)
@@ -86,7 +86,7 @@ def machine_code(ptx: str, symbol: str) -> MachineCode:
 
 
 def _blocks(listing: str) -> tuple[list[Block], dict[str, list[Instruction]]]:
-    """The blocks of a kernel that run in lock-step, and its subroutines."""
+    """The blocks that a warp executes in lock-step, and the subroutines of a kernel."""
     blocks = [Block(None, [])]
     subroutines: dict[str, list[Instruction]] = {}
     line = 0
@@ -99,7 +99,7 @@ def _blocks(listing: str) -> tuple[list[Block], dict[str, list[Instruction]]]:
             blocks.append(Block(found[1], []))
         elif found := _INSTRUCTION.search(text):
             if found[1] == f"BRA `({blocks[-1].label})":
-                break  # a branch to itself is padding
+                break  # padding after the code branches to itself
             instruction = Instruction(found[1], line)
             if subroutines:  # they come last
                 subroutines[list(subroutines)[-1]].append(instruction)
@@ -111,7 +111,7 @@ def _blocks(listing: str) -> tuple[list[Block], dict[str, list[Instruction]]]:
 
 
 def _run_in_lock_step(blocks: list[Block]) -> list[Block]:
-    """Remove code for diverged warps and for divisions of subnormals."""
+    """Remove the code for diverged warps and for divisions of subnormal numbers."""
     text = "\n".join(i.text for block in blocks for i in block.code)
     divergent = set(re.findall(r"BRA\.DIV \S+ `\((\S+)\)", text))
     kept, skipping = [], False

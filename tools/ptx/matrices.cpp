@@ -1,4 +1,4 @@
-// matrices.cpp -- ldmatrix and stmatrix: a warp's loads and stores of 8x8 elements of 16 bits.
+// matrices.cpp -- ldmatrix and stmatrix: a warp loads or stores matrices of 8x8 16-bit elements.
 #include <cstring>
 #include <utility>
 
@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kRows = 8, kBytes = 2, kRowBytes = kRows * kBytes;
 
-// For each matrix, lane l has two elements of row l / 4 in a register, 2 (l % 4) and the next. If
-// matrices are transposed, they are elements of column l / 4. Row r is row r % 8 of matrix r / 8.
+// In each matrix, lane l has the elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 in one register.
+// In a transposed matrix, it has elements of column l / 4. rows[r] is row r % 8 of matrix r / 8.
 void exchange(char* registers, const Instruction& i, char rows[][kRowBytes]) {
   for (int matrix = 0; matrix < i.count; ++matrix) {
     const Operand data = i.action == Action::kLoad ? i.to[matrix] : i.from[matrix];
@@ -30,7 +30,7 @@ void exchange(char* registers, const Instruction& i, char rows[][kRowBytes]) {
 
 }  // namespace
 
-// Lane l has the address of row l % 8 of matrix l / 8.
+// Lane l provides the address of row l % 8 of matrix l / 8.
 void Block::access_matrices(Warp& warp, const Instruction& i, uint32_t lanes) {
   if (lanes != kAllLanes) fail(warp, __builtin_ctz(lanes), i, "not all lanes participate");
   char* const registers = warp.arena.data();

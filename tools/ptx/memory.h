@@ -1,10 +1,10 @@
 // memory.h -- tracks allocations and written bytes of device memory, and the order of accesses to
 // device and shared memory.
 //
-// Two accesses to the same bytes are a race if one of them writes, they are not both atomic, and
-// they are not ordered. Accesses are ordered by the program of their thread, by bar.warp.sync or
-// bar.sync, or by a release and an acquire. A race is always an error, even if it had no effect in
-// this run, because PTX does not define the behavior of such a program.
+// Two accesses to the same bytes are a race if at least one writes, at least one is not atomic, and
+// they are not ordered. Accesses are ordered by program order in a thread, by bar.warp.sync or
+// bar.sync, or by a release and an acquire. A race is always an error, even if it has no effect in
+// this run, because PTX does not define the behavior of programs with races.
 #pragma once
 
 #include <array>
@@ -34,17 +34,17 @@ class Random {
 
 struct Allocation {
   uint64_t begin, end;
-  std::vector<char> written;  // a flag per byte; empty if the host has written all bytes
+  std::vector<char> written;  // a flag per byte; empty if the host wrote all bytes
   bool contains(uint64_t address, int64_t bytes) const {
     return begin <= address && address + bytes <= end;
   }
-  // The flags from this byte on; null if all bytes are written.
+  // The flags, starting at this byte; null if all bytes are written.
   char* written_at(uint64_t address) {
     return written.empty() ? nullptr : &written[address - begin];
   }
 };
 
-// Device memory. Addresses are those of the host.
+// Device memory. Addresses are host addresses.
 class Allocations {
  public:
   void add(uint64_t begin, int64_t bytes, bool written);
@@ -58,11 +58,11 @@ class Allocations {
   Allocation* last_ = nullptr;
 };
 
-// The clock of a block: knows which accesses, by this and other blocks, its threads come after.
+// The clock of a block. Records which accesses of this and other blocks precede its threads.
 class Clock {
  public:
-  // What a release publishes: {block: all earlier epochs are known}. Kernels publish the accesses
-  // that a block made before a barrier, never those that a thread made after it.
+  // The view that a release publishes: {block: all earlier epochs are known}. This is
+  // enough, because kernels release only accesses that the block made before a barrier.
   using View = std::unordered_map<uint32_t, uint32_t>;
 
   Clock(uint32_t block, uint32_t threads);
@@ -80,14 +80,14 @@ class Clock {
   };
   std::vector<Thread> threads;
 
-  // Whether an access of the block `other` happened before the current position of `thread`.
+  // Whether an access of block `other` happened before the current position of `thread`.
   bool after(uint32_t thread, uint32_t other, uint32_t other_thread, uint32_t other_epoch,
              uint32_t other_now) const;
 
  private:
   static void join(View& into, const View& from);
   View view_;
-  std::vector<std::pair<uint32_t, View>> acquired_;  // by one thread, since the last barrier
+  std::vector<std::pair<uint32_t, View>> acquired_;  // (thread, view), since a barrier
 };
 
 class Races {

@@ -1,7 +1,7 @@
 // module.cpp -- C functions around the launchers, which backend.py calls with ctypes.
 //
-// Each function takes the fields of the launcher's argument struct (common/ops.h), in their order,
-// and returns a cudaError_t.
+// Each function takes the fields of the launcher's argument struct (common/ops.h) in declaration
+// order, and returns a cudaError_t.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace {
 
-// An address, an integer, the value of an enumerator, or a double.
+// An address, an integer, an enumerator's value, or a double.
 union Field {
   int64_t integer;
   double number;
@@ -49,7 +49,7 @@ struct Scratch {
   }
 };
 
-int64_t size_factor = 1;  // mask_pack uses the sizes for a tensor that is larger by this factor
+int64_t size_factor = 1;  // mask_pack uses the tile sizes of a tensor that is this much larger
 
 }  // namespace
 

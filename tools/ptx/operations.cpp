@@ -1,4 +1,4 @@
-// operations.cpp -- the operation of each opcode, by its full name. Contains only used opcodes.
+// operations.cpp -- maps full opcodes to operations. Contains only opcodes that kernels use.
 #include "forms.h"
 #include "functors.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 // --- Forms
 
-// Uses the low bytes of wider registers. The upper bytes of the result are the sign, or 0.
+// Uses the low bytes of wider registers. Results are sign-extended or zero-extended.
 template <typename To, typename From>
 void run_wide(char* registers, const Instruction& i, uint32_t lanes) {
   for (; lanes != 0; lanes &= lanes - 1) {
@@ -22,7 +22,7 @@ void run_wide(char* registers, const Instruction& i, uint32_t lanes) {
   }
 }
 
-// mov to or from several narrower registers, low bytes first.
+// mov between a register and several narrower registers, low bytes first.
 void unpack(char* registers, const Instruction& i, uint32_t lanes) {
   for_each_lane(lanes, [&](int lane) {
     const char* from = registers + i.from[0].at + lane * i.from[0].bytes;

@@ -26,7 +26,7 @@ std::string without_spaces(std::string s) {
   return s;
 }
 
-// Splits at commas outside of brackets.
+// Splits at commas that are not inside brackets.
 std::vector<std::string> split(const std::string& s) {
   std::vector<std::string> parts;
   int depth = 0;
@@ -117,7 +117,7 @@ class Parser {
       entry_->name = name;
       return;
     }
-    // Braces of inline assembly. Values in its registers are not used outside.
+    // Braces of inline assembly. Its registers are not used outside the braces.
     if (line.size() > 1 && line[0] == '{') line = trimmed(line.substr(1));
     if (line.size() > 1 && line.back() == '}') line = trimmed(line.substr(0, line.size() - 1));
     if (line == "{" || line == "}" || line == ")") {

@@ -1,7 +1,7 @@
-// parser.h -- parses PTX, without knowledge of the operation of an instruction.
+// parser.h -- parses PTX statements, without interpreting the opcodes.
 //
-// Reads the output of nvcc and LLVM, which has one statement per line. An error names the line of
-// any other input.
+// Accepts the output of nvcc and LLVM, which has one statement per line. For other input, the error
+// message contains the line.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct Variable {
 };
 
 struct Registers {
-  int bytes, count;  // a predicate has 1 byte; a count of 0 means one register without a number
+  int bytes, count;  // predicates have 1 byte; count 0: one register without a number
 };
 
 struct Entry {
@@ -45,7 +45,7 @@ struct Entry {
 struct Module {
   std::string text;
   std::map<std::string, Entry> entries;
-  std::vector<Variable> shared;  // "extern" variables have 0 bytes; a launch gives their size
+  std::vector<Variable> shared;  // "extern" variables have 0 bytes until a launch
 };
 
 Module parse(const std::string& text);

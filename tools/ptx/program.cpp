@@ -100,7 +100,7 @@ class Decoder {
       result.kind = Kind::kBarrier;
     } else if (statement.opcode == "prefetch.global.L2" || parts[0] == "griddepcontrol") {
       result.kind = Kind::kCompute;
-      result.run = [](char*, const Instruction&, uint32_t) {};  // hints; kernels run one by one
+      result.run = [](char*, const Instruction&, uint32_t) {};  // a hint; kernels run in order
     } else if (parts[0] == "ld" || parts[0] == "st" || parts[0] == "atom" || parts[0] == "red") {
       memory(result, parts, operands);
     } else if (parts[0] == "ldmatrix" || parts[0] == "stmatrix") {
@@ -210,7 +210,7 @@ class Decoder {
     address(result, operands.at(load ? 1 : 0));
     result.count = registers(load ? result.to : result.from, operands.at(load ? 0 : 1), 4);
     if (result.count != parts[4][1] - '0') throw Error("wrong number of registers");
-    result.from[4] = operand("-1", 4);  // its mask: all lanes
+    result.from[4] = operand("-1", 4);  // the mask: all lanes
   }
 
   static Error unknown(const Instruction& i) {
@@ -231,7 +231,7 @@ class Decoder {
     }
   }
 
-  // Decodes one register or immediate, or several in braces; returns their number.
+  // Decodes one register or immediate, or several in braces. Returns the number of operands.
   uint8_t registers(Operand* into, const std::string& text, int bytes = 0) {
     if (text[0] != '{') {
       *into = operand(text, bytes);

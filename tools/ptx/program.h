@@ -23,7 +23,7 @@ enum class Kind : uint8_t {
   kMemory,
   kBranch,
   kExit,
-  kCollective,  // .sync of a warp; waits for the lanes of its mask
+  kCollective,  // a .sync instruction, which waits for the lanes of its mask
   kBarrier,     // of the block
 };
 
@@ -52,12 +52,12 @@ struct Instruction {
   // For memory instructions. Loads write to[0..count), and stores read from[0..count).
   Action action;
   Space space;
-  bool is_signed = false, ordered = false;  // ordered: acquires and releases
+  bool is_signed = false, ordered = false;  // ordered: acquire and release
   uint8_t element = 0, count = 1;           // bytes and number of elements
   Operand address;
   int64_t displacement = 0;
   Update update = nullptr;
-  Matrices matrices = Matrices::kNone;  // a warp's load or store of 8x8 elements of 16 bits
+  Matrices matrices = Matrices::kNone;  // ldmatrix or stmatrix
 
   const Statement* statement;
 };
@@ -67,12 +67,12 @@ struct Form {
   Compute run;
   std::vector<int> to, from;
   Kind kind = Kind::kCompute;
-  Compute run_wide = nullptr;  // for wider registers, which conversions allow
+  Compute run_wide = nullptr;  // conversions allow wider registers
 };
 using Forms = std::unordered_map<std::string, Form>;  // by opcode
 void add_collectives(Forms& forms);
 void add_halves(Forms& forms);
-// The form of an opcode that computes or is collective; null if the opcode is unknown.
+// The form of a compute or collective opcode; null if the opcode is unknown.
 const Form* find_form(const std::string& opcode);
 // The update of an atomic such as "add.u32"; null if it is unknown.
 Update find_update(const std::string& operation);
@@ -86,17 +86,17 @@ struct Extent {
 struct Program {
   Entry entry;
   std::vector<Instruction> code;
-  std::vector<char> arena;  // registers of a warp before it starts, with immediates
+  std::vector<char> arena;  // initial registers of a warp, and immediates
   int32_t special[kSpecials];
-  std::vector<int64_t> parameters_at;  // offsets in the bytes of the arguments
+  std::vector<int64_t> parameters_at;  // byte offsets of the arguments
   int64_t parameter_bytes = 0;
   int64_t local_bytes = 0;     // per thread
   Operand local;               // the generic address of local memory
-  std::vector<Extent> shared;  // variables; one of dynamic size comes last
+  std::vector<Extent> shared;  // variables; a dynamically sized one comes last
   bool dynamic_shared = false;
 };
 
-// Throws an Error that names an unknown opcode.
+// Throws an Error with the opcode if it is unknown.
 Program decode(const Module& module, const Entry& entry);
 
 }  // namespace ptx

@@ -7,7 +7,7 @@
 namespace ptx {
 namespace {
 
-// Runs all blocks of a grid, a few at a time.
+// Runs all blocks of a grid, with a few resident at a time.
 void run(Launch& launch) {
   std::vector<uint32_t> order(launch.blocks);
   std::iota(order.begin(), order.end(), 0u);
@@ -35,7 +35,7 @@ void run(Launch& launch) {
       for (const auto& block : resident) where += block->waiting();
       throw Error("deadlock, all threads wait:" + where);
     }
-    // Several turns per round, because listing the warps has a cost.
+    // Run several turns before listing the runnable warps again, because that is slow.
     for (size_t turn = 0; turn < runnable.size(); ++turn) {
       const auto [block, warp] =
           runnable[launch.in_turn ? turn : launch.random.below(uint32_t(runnable.size()))];
@@ -111,7 +111,7 @@ Status launch(const std::string& name, uint32_t blocks, uint32_t threads, int64_
                      runtime().memory,
                      runtime().races,
                      *kernel.counts};
-    // Reads of unwritten bytes are reported at the end, because a race may be their cause.
+    // Report reads of unwritten bytes last, because a race may have caused them.
     try {
       run(launch);
     } catch (const Error& error) {
@@ -158,14 +158,14 @@ int64_t ptx_load(const char* text) {
 }
 int64_t ptx_launch(const char* name, int64_t blocks, int64_t threads, int64_t shared_bytes,
                    void** arguments, int64_t replicas) {
-  constexpr int64_t kMostShared = 227 << 10;  // the most per block on sm_90
+  constexpr int64_t kMostShared = 227 << 10;  // limit per block on sm_90
   const auto kernel = runtime().kernels.find(name);
   if (kernel != runtime().kernels.end()) kernel->second.max_dynamic_shared = kMostShared;
   return ptx::launch(name, uint32_t(blocks), uint32_t(threads), shared_bytes, arguments,
                      replicas != 0);
 }
-// Counts since ptx_configure: sectors of device memory read and written, kernels launched, memsets;
-// then Counts::report of each kernel. Sectors and reports include only launches with in_turn.
+// Counts since ptx_configure: sectors of device memory read and written, kernels launched, memsets.
+// Counts::report of each kernel follows. Sectors and reports cover only launches with in_turn.
 const char* ptx_counts() {
   const ptx::Footprint& footprint = runtime().footprint;
   std::string& report = runtime().report;

@@ -10,7 +10,7 @@
 
 namespace ptx {
 
-// Results of public functions, with the values of cudaError_t.
+// Return values of public functions, as in cudaError_t.
 enum Status : int {
   kSuccess = 0,
   kInvalidConfiguration = 9,
@@ -22,7 +22,7 @@ enum Status : int {
 struct Kernel {
   const Module* module = nullptr;
   std::unique_ptr<Program> program;  // decoded at the first launch
-  std::unique_ptr<Counts> counts;    // of the launches since the last configure
+  std::unique_ptr<Counts> counts;    // of launches since the last ptx_configure
   int64_t max_dynamic_shared = 48 << 10;
 };
 
@@ -36,7 +36,7 @@ struct Runtime {
   Random random{0};
   Races races{random};
   Footprint footprint;
-  uint64_t kernels_launched = 0, memsets = 0;  // since the last configure
+  uint64_t kernels_launched = 0, memsets = 0;  // since the last ptx_configure
   std::string error, report;
 };
 

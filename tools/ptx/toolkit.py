@@ -26,7 +26,7 @@ ARCHITECTURES = (80, 90, 100)
 
 
 class Compiled(NamedTuple):
-    """The compiler's outputs for all kernels of a source."""
+    """The compiler outputs for all kernels of a source file."""
 
     ptx: str
     report: str  # from ptxas: registers, stack and spills
@@ -35,7 +35,7 @@ class Compiled(NamedTuple):
 
 
 def missing() -> str | None:
-    """A requirement that is missing, or None."""
+    """The missing requirement, or None."""
     if nvcc() is None:
         return "nvcc (set CUDA_HOME or PATH)"
     if cuobjdump() is None:
@@ -85,7 +85,7 @@ def compile_all(sources: Sequence[Path], architecture: int) -> list[Compiled]:
 
 
 def demangle(symbol: str) -> str:
-    """`name<arguments>` of a kernel's symbol, without namespaces and parameters."""
+    """Convert a kernel's symbol to `name<arguments>`, without namespaces and parameters."""
     full = _output("c++filt", symbol).replace("(anonymous namespace)", "").strip()
     return re.sub(r"\w*::", "", re.search(r"[\w:]+(<.*?>)?(?=\()", full)[0])
 
@@ -96,7 +96,7 @@ def headers(csrc: Path = CSRC) -> bytes:
 
 @functools.cache
 def flags() -> list[str]:
-    """The flags of setup.py that affect the machine code."""
+    """The nvcc flags in setup.py that affect the machine code."""
     found = re.search(r"nvcc = (\[)\*common, (.*\])", (ROOT / "setup.py").read_text())
     return ["-std=c++17", "-O3", *ast.literal_eval(found[1] + found[2])]
 
@@ -119,7 +119,7 @@ def nvcc_version() -> str:
 
 @functools.cache
 def cuobjdump() -> Path | None:
-    """The tool that disassembles machine code."""
+    """The path of cuobjdump, or None. It extracts and disassembles machine code."""
     folders = [nvcc().parent]
     triton = importlib.util.find_spec("triton")
     if triton is not None:

@@ -1,7 +1,7 @@
 """The backend "ptx-triton" executes the PTX that Triton compiles for sm_90, on CPU tensors.
 
-Triton gets a driver that uses the executor as a GPU. So it compiles and launches the same kernels
-as for a user, with the same specialization of arguments and the same options. When Triton is
+Triton gets a driver that uses the executor as a GPU. Therefore, Triton compiles and launches the
+same kernels as on a GPU, with the same options and specialization of arguments. When Triton is
 imported, it decides whether it interprets or compiles kernels; TRITON_INTERPRET=0 is needed here.
 """
 
@@ -17,11 +17,11 @@ from dct_kernels._ops import OPS, checked
 
 from .backend import executor
 
-_SHARED_BYTES, _THREADS = 227 << 10, 1024  # the most per block on sm_90
+_SHARED_BYTES, _THREADS = 227 << 10, 1024  # limit per block on sm_90
 
 
 class _Launcher:
-    """The launcher of one kernel, with the interface of Triton's launchers for GPUs."""
+    """Launches one kernel; has the interface of Triton's launchers for GPUs."""
 
     def __init__(self, src, metadata):
         self._types = list(src.signature.values())
@@ -45,7 +45,7 @@ class _Launcher:
             *(x, 32 * self._metadata.num_warps),
             *(*values, *no_scratch),
             shared_bytes=self._metadata.shared,
-            replicas=True,  # several threads may hold the same element of a tensor
+            replicas=True,  # several threads may have the same element of a tensor
         )
 
 
@@ -66,7 +66,7 @@ _UNSUPPORTED = {
 
 
 def _load_binary(name: str, text: bytes, shared: int, device: int):
-    """Return a module, its kernel, registers, spills and the most threads per block.
+    """Return (module, kernel, registers, spills, maximum number of threads per block).
 
     Triton gives all variants of a kernel the same name. This function makes the names unique.
     """
@@ -85,7 +85,7 @@ def _stages(*arguments):
 
 
 def backend() -> SimpleNamespace:
-    """Return the ops. Triton uses only the executor in this process from now on."""
+    """Return the ops. From now on, Triton uses only the executor in this process."""
     triton.knobs.runtime.add_stages_inspection_hook = _stages
     utils = SimpleNamespace(
         load_binary=_load_binary, get_device_properties=lambda _: {"max_shared_mem": _SHARED_BYTES}

@@ -1,7 +1,7 @@
 """Reads Criteo's layout: tab-separated lines of a label, 13 integers and 26 categoricals.
 
-An empty field is a missing value. A categorical is read as a hexadecimal number, or replaced by its
-CRC-32 if it is other text, so a token becomes the same number on all machines and ranks.
+An empty field is a missing value. A categorical that is not a hexadecimal number is
+replaced by its CRC-32. So a token becomes the same number on all machines and ranks.
 """
 
 import contextlib
@@ -20,28 +20,28 @@ from .features import INTS, TABLES, Rows
 
 FIELDS = 1 + INTS + TABLES
 LINES_PER_CHUNK = 65536
-FIRST_LINE_BYTES = 2**16  # a limit, because a binary file may have no line end
+FIRST_LINE_BYTES = 2**16  # a binary file may have no line end
 MALFORMED_LINES_SHOWN = 5
 _GZIP = b"\x1f\x8b"  # the first bytes of a gzip file
 
 
 @dataclasses.dataclass
 class ReadReport:
-    """Numbers of rows and malformed lines, and the first malformed lines as (line, reason)."""
+    """Counts of rows and malformed lines, and (line, reason) of the first malformed lines."""
 
     rows: int = 0
     malformed: int = 0
     examples: list[tuple[int, str]] = dataclasses.field(default_factory=list)
 
     def add_malformed(self, line: int, reason: str) -> None:
-        """Count a line, numbered from 1."""
+        """Count a malformed line. `line` starts at 1."""
         self.malformed += 1
         if len(self.examples) < MALFORMED_LINES_SHOWN:
             self.examples.append((line, reason))
 
     @staticmethod
     def merge(reports: "Sequence[ReadReport]") -> "ReadReport":
-        """Merge the reports of all ranks into a report on the whole file."""
+        """Merge the reports of all ranks into one report on the whole file."""
         examples = sorted(example for report in reports for example in report.examples)
         return ReadReport(
             sum(report.rows for report in reports),
@@ -54,7 +54,7 @@ class ReadReport:
         return self.rows + self.malformed
 
     def describe(self) -> str:
-        """The number of malformed lines, and the reasons for the first ones."""
+        """Describe the number of malformed lines, and why the first ones are malformed."""
         examples = "; ".join(f"line {line}: {reason}" for line, reason in self.examples)
         return f"{self.malformed:,} of {self.lines:,} lines malformed ({examples})"
 
@@ -78,18 +78,18 @@ def read(
 ) -> tuple[Rows, np.ndarray, ReadReport]:
     """Encode every world_size-th line, starting at line `rank` (lines are counted from 0).
 
-    Every rank reads the whole file but parses only its own lines, 65,536 at a time. An encoded row
-    takes 157 bytes of memory, and twice as much for a moment.
+    Every rank reads the whole file but parses only its own lines, 65,536 at a time. Encoded rows
+    use 157 bytes of memory each, and temporarily twice as much.
 
     Args:
         path: a tsv file, gzip-compressed or not.
-        table_rows: rows of each embedding table. If None, ids are hashes of values.
+        table_rows: number of rows of each embedding table. If None, ids are hashes of values.
 
     Returns:
         The rows, their line numbers (int64, from 0), and a report on this rank's lines.
 
     Raises:
-        UsageError: the file cannot be opened or decompressed. Malformed lines are only counted.
+        UsageError: the file cannot be opened or decompressed. Malformed lines raise no error.
     """
     report = ReadReport()
     parts: list[Rows] = [_encode([], table_rows)]
@@ -126,7 +126,7 @@ def parse_line(line: bytes) -> list[int]:
     row = [int(fields[0])]
     for position, field in enumerate(fields[1 : 1 + INTS], start=1):
         try:
-            # Clamped to the range of int64; the encoding is log(1 + max(x, 0)).
+            # Clamp to fit in int64. Negative values are equivalent in log(1 + max(x, 0)).
             row.append(min(max(int(field), -1), 2**62) if field else -1)
         except ValueError:
             raise ValueError(f"field {position} must be an integer, got {_shown(field)}") from None
@@ -148,7 +148,7 @@ def _encode(parsed: list[list[int]], table_rows: Sequence[int] | None) -> Rows:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open the file; decompress it if its content is gzip-compressed, whatever the file's name."""
+    """Open the file. If its content is gzip-compressed, decompress it. The name has no effect."""
     if not path.is_file():
         got = "a folder" if path.is_dir() else "a path that does not exist"
         raise UsageError(f"{path} must be a file, got {got}")
@@ -159,7 +159,7 @@ def _opened(path: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn an error while reading into a UsageError."""
+    """Convert errors while reading to UsageError."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:  # gzip raises all three

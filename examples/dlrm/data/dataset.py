@@ -14,10 +14,10 @@ from . import criteo, hashing
 from .features import Rows, table_rows
 from .synthetic import Generator
 
-GENERATOR_SEED = 0  # all runs use the same rows, so they share one Bayes score
-MALFORMED_SHARE = 0.01  # the largest share of malformed lines that a file may have
+GENERATOR_SEED = 0  # all runs use the same rows and share one Bayes score
+MALFORMED_SHARE = 0.01  # maximum fraction of malformed lines in a file
 ROWS_PER_BLOCK = 65536
-_SPLIT_STREAM = 2**32  # not used by the generator
+_SPLIT_STREAM = 2**32  # a random stream that the generator does not use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Dataset:
     """One rank's share of the rows: rank r of P holds rows r, r + P, r + 2 P, ...
 
     Attributes:
-        train, validation, test: encoded rows, disjoint.
+        train, validation, test: disjoint sets of encoded rows.
         probability: float64 [len(test)], the true probability of label 1; None for a file.
         description: counts over all ranks, for reports.
-        tables: rows of each embedding table; None if ids are hashes of values.
-        warning: which lines of a file were skipped; None if no line was skipped.
+        tables: number of rows of each embedding table; None if ids are hashes of values.
+        warning: describes skipped lines of a file; None if no line was skipped.
     """
 
     train: Rows
@@ -44,7 +44,7 @@ class Dataset:
 def split(
     numbers: np.ndarray, test_fraction: float, validation_fraction: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Masks of the test rows and of the validation rows, from a hash of the row number.
+    """Return masks of the test rows and the validation rows, from a hash of the row number.
 
     The masks do not depend on the number of ranks, and test rows do not depend on the validation
     fraction. This is not a split by time: rows next to a test row can be in the training set.
@@ -66,13 +66,13 @@ def load(
 
     Args:
         data: a file in Criteo's layout. If None, `rows` rows are generated.
-        rows: number of rows to generate, training and test rows together.
-        hash_size: most rows per embedding table. If None, ids are hashes of values.
+        rows: number of rows to generate, including test rows.
+        hash_size: maximum rows per embedding table. If None, ids are hashes of values.
         batch_size: rows per rank and step.
         test_fraction, validation_fraction: fractions of all rows.
 
     Raises:
-        UsageError: the rows cannot be used. All ranks raise it.
+        UsageError: the rows cannot be used. All ranks raise this error.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tables = None if hash_size is None else table_rows(hash_size)
@@ -101,9 +101,9 @@ def load(
 
 
 def batches(data: Dataset, batch_size: int, seed: int, epochs: int = 1) -> Iterator[Rows]:
-    """Yield this rank's training rows in a new order per epoch; drop the last incomplete batch.
+    """Yield batches of this rank's training rows, in a new order per epoch. Drop incomplete ones.
 
-    All ranks yield the same number of batches.
+    The number of batches is the same on all ranks.
     """
     generator = torch.Generator().manual_seed(seed * dist.get_world_size() + dist.get_rank())
     for _ in range(epochs):
@@ -113,7 +113,7 @@ def batches(data: Dataset, batch_size: int, seed: int, epochs: int = 1) -> Itera
 
 
 def _require_rows(path: Path, report: criteo.ReadReport) -> str | None:
-    """Return a warning about malformed lines or None. Raise UsageError if there are too many."""
+    """Return a warning about malformed lines, or None. If there are too many, raise UsageError."""
     if not report.rows:
         raise UsageError(f"{path} must have a row in Criteo's layout, got {report.describe()}")
     if report.malformed > MALFORMED_SHARE * report.lines:

@@ -1,4 +1,4 @@
-"""A row has a label, 13 integers and 26 categoricals; this module encodes them."""
+"""Encodes rows, which consist of a label, 13 integers and 26 categoricals."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,27 +10,27 @@ from torch import Tensor
 from . import hashing
 
 INTS = 13
-# Distinct values of each categorical column of the Criteo Kaggle data set, including "missing".
+# Numbers of distinct values, including "missing", of the Criteo Kaggle data set's columns.
 CARDINALITIES = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
     *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
 )
 TABLES = len(CARDINALITIES)
 MISSING = -1  # marks a column without a value
-_HASHES = 2**33  # the first random stream of `hash_values`, which has one per column
+_HASHES = 2**33  # first random stream of `hash_values`; each column has one stream
 
 
 def table_rows(hash_size: int) -> tuple[int, ...]:
-    """Rows of each embedding table: one per value of the column, at most `hash_size` >= 2."""
+    """The number of rows of each table: one per value of a column, but at most `hash_size`."""
     return tuple(min(cardinality, hash_size) for cardinality in CARDINALITIES)
 
 
 def encode_values(values: np.ndarray, rows: Sequence[int]) -> np.ndarray:
-    """Table rows of categorical values: row 0 for missing values, else 1 + value % (rows - 1).
+    """Map categorical values to table rows: 0 if missing, otherwise 1 + value % (rows - 1).
 
     Args:
         values: int64 [n, tables], MISSING or >= 0.
-        rows: rows of each table, at least 2.
+        rows: number of rows of each table, at least 2.
 
     Returns:
         int32 [n, tables].
@@ -40,7 +40,7 @@ def encode_values(values: np.ndarray, rows: Sequence[int]) -> np.ndarray:
 
 
 def hash_values(values: np.ndarray) -> np.ndarray:
-    """Hash each column and value: int64 in [0, 2^63), same shape. Missing values have a hash."""
+    """Hash (column, value) to int64 in [0, 2^63), same shape. Missing values also have a hash."""
     counted = values.astype(np.uint64) + np.uint64(1)  # MISSING becomes 0
     columns = range(values.shape[1])
     hashed = [hashing.bits(0, _HASHES + column, counted[:, column]) for column in columns]
@@ -48,7 +48,7 @@ def hash_values(values: np.ndarray) -> np.ndarray:
 
 
 def encode_ints(ints: np.ndarray) -> np.ndarray:
-    """log(1 + max(x, 0)) in float32, same shape; missing (-1) and negative integers give 0."""
+    """Return log(1 + max(x, 0)) in float32, same shape. Missing integers (-1) become 0."""
     return np.log1p(np.maximum(ints, 0)).astype(np.float32)
 
 
@@ -70,7 +70,7 @@ class Rows:
         return self.labels.numel()
 
     def take(self, index: Tensor | slice) -> "Rows":
-        """The rows at `index`, in that order."""
+        """The rows at `index`, in the order of `index`."""
         return Rows(self.labels[index], self.ints[index], self.ids[index])
 
     @staticmethod
@@ -89,7 +89,7 @@ class Rows:
 
     @staticmethod
     def concatenate(parts: "Sequence[Rows]") -> "Rows":
-        """All rows of `parts`, in order. Needs twice their memory for a moment."""
+        """All rows of `parts`, in order. Temporarily needs twice the memory of `parts`."""
         return Rows(
             torch.cat([part.labels for part in parts]),
             torch.cat([part.ints for part in parts]),

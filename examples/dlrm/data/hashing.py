@@ -1,4 +1,4 @@
-"""Random numbers as a function of their position, so they do not depend on chunks or ranks."""
+"""Random numbers that are functions of a counter, so they do not depend on chunks or ranks."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ def bits(seed: int, stream: int, counters: np.ndarray) -> np.ndarray:
     """64 random bits for each counter, from splitmix64's finalizer.
 
     Args:
-        seed, stream: integers >= 0; different pairs give unrelated numbers.
+        seed, stream: integers >= 0; each pair gives independent numbers.
         counters: integers >= 0, any shape.
 
     Returns:
@@ -21,12 +21,12 @@ def bits(seed: int, stream: int, counters: np.ndarray) -> np.ndarray:
 
 
 def uniform(seed: int, stream: int, counters: np.ndarray) -> np.ndarray:
-    """Uniform on the open interval (0, 1), float64, shape of `counters`."""
+    """Uniform random numbers in the open interval (0, 1): float64, shape of `counters`."""
     return ((bits(seed, stream, counters) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 def normal(seed: int, stream: int, counters: np.ndarray) -> np.ndarray:
-    """Standard normal, float64, shape of `counters` (Box-Muller on the two halves of the bits)."""
+    """Normal random numbers (Box-Muller on both halves of `bits`): float64, shape of `counters`."""
     drawn = bits(seed, stream, counters)
     radius = np.sqrt(-2 * np.log(((drawn >> np.uint64(32)) + 0.5) * 2.0**-32))
     return radius * np.cos(2 * np.pi * (drawn & _LOW_HALF) * 2.0**-32)

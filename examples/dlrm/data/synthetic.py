@@ -1,7 +1,7 @@
 """Generates rows like Criteo's from a known teacher, so that the best possible score is known.
 
-A row is a function of the seed and the row number; it does not depend on the chunk or the rank. Its
-label is 1 with probability sigmoid(logit). The logit sums an effect of every categorical value,
+A row depends only on the seed and the row number, and not on the chunk or the rank. The label is 1
+with probability sigmoid(logit). The logit is the sum of an effect of every categorical value,
 interactions of some pairs of values (dot products of latent vectors), and a weighted sum of
 log(1 + integer).
 """
@@ -13,18 +13,18 @@ import numpy as np
 from . import hashing
 from .features import CARDINALITIES, INTS, MISSING, encode_ints
 
-# Fewer than in Criteo, because a model learns nothing from values seen once in a million rows.
+# Less than in Criteo, because a model cannot learn from values that occur once in a million rows.
 MAX_CARDINALITY = 4000
 EXPONENT = 1.5  # exponent of the power law
 PAIRS = ((1, 4), (0, 7), (10, 17), (12, 18), (13, 22), (2, 24))  # pairs of tables that interact
 LATENT_DIM = 4
-VALUES_SHARE, PAIRS_SHARE, INTS_SHARE = 0.60, 0.15, 0.25  # shares of the logit's variance
-# A normal logit with these gives a click rate of 0.25 and a best possible AUC of 0.80.
+VALUES_SHARE, PAIRS_SHARE, INTS_SHARE = 0.60, 0.15, 0.25  # fractions of the logit's variance
+# Normal logits with these parameters give a click rate of 0.25 and a best possible AUC of 0.80.
 LOGIT_MEAN, LOGIT_STD = -1.45, 1.35
 MAX_INT = 10**6
 PILOT_ROWS = 2**15
 
-# Streams of random numbers: a thousand per kind.
+# First random stream of each kind of number. Each kind has a thousand streams.
 _VALUE, _INTEGER, _LABEL, _EFFECT, _LATENT, _SETTING = range(0, 6000, 1000)
 
 
@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
 
 class Generator:
-    """Generates rows in Criteo's shape from a teacher.
+    """Generates rows in Criteo's layout from a teacher.
 
     Value v of a column has a probability of about (v + 1)^-1.5. log(1 + integer) is roughly
     exponential. Up to 40 % of the values of a column are missing.
@@ -62,7 +62,7 @@ class Generator:
         self._int_weight = _scaled(hashing.normal(seed, _SETTING + 3, ints), INTS_SHARE)
         value_weight = _scaled(0.3 + hashing.uniform(seed, _SETTING + 4, columns), VALUES_SHARE)
         self._effect = [value_weight[t] * self._drawn(t, _EFFECT + t) for t in columns]
-        # The dot product of two vectors then has variance PAIRS_SHARE / len(PAIRS).
+        # With this scale, the dot product of two vectors has variance PAIRS_SHARE / len(PAIRS).
         scale = (PAIRS_SHARE / len(PAIRS) / LATENT_DIM) ** 0.25
         self._latent = [
             (pair, [scale * self._vectors(t, 2 * p + side) for side, t in enumerate(pair)])
@@ -73,7 +73,7 @@ class Generator:
         self._mean, self._std = pilot.mean(), pilot.std()
 
     def rows(self, numbers: np.ndarray) -> Block:
-        """The rows with these numbers (integers [n], >= 0)."""
+        """Generate the rows with the given row numbers (integers [n], >= 0)."""
         ints, values = self._features(numbers)
         score = (self._score(ints, values) - self._mean) / self._std
         probability = 1 / (1 + np.exp(-(LOGIT_MEAN + LOGIT_STD * score)))
@@ -110,18 +110,18 @@ class Generator:
     def _present(
         self, stream: int, numbers: np.ndarray, missing: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """For each row: a uniform number in (0, 1), and whether the value is missing."""
+        """For each row, return a uniform number in (0, 1), and whether the value is missing."""
         u = hashing.uniform(self.seed, stream, numbers)
         return np.where(u <= missing, 0.5, (u - missing) / (1 - missing)), u <= missing
 
     def _score(self, ints: np.ndarray, values: np.ndarray) -> np.ndarray:
         """The teacher's logit up to an affine map: float64 [n]."""
-        # Column by column, because a matrix product may round a row depending on its position.
+        # Column by column, because in a matrix product, rounding may depend on the row's position.
         score = np.zeros(len(ints))
         for j in range(INTS):
             score += self._int_weight[j] / self._int_scale[j] * encode_ints(ints[:, j])
         for t in range(values.shape[1]):
-            score += self._effect[t][values[:, t] + 1]  # the missing value's effect comes first
+            score += self._effect[t][values[:, t] + 1]  # effects start with that of a missing value
         for (left, right), (u, v) in self._latent:
             score += np.einsum("nd,nd->n", u[values[:, left] + 1], v[values[:, right] + 1])
         return score
@@ -140,5 +140,5 @@ class Generator:
 
 
 def _scaled(weights: np.ndarray, square: float) -> np.ndarray:
-    """`weights` scaled so that their squares sum to `square`."""
+    """Scale `weights` so that the sum of their squares is `square`."""
     return weights * np.sqrt(square / np.sum(weights**2))

@@ -1,4 +1,4 @@
-"""A DLRM whose top MLP is split by columns: each rank has some features of each hidden layer."""
+"""A DLRM with a column-split top MLP: each rank has some features of each hidden layer."""
 
 from itertools import pairwise
 
@@ -13,13 +13,13 @@ from .dlrm import DLRM
 
 
 class ColumnsDLRM(nn.Module):
-    """A DLRM whose top MLP's hidden layers are split by columns. The rest is on all ranks.
+    """A DLRM whose top MLP has hidden layers that are split by columns. The rest is on all ranks.
 
-    Ranks exchange rows of features, and their gradients, in `format` three times: the inputs of all
-    samples, all features between two hidden layers, and the last hidden layer's features of each
-    rank's own samples. Wrap `mlps` in DistributedDataParallel to average the gradients of the rest.
-    Gradients of the split layers are divided by the number of ranks, so that one learning rate
-    fits both. Forward and backward are collective; all ranks pass the same number of samples.
+    Ranks exchange rows of features, and gradients of these rows, in `format`: the inputs of all
+    samples, all features between hidden layers, and the last hidden layer's features of each rank's
+    own samples. Wrap `mlps` in DistributedDataParallel to average the gradients of the rest.
+    Gradients of the split layers are divided by the number of ranks, so that all layers can use the
+    same learning rate. Forward and backward are collective; all ranks pass equally many samples.
 
     Args:
         model: the whole DLRM, equal on all ranks.
@@ -27,7 +27,7 @@ class ColumnsDLRM(nn.Module):
 
     Attributes:
         parts: this rank's columns of the hidden layers.
-        mlps: module of (integers, ids) with all other parameters.
+        mlps: a module with all other parameters, called with (integers, ids).
         rows_group: the process group for rows.
     """
 
@@ -37,20 +37,20 @@ class ColumnsDLRM(nn.Module):
         self._format = format
         *hidden, last = (layer for layer in model.top if isinstance(layer, nn.Linear))
         self.parts = nn.ModuleList(map(_columns, hidden))
-        # A bound method, because DDP would average the gradients of a submodule.
+        # Call a bound method, because DDP would average the gradients of a submodule.
         model.top = nn.Sequential(_Call(self._split), last)
         self.mlps = model
 
     def close(self) -> None:
-        """Destroy the process group, because it has threads. Collective."""
+        """Destroy the process group and its threads. Collective."""
         dist.destroy_process_group(self.rows_group)
 
     def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
-        """Logits [batch] of integers float32 [batch, 13] and table rows int32 [batch, tables]."""
+        """Return logits [batch] for `ints` float32 [batch, 13], `ids` int32 [batch, tables]."""
         return self.mlps(ints, ids)
 
     def _split(self, x: Tensor) -> Tensor:
-        """The last hidden layer's features of this rank's samples."""
+        """Compute the last hidden layer's features for this rank's samples."""
         ranks, settings = dist.get_world_size(), {"format": self._format, "group": self.rows_group}
         samples = [len(x)] * ranks
         x = all_to_all_rows(x.repeat(ranks, 1), samples, samples, **settings)
@@ -72,7 +72,7 @@ class _Call(nn.Module):
 
 
 def _columns(layer: nn.Linear) -> nn.Linear:
-    """This rank's columns of the features of `layer`."""
+    """A layer with this rank's share of the output features of `layer`."""
     ranks = dist.get_world_size()
     if layer.out_features % ranks:
         rule = f"--ranks must divide {layer.out_features}, the width of a hidden layer"

@@ -15,17 +15,17 @@ BOTTOM, TOP = (512, 256, 64), (512, 256)  # hidden widths of the MLPs
 class DLRM(nn.Module):
     """An MLP for integers, embeddings for categoricals, their dot products, and a top MLP.
 
-    Embedding gradients are dense, so that data-parallel training averages them like all others.
+    Embedding gradients are dense, so that DDP averages them like other gradients.
 
     Args:
-        rows: rows of each embedding table.
+        rows: number of rows of each embedding table.
         embedding_dim: width of an embedding, and of the bottom MLP's output.
         bottom: hidden widths of the bottom MLP, between the integers and `embedding_dim`.
-        top: hidden widths of the top MLP, before its one output.
+        top: hidden widths of the top MLP, which has one output.
         ints: number of integers per sample.
 
-    Weights are drawn from torch's global generator: Linear W ~ N(0, 2 / (in + out)),
-    b ~ N(0, 1 / out); embeddings uniform within 1 / sqrt(rows).
+    Weights are drawn from torch's global generator. Linear: W ~ N(0, 2 / (in + out)),
+    b ~ N(0, 1 / out). Embeddings: uniform in [-1 / sqrt(rows), 1 / sqrt(rows)].
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DLRM(nn.Module):
         self.bottom = nn.Sequential(*layers([ints, *bottom, embedding_dim]))
         self.top = nn.Sequential(*layers([embedding_dim + interactions, *top, 1])[:-1])
         below = torch.tril_indices(vectors, vectors, offset=-1)
-        # Not a buffer: DDP would broadcast it in every step.
+        # Not a buffer, because DDP would broadcast a buffer in every step.
         self._pairs = below[0] * vectors + below[1]
         for table in self.tables:
             bound = math.sqrt(1 / table.num_embeddings)
@@ -54,13 +54,13 @@ class DLRM(nn.Module):
                 nn.init.normal_(layer.bias, std=math.sqrt(1 / layer.out_features))
 
     def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
-        """Logits [batch] of integers float32 [batch, 13] and table rows int32 [batch, tables]."""
+        """Return logits [batch] for `ints` float32 [batch, 13], `ids` int32 [batch, tables]."""
         columns = ids.t().contiguous()
         embedded = [table(column) for table, column in zip(self.tables, columns, strict=True)]
         return self.interact(ints, torch.stack(embedded, dim=1))
 
     def interact(self, ints: Tensor, embedded: Tensor) -> Tensor:
-        """Logits [batch] of integers and embeddings float32 [batch, tables, embedding_dim]."""
+        """Return logits [batch] for `ints` and `embedded` [batch, tables, embedding_dim]."""
         dense = self.bottom(ints)
         vectors = torch.cat([dense.unsqueeze(1), embedded], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)

@@ -8,12 +8,12 @@ from dct_parallel.rows.all_to_all import RowExchange
 
 
 def rows_in(format: str | RowFormat) -> RowExchange:
-    """Exchange rows in a format of `all_to_all_rows`."""
+    """Return a function that exchanges rows in a format of `all_to_all_rows`."""
     return partial(all_to_all_rows, format=format)
 
 
 def row_format(mode: str, options: argparse.Namespace) -> str | RowFormat:
-    """The format of rows that goes with a mode of gradients."""
+    """The row format to use with a gradient mode (--modes)."""
     if mode != "dct":
         return "bfloat16" if mode == "bf16" else "float32"
     if options.row_format is not None:

@@ -1,4 +1,4 @@
-"""A DLRM whose tables are sharded inside a group of ranks, once or in a replica per group."""
+"""A DLRM whose tables are sharded in one group of ranks, or in several groups with replicas."""
 
 from collections.abc import Sequence
 
@@ -16,26 +16,26 @@ from .dlrm import DLRM
 class ShardedDLRM(nn.Module):
     """A DLRM whose tables are `ShardedEmbeddingBags`; the MLPs are on all ranks.
 
-    Wrap `mlps` in DistributedDataParallel to average their gradients; average replicas with
-    `ReplicaSync`. Gradients of tables are divided by the size of a group, so that one learning rate
-    fits both. Forward and backward are collective; all ranks pass the same number of samples.
+    Wrap `mlps` in DistributedDataParallel to average their gradients. Average replicas with
+    `ReplicaSync`. Table gradients are divided by the group size, so that tables and MLPs can use
+    one learning rate. Forward and backward are collective; all ranks pass equally many samples.
 
     Each row that is sent is one embedding of one table. If a row held embeddings of several tables,
-    DCT would select the tables with large initial values, and the others would never learn.
+    DCT would select the tables with large initial values, and other tables would never learn.
 
     Args:
         model: the whole DLRM, equal on all ranks.
-        plan: the shards of every rank of a group.
+        plan: the shards of each rank in a group.
         exchange: the function that exchanges rows.
-        dedup: send each row, and the sum of its gradients, once per rank even if several samples
-            of the batch use it.
+        dedup: send a row, and the sum of its gradients, once per rank even if several samples of
+            the batch use the row.
         replicas: number of groups, each with all tables.
         sparse: whether gradients of tables are sparse.
 
     Attributes:
         tables: the tables of this rank.
-        mlps: module of (integers, embeddings).
-        ids_group, rows_group, sync_group: process groups for one purpose each.
+        mlps: a module that is called with (integers, embeddings).
+        ids_group, rows_group, sync_group: a process group for each purpose.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class ShardedDLRM(nn.Module):
         self.mlps = MLPs(model)
 
     def close(self) -> None:
-        """Destroy the process groups, because each has threads. Collective."""
+        """Destroy the process groups and their threads. Collective."""
         for group in (self.sync_group, self.ids_group, self.rows_group):
             dist.destroy_process_group(group)
 
     def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
-        """Logits [batch] of integers float32 [batch, 13] and table rows int32 [batch, tables]."""
+        """Return logits [batch] for `ints` float32 [batch, 13], `ids` int32 [batch, tables]."""
         columns = ids.t().contiguous()
         embedded = self.tables(columns.flatten(), torch.ones_like(columns))
         return self.mlps(ints, embedded)
 
 
 class MLPs(nn.Module):
-    """A DLRM without its tables, called with their embeddings."""
+    """A DLRM without tables. It is called with integers and embeddings."""
 
     def __init__(self, model: DLRM) -> None:
         super().__init__()
@@ -93,5 +93,5 @@ class MLPs(nn.Module):
 
 
 def _group(rows: Tensor, name: str) -> dist.ProcessGroup:
-    """The process group of the ranks in this rank's row."""
+    """Make a process group for each row of ranks. Return the group of this rank's row."""
     return dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=name)[0]

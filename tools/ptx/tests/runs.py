@@ -1,4 +1,4 @@
-"""Runs of ops that execute the code that mutants change, and a check of their results.
+"""Runs of ops that execute the mutated code, and a check of the results.
 
 Each run takes a backend and returns the results of the op.
 """
@@ -15,8 +15,8 @@ from ..backend import Executor
 
 
 def mask_pack(backend):
-    """Two ranges with five tiles in total, the last one short. The kept entries of the first range
-    fit into the payload. Those of the second do not, and half of its warps fill their slots."""
+    """Two ranges with five tiles, of which the last is short. The kept entries of the first range
+    fit into the payload. The second range has too many, and half of its warps fill their slots."""
     numel, capacity, ranges = 9 * 4096 + 77, 1000, 2
     nbytes = payload_layout(numel, capacity, torch.float32, ranges).nbytes
     residual, payload = samples.normal(numel), torch.zeros(ranges, nbytes, dtype=torch.uint8)
@@ -27,7 +27,7 @@ def mask_pack(backend):
 
 
 def scatter_unpack(backend):
-    """About fifty positions are in all three payloads, so the order of the sum has an effect."""
+    """About fifty positions are in all three payloads, so the order of additions matters."""
     numel, capacity = 20001, 3000
     payloads = []
     for seed in range(3):
@@ -42,7 +42,7 @@ def scatter_unpack(backend):
 
 
 def sample_threshold(backend):
-    """More samples than one block takes, and samples for one block."""
+    """A call with more samples than one block handles, and a call with samples for one block."""
     grad, residual = samples.normal(30000), torch.zeros(30000)
     return tuple(
         backend.sample_threshold(grad, residual, 0.01, ranges, samples)
@@ -65,7 +65,7 @@ def dequantize_sum_pack(backend):
 
 
 def row_pack(backend):
-    """Rows with ties, for the kernel of narrow rows and that of rows too wide for a warp."""
+    """Rows with ties: narrow rows for one kernel, and rows too wide for a warp for the other."""
     narrow, wide = ((samples.normal(3 * d).view(3, d) * 4).round() for d in (77, 1100))
     return (
         *backend.row_pack(narrow, 20, torch.float32),
@@ -74,7 +74,7 @@ def row_pack(backend):
 
 
 def row_gather(backend):
-    """The last position of the narrow rows is past the end. A block handles the wide row."""
+    """The last position of the narrow rows is out of bounds. One block handles the wide row."""
     narrow, wide = samples.normal(3 * 77).view(3, 77), samples.normal(5000).view(1, 5000)
     _, positions = reference.row_pack(narrow, 5, torch.float32)
     positions[-1, -1] = 77
@@ -91,7 +91,7 @@ def row_unpack(backend):
 
 
 def findings(run, backend: SimpleNamespace, executor: Executor, seed: int) -> str:
-    """The error of a run, or "wrong" if its results are wrong, or ''."""
+    """Return the error of a run, "wrong" if its results are wrong, or '' without errors."""
     executor.configure(seed)
     try:
         results = run(backend)

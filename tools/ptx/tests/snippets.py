@@ -18,8 +18,8 @@ _numbers = itertools.count()
 
 
 def run(body, *arguments, blocks=1, threads=32, shared=0, replicas=False):
-    """Launch a kernel with these lines. %rd0, %rd1, ... contain its arguments, and %r0 the thread.
-    `memory` has `shared` bytes."""
+    """Launch a kernel with the PTX in `body`. %rd0, %rd1, ... contain its arguments, and %r0
+    contains the thread index. The shared variable `memory` has `shared` bytes."""
     name = f"kernel_{next(_numbers)}"
     parameters = [f".param .u64 {name}_{i}" for i in range(len(arguments))]
     text = ".version 9.0\n.target sm_90\n.address_size 64\n"
@@ -32,7 +32,7 @@ def run(body, *arguments, blocks=1, threads=32, shared=0, replicas=False):
 
 
 def per_thread(body, threads=32, shared=0):
-    """The value of %r9 of each thread of a block."""
+    """Run `body` in one block. Return the value of %r9 of each thread."""
     out = torch.zeros(threads, dtype=torch.int32)
     address = "mul.wide.u32 %rd9, %r0, 4;\nadd.s64 %rd9, %rd0, %rd9;\n"
     run(f"{body}\n{address}st.global.u32 [%rd9], %r9;", out, threads=threads, shared=shared)

@@ -1,4 +1,4 @@
-"""No kernel issues more instructions, or accesses more sectors, than baseline.json contains."""
+"""Checks that kernels do not issue more instructions or access more sectors than the baseline."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ BY_DEFAULT = {
 
 
 def growth(now: costs.Cost, before: costs.Cost) -> list[str]:
-    """Descriptions of the costs that have grown by more than the tolerance."""
+    """Describe the costs that have grown by more than the tolerance."""
 
     def counts(cost: costs.Cost) -> dict[str, float]:
         accessed = sum(kernel.sectors for kernel in cost.kernels)
@@ -70,7 +70,7 @@ FIELDS = {
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("factor", [1.01, 1.03])
 def test_growth_is_reported(name, factor):
-    """Only growth above the tolerance is reported, and only for the count that grew."""
+    """Growth is reported only above the tolerance, and only for counts that grew."""
 
     def larger(counted):
         fields = [field.name for field in dataclasses.fields(counted) if field.name in FIELDS[name]]

@@ -1,4 +1,4 @@
-"""The counts of the executor in lock-step, and the costs computed from them."""
+"""Tests of the counts in lock-step execution, and of the costs computed from these counts."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ MEET:
 )
 @pytest.mark.parametrize("access", ["ld", "st"])
 def test_sectors_of_device_memory(access, stride, first, sectors):
-    """Accesses of a warp with a stride. Accesses that follow hit the cache."""
+    """Strided accesses of a warp. The accesses that follow hit the cache."""
     memory = torch.zeros(640, dtype=torch.int32)
     start = -memory.data_ptr() % 32 + first
     order = "ld.global.u32 %r2, [%rd2];" if access == "ld" else "st.global.u32 [%rd2], %r2;"
@@ -91,7 +91,7 @@ ld.global.u32 %r2, [%rd2];
     [
         *(("u32", 4, 0), ("u32", 8, 1), ("u32", 128, 31), ("u32", 132, 0), ("u8", 1, 0)),
         ("u32", 0, 0),  # one word for all
-        *(("u64", 8, 0), ("u64", 16, 2)),  # 1 in each half of the warp
+        *(("u64", 8, 0), ("u64", 16, 2)),  # 1 conflict in each half of the warp
         *(("v4.u32", 16, 0), ("v4.u32", 32, 4)),  # 1 in each quarter
     ],
 )
@@ -127,7 +127,7 @@ def cost(kernel, *arguments):
 
 
 def test_straight_code_is_issued_once():
-    """A warp issues all instructions up to EXIT."""
+    """A warp issues each instruction up to EXIT once."""
     kernel, code = cost("together", *(torch.zeros(96, dtype=torch.int64) for _ in range(2)))
     listed = [i.text for block in code.blocks for i in block.code]
     assert kernel.slots == listed.index("EXIT") + 1
@@ -139,12 +139,12 @@ def test_a_loop_body_is_issued_once_per_iteration():
     many, _ = cost("loops", out, 30)
     (body,) = [block for block in code.blocks if any("SHFL" in i.text for i in block.code)]
     assert many.slots - few.slots == 20 * len(body.code)
-    # Two additions and a comparison, but not the shuffle and the branch.
+    # Per iteration: two additions and a comparison, but not the shuffle and the branch.
     assert many.half_rate - few.half_rate == 20 * 3
 
 
 def test_an_unrolled_loop_is_counted_once_per_iteration():
-    """The machine code contains the store several times; each iteration runs one of them."""
+    """The machine code contains copies of the store; each iteration executes one copy."""
     out = torch.zeros(32 * 64, dtype=torch.int32)
     few, code = cost("fills", out, 32)
     many, _ = cost("fills", out, 64)

@@ -1,4 +1,4 @@
-"""How threads interleave, which stores they see, and which errors are reported."""
+"""Tests interleaving of threads, visibility of stores, and reported errors."""
 
 import re
 
@@ -11,7 +11,7 @@ from .snippets import per_thread, run
 
 @pytest.mark.parametrize("seed", range(4))
 def test_lanes_of_a_mask_meet_without_the_others(seed):
-    """Both halves vote, each with its own mask, and do not wait for lanes that have exited."""
+    """Each half of a warp votes with its own mask, and does not wait for exited lanes."""
     executor().configure(seed)
     body = """
 setp.lt.u32 %p1, %r0, 16;
@@ -98,7 +98,7 @@ def test_local_memory_is_private_to_a_thread(seed):
 
 
 def test_replicas_are_no_race():
-    """With `replicas`, stores of the same value to shared memory do not race."""
+    """With `replicas`, stores of the same value to shared memory are not a race."""
     same, other = "st.shared.u32 [memory], 7;", "st.shared.u32 [memory], %r0;"
     everywhere = "st.global.u32 [%rd0], 7;"
     out = torch.zeros(1, dtype=torch.int32)

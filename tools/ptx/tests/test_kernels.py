@@ -1,4 +1,4 @@
-"""Tests of the CUDA kernels that the conformance suite cannot contain."""
+"""Tests of the CUDA kernels that cannot be part of the conformance suite."""
 
 import pytest
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_tiles_of_larger_tensors(seed):
-    """Uses the tiles of a tensor with 1,024x the elements, which a warp reads in two passes."""
+    """Uses tile sizes for 1,024 times as many elements. A warp reads a tile in two passes."""
     executor().tile_as_for(2**10)
     try:
         assert runs.findings(runs.mask_pack, BACKEND, executor(), seed) == ""

@@ -1,4 +1,4 @@
-"""The launches of each op on a GPU, counted in the executor's version of CUDA's runtime."""
+"""Counts the launches of each op on a GPU, with the executor's CUDA runtime."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""ldmatrix and stmatrix: which lane of a warp gets which element."""
+"""Tests which lane of a warp gets which element in ldmatrix and stmatrix."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ LOAD_ROW = f"ld.shared.v4.b32 {FOUR}, [%r1];\n"
 def per_lane(body):
     """The elements in %r2 to %r5 after `body`, by lane, register and half.
 
-    Before `body` these registers contain the numbers from 0 on. %r1 is the address of the lane's
-    row of 8 elements, and %r6 the address of the row of the adjacent lane.
+    Before `body`, these registers contain 0, 1, 2, ... in this order. %r1 is the address of the
+    lane's row of 8 elements, and %r6 is the address of the adjacent lane's row.
     """
     out, numbers = torch.zeros(32, 4, dtype=torch.int32), torch.arange(256, dtype=torch.int16)
     begin = f"""
@@ -35,7 +35,7 @@ xor.b32 %r6, %r1, 16;
 
 @pytest.mark.parametrize("trans", ["", ".trans"])
 def test_load_and_store(trans):
-    """A lane has two adjacent elements of row lane // 4 (or of that column) of each matrix."""
+    """A lane has two adjacent elements of row (or column) lane // 4 of each matrix."""
     loaded = per_lane(STORE_ROW + "bar.warp.sync -1;\n" + LOAD.replace(".x4", ".x4" + trans))
     matrices = torch.arange(256).view(4, 8, 8)  # matrix, row, column
     if trans:

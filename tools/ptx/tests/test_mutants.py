@@ -1,8 +1,8 @@
-"""Mutants of the kernels are caught by an error of the executor, or by a wrong result.
+"""Tests that mutants of the kernels cause an error of the executor, or a wrong result.
 
-A mutant is the PTX of a kernel, compiled by nvcc or Triton, with one instruction changed. Nothing
-is compiled again, and a kernel can be rewritten if it still contains such an instruction. In a
-process with TRITON_INTERPRET=0 these are Triton's kernels (test_triton.py).
+A mutant is the PTX of a kernel, compiled by nvcc or Triton, with one instruction changed. Mutants
+need no compilation, and still apply to a rewritten kernel if it contains such an instruction. If
+TRITON_INTERPRET=0 is set, the kernels are Triton's (test_triton.py).
 """
 
 import os
@@ -78,11 +78,11 @@ def kernels(run: Run) -> dict[str, str]:
 
 
 def mutants(run: Run, instruction: str, replacement: str) -> Iterator[str]:
-    """Yield the executor's finding for each mutant, or ''."""
+    """Yield the finding for each mutant; '' if the mutant was not detected."""
     assert runs.findings(run, BACKEND, executor(), 1) == "", "an error of the kernel itself"
     for name, text in kernels(run).items():
         begin = text.index(f".entry {name}(")
-        end = text.find(".entry", begin + 1) % (len(text) + 1)  # or the end of the module
+        end = text.find(".entry", begin + 1) % (len(text) + 1)  # or up to the end of the module
         for match in re.finditer(instruction, text[begin:end]):
             changed = text[begin:end][: match.start()] + match.expand(replacement)
             executor().load(text[:begin] + changed + text[begin + match.end() :])
@@ -96,7 +96,7 @@ def mutants(run: Run, instruction: str, replacement: str) -> Iterator[str]:
 @pytest.mark.skipif(TRITON, reason="the patterns are for nvcc's PTX")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name):
-    """At least one mutant must be caught, because the run does not execute all instructions."""
+    """At least one mutant must be detected. A run does not execute all instructions."""
     run, instruction, replacement, expected = MUTANTS[name]
     found = []
     for report in mutants(run, instruction, replacement):

@@ -1,4 +1,4 @@
-"""Definitions of PTX that are easy to implement wrongly."""
+"""Tests opcodes whose definitions are easy to implement wrongly."""
 
 import math
 import random
@@ -109,7 +109,7 @@ def register(type, number):
 
 
 def evaluate(opcode, types, to, cases):
-    """The bits of an opcode's result for each case. Each lane computes one case."""
+    """Return the bits of an opcode's result for each case. Each lane computes one case."""
     padded = cases + cases[:1] * (32 - len(cases))
     rows = [[bits(case[i], type) for case in padded] for i, type in enumerate(types)]
     inputs = torch.tensor(rows, dtype=torch.uint64).view(torch.int64)
@@ -142,7 +142,7 @@ def test_exact(opcode, types, cases):
 
 
 def test_a_sum_rounded_towards_zero():
-    """Compare with integers in units of 2**-149, for random and for similar exponents."""
+    """Compare with integer sums in units of 2**-149, for random and for similar exponents."""
     draw = random.Random(0)
     for case in range(256):
         exponents = draw.choices(range(255), k=2) if case % 2 else [draw.randrange(230)] * 2
@@ -189,7 +189,7 @@ def test_votes_and_reductions():
 
 @pytest.mark.parametrize("which", [2, 3])
 def test_a_comparison_of_two_halves_has_two_results(which):
-    """The low halves are NaN in odd lanes, the high halves from lane 16 on."""
+    """The low halves are NaN in odd lanes, and the high halves in lanes 16 to 31."""
     body = f"""
 and.b32 %r1, %r0, 1;
 mul.lo.s32 %r1, %r1, {0x7E00};
@@ -202,7 +202,7 @@ selp.b32 %r9, 1, 0, %p{which};"""
 
 
 def test_reductions_in_memory():
-    """All threads of two blocks update memory; the instruction has no result register."""
+    """All threads of two blocks update memory with an instruction without a result register."""
     memory = torch.zeros(2, dtype=torch.int64)
     body = """
 shl.b32 %r1, 1, %r0;

@@ -1,4 +1,4 @@
-"""The backend "ptx-triton" in a separate process, because Triton either interprets or compiles."""
+"""Tests "ptx-triton" in its own process, because Triton either interprets or compiles kernels."""
 
 import os
 import subprocess
