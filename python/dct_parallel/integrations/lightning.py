@@ -13,7 +13,7 @@ class DCTCallback(Callback):
     """Registers `dct_hook` on the DDP of Lightning's strategy; `state` is its `DCTState`.
 
     Args:
-        settings: arguments of `DCTState`. It also gets the Trainer's GradScaler and optimizers.
+        settings: arguments of `DCTState`. The callback adds the GradScaler and the optimizer.
     """
 
     def __init__(self, **settings: Any) -> None:

@@ -34,7 +34,7 @@ class DCTCallback(_RankFiles):
 
     Args:
         trainer: the Trainer, with `ddp_find_unused_parameters=False`.
-        settings: arguments of `DCTState`. It also gets the Trainer's GradScaler and optimizer.
+        settings: arguments of `DCTState`. The callback adds the GradScaler and the optimizer.
     """
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
