@@ -19,68 +19,14 @@ import sys
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dct_parallel import DCTAverager, DCTState, dct_hook
+from dct_parallel.integrations.lightning import DCTCallback, LocalStepsStrategy
 
 EPOCHS = 3
 PERIOD = 20
-
-
-class Hook(Callback):
-    """Registers the hook. Each rank saves its residuals next to Lightning's checkpoint."""
-
-    def on_train_start(self, trainer, module):
-        ddp = trainer.strategy.model
-        scaler = getattr(trainer.precision_plugin, "scaler", None)  # with "16-mixed"
-        scaled = {"grad_scaler": scaler, "optimizer": trainer.optimizers}
-        self.state = DCTState(ddp, format="int4", **scaled)
-        ddp.register_comm_hook(self.state, dct_hook)
-        if trainer.ckpt_path:
-            self.state.load_state_dict(torch.load(self.path(trainer), weights_only=True))
-
-    def on_save_checkpoint(self, trainer, module, checkpoint):  # on every rank
-        torch.save(self.state.state_dict(), self.path(trainer))
-
-    def on_train_end(self, trainer, module):
-        self.state.close()
-
-    def path(self, trainer):
-        return f"{trainer.default_root_dir}/step{trainer.global_step}-dct{trainer.global_rank}.pt"
-
-
-class LocalSteps(DDPStrategy):
-    """Like DDP, but without the gradient exchange. Each rank saves a checkpoint."""
-
-    restore_checkpoint_after_setup = True  # a new averager sets all weights to those of rank 0
-
-    def configure_ddp(self):
-        self.averager = DCTAverager(self.model, period=PERIOD)
-
-    def optimizer_step(self, *args, **kwargs):
-        output = super().optimizer_step(*args, **kwargs)
-        self.averager.average_parameters()
-        return output
-
-    def on_train_end(self):
-        self.averager.flush()  # now all ranks have the same weights
-
-    def save_checkpoint(self, checkpoint, filepath, storage_options=None):  # on every rank
-        checkpoint["averager"] = self.averager.state_dict()
-        self.checkpoint_io.save_checkpoint(checkpoint, self.rank_path(filepath), storage_options)
-
-    def load_checkpoint(self, checkpoint_path, weights_only=None):
-        return super().load_checkpoint(self.rank_path(checkpoint_path), weights_only)
-
-    def load_optimizer_state_dict(self, checkpoint):  # only in fit
-        super().load_optimizer_state_dict(checkpoint)
-        self.averager.load_state_dict(checkpoint["averager"])
-
-    def rank_path(self, filepath):
-        return f"{filepath}.{self.global_rank}" if self.global_rank else filepath
 
 
 class Regression(lightning.LightningModule):
@@ -105,12 +51,12 @@ def train(folder, local_steps):
     os.makedirs(folder, exist_ok=True)
     x = torch.randn(6400, 128)
     data = DataLoader(TensorDataset(x, x[:, :8].sum(1, keepdim=True).tanh()), batch_size=64)
-    hook = Hook()
+    hook = DCTCallback(format="int4")
     checkpoints = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     trainer = lightning.Trainer(
         devices=2,
         max_epochs=EPOCHS,
-        strategy=LocalSteps() if local_steps else "ddp",
+        strategy=LocalStepsStrategy(period=PERIOD) if local_steps else "ddp",
         callbacks=[checkpoints] if local_steps else [hook, checkpoints],
         default_root_dir=folder,
         logger=False,

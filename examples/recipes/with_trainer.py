@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/recipes/with_trainer.py FOLDER --local-steps
 
 Needs `pip install transformers accelerate`. By default, a callback registers the hook on the
-Trainer's DDP module. With --local-steps, this module exchanges nothing, and the callback averages
+Trainer's DDP module. With --local-steps, this module exchanges nothing, and a callback averages
 the changes of the ranks' weights every 20 steps. The program saves every 75 steps. The same command
 resumes from the last checkpoint in FOLDER, with bitwise equal results. It prints the first and the
 last loss that the Trainer logged, the bytes that were sent, and the sum of each rank's weights.
@@ -17,62 +17,12 @@ import sys
 
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, set_seed
 
-from dct_parallel import DCTAverager, DCTState, dct_hook
+from dct_parallel.integrations.transformers import DCTCallback, LocalStepsCallback
 
 PERIOD = 20
-
-
-class LocalTrainer(Trainer):
-    """Disables the gradient exchange of the Trainer's DDP. DDP's buckets still use memory."""
-
-    def training_step(self, model, *args, **kwargs):
-        with self.accelerator.no_sync(model):
-            return super().training_step(model, *args, **kwargs)
-
-
-class DCT(TrainerCallback):
-    """Saves the state that differs between ranks, in a file per rank in each checkpoint."""
-
-    def __init__(self, trainer, local_steps):
-        self.trainer = trainer
-        self.local_steps = local_steps
-
-    def on_train_begin(self, args, progress, control, model, optimizer, **_):
-        if self.local_steps:
-            self.dct = DCTAverager(model, period=PERIOD)
-            self.parts = {"model": model, "optimizer": optimizer, "averager": self.dct}
-        else:
-            ddp = self.trainer.model_wrapped  # `model` is the wrapped module
-            scaler = self.trainer.accelerator.scaler  # None without float16
-            optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-            scaled = {"grad_scaler": scaler, "optimizer": optimizer}
-            self.dct = DCTState(ddp, format="int4", **scaled)
-            ddp.register_comm_hook(self.dct, dct_hook)
-            self.parts = {"hook": self.dct}
-        if progress.global_step:
-            saved = torch.load(self.path(args, progress), weights_only=True)
-            for name, part in self.parts.items():
-                part.load_state_dict(saved[name])
-
-    def on_step_end(self, *_, **__):
-        if self.local_steps:
-            self.dct.average_parameters()
-
-    def on_save(self, args, progress, control, **_):  # on every rank
-        saved = {name: part.state_dict() for name, part in self.parts.items()}
-        torch.save(saved, self.path(args, progress))
-
-    def on_train_end(self, *_, **__):
-        if self.local_steps:
-            self.dct.flush()  # equal weights on all ranks, as trainer.save_model() requires
-        else:
-            self.dct.close()
-
-    def path(self, args, progress):
-        return f"{args.output_dir}/checkpoint-{progress.global_step}/dct{args.process_index}.pt"
 
 
 def sentences(count):
@@ -99,14 +49,16 @@ def train(folder, local_steps):
         disable_tqdm=True,
         report_to="none",
     )
-    trainer_class = LocalTrainer if local_steps else Trainer
-    trainer = trainer_class(GPT2LMHeadModel(config), arguments, train_dataset=sentences(3200))
-    callback = DCT(trainer, local_steps)
+    trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=sentences(3200))
+    if local_steps:
+        callback = LocalStepsCallback(trainer, period=PERIOD)
+    else:
+        callback = DCTCallback(trainer, format="int4")
     trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        stats = callback.dct.stats()
+        stats = callback.averager.stats() if local_steps else callback.state.stats()
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {stats['step']} steps")
         interval = f"every {PERIOD} steps" if local_steps else "per step"
         print(f"sent {stats['wire_bytes'] or 0:,} bytes {interval}")

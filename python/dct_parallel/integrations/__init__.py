@@ -1,0 +1,1 @@
+"""Adapters for the HF Trainer and Lightning. Each module imports its framework."""
