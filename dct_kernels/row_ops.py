@@ -131,8 +131,8 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
     Formats, with bytes per row in parentheses (docs/reference/ops.md specifies every bit):
 
     - "int8" (d + 2) and "int4" (ceil(d / 2) + 2): a row's largest magnitude maps to 127 or 7.
-    - "ternary" (ceil(d / 5) + 2): entries with a magnitude above 0.75 times the mean become
-      plus or minus the mean of these magnitudes. The other entries become 0.
+    - "ternary" (ceil(d / 5) + 2): entries with more than 0.75 times the row's mean magnitude
+      become plus or minus the mean magnitude of these entries. The other entries become 0.
     - "sign" (ceil(d / 8) + 2): all entries become plus or minus the mean of all magnitudes.
 
     A row with a NaN or an infinity dequantizes to NaN everywhere. A row whose scale is below

@@ -5,7 +5,7 @@
     rank 2  eth0 ======= port2
 
 Every rank is in a namespace. A link is a veth pair with a token bucket filter (tc tbf) at both
-ends, so each direction has the full rate, as on a switched, full-duplex network. The bridge has its
+ends. So each direction has the full rate, as on a switched, full-duplex network. The bridge has its
 own namespace. The name of each namespace starts with dctbench-. Deleting these namespaces removes
 all links. The links carry only the IPv4 traffic of the ranks.
 """

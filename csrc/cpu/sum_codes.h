@@ -12,8 +12,8 @@
 
 namespace dct::cpu {
 
-// Adds a code times `scale` to every entry of `sum`. The first code is that of `column`. Reads at
-// most 64 bytes, starting at the byte of the first code.
+// Adds a code times `scale` to every entry of `sum`. The first code is that of column `column` in
+// the row of codes. Reads at most 64 bytes, starting at the byte of the first code.
 template <RowFormat kFormat, typename Unpack, typename Sum>
 void add_codes(Unpack, const uint8_t* codes, int64_t column, float scale, Sum& sum) {
   using Floats = typename Sum::Floats;

@@ -46,7 +46,7 @@ def row_dequantize_sum(rows: Tensor, width: int, format: str, dtype: torch.dtype
 
 
 def _scale(x: Tensor) -> Tensor:
-    """float32 -> the bfloat16 scale that is sent, as float32: finite, and normal or 0."""
+    """Round to a bfloat16 scale, which is finite and normal or 0, and return it as float32."""
     scale = round_to(x, torch.bfloat16, saturate=True).to(torch.float32)
     return torch.where(scale < SMALLEST_NORMAL, 0.0, scale)
 

@@ -6,7 +6,7 @@ Tables sharded inside a group of ranks, with replicas across groups:
     optimizer = MomentumScaledRowWiseAdagrad([bags.weight], scale=replicas)
     sync = ReplicaSync(bags, optimizer=optimizer, every=10)
 
-Operators computed on the ranks that own the rows, which send only partial results:
+Operators that ranks compute on the rows that they own, so that only partial results are sent:
 
     layer = EquivalentSubstitution(FeatureRows(weight), [LinearTerms(), SumPooledEmbedding(16, 1)])
     linear, pooled = layer(ids, lengths)

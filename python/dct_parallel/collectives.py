@@ -1,4 +1,4 @@
-"""The collectives that the package uses, and formulas for the bytes that they send (as rings)."""
+"""The collectives that the package uses, and formulas for the bytes that rings send for them."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -99,7 +99,7 @@ inline uint64_t boundary(Random& random) {
   return near + random.integer(-1, 1);
 }
 
-// Mutates an input slightly. `field` returns the position of a number in its bytes.
+// Mutates an input slightly. `field` returns the byte offset of a numeric field of the input.
 template <typename FieldOf>
 void mutate(Random& random, Input& input, const Input& other, const FieldOf& field) {
   std::vector<uint8_t>& bytes = input.bytes;

@@ -95,7 +95,7 @@ def _check_skipped_step(rank, make, cases):
                 point.state.take_back()
                 point.state.take_back()  # no effect
             assert torch.equal(point.weights(), before) == (step == BAD_STEP)
-            size = point.local_size or 1  # one infinite rank makes its node's mean infinite
+            size = point.local_size or 1  # infinity on one rank makes its node's mean infinite
             nodes = [torch.stack(everyone[r : r + size]).mean(0) for r in range(0, ranks, size)]
             total += torch.stack(nodes).nan_to_num(posinf=0).mean(0)
         assert_same(point.weights())

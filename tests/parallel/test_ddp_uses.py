@@ -379,7 +379,7 @@ class _Checkpointed(nn.Module):
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(2)
 def test_static_graph_and_reentrant_checkpoints_change_nothing(rank, transport):
-    """With static_graph, DDP calls the first step's hooks after the pass. Reentrant passes nest."""
+    """With static_graph, DDP calls the hooks of step 0 after backward. Reentrant passes nest."""
     results = {}
     for static_graph, use_reentrant in itertools.product((False, True), (None, False, True)):
         model = DDP(_Checkpointed(use_reentrant), bucket_cap_mb=0.02, static_graph=static_graph)

@@ -42,7 +42,7 @@ def test_a_recipe_trains_and_resumes(recipe, options, tmp_path):
     # docs/reference/payload.md: a header, and rows of 1,024 entries in int4 or ternary
     nbytes, dense = 64 + math.ceil(numel / 1024) * (544 if period == 1 else 240), 8 * numel
     if "--fsdp2" in options:
-        # int8 sends half of the first layer in three messages, and half of the second in two.
+        # In int8, three messages have half of the first layer each, and two half of the second.
         # Biases follow in float32, padded to multiples of 16 bytes.
         halves = 128 * 256 + 256, 512 + 1
         first_layer, second = (64 + math.ceil(half / 1024) * 1056 for half in halves)

@@ -1,7 +1,7 @@
 #pragma once
 
-// row_quantize for wide rows, with one block per row. It takes passes for the largest magnitude,
-// the sums and the codes. Only the first pass reads from memory.
+// row_quantize for wide rows, with one block per row. The block makes a pass over the row for the
+// largest magnitude, for the sums and for the codes. Only the first pass reads from memory.
 
 #include "../../common/ops.h"
 #include "device.cuh"

@@ -121,7 +121,7 @@ class Generator:
         for j in range(INTS):
             score += self._int_weight[j] / self._int_scale[j] * encode_ints(ints[:, j])
         for t in range(values.shape[1]):
-            score += self._effect[t][values[:, t] + 1]  # effects start with that of a missing value
+            score += self._effect[t][values[:, t] + 1]  # index 0: a missing value
         for (left, right), (u, v) in self._latent:
             score += np.einsum("nd,nd->n", u[values[:, left] + 1], v[values[:, right] + 1])
         return score

@@ -31,8 +31,8 @@ def compressed_sharders(
     table-row-wise sharding, TorchRec sums in float32 within a node, and only the all-to-all between
     nodes is compressed. Gradients are straight-through. Deterministic. See docs/guide/torchrec.md.
 
-    Entries share a scale in groups. The size of a group is the greatest common divisor of the shard
-    widths, over the tables of a collection with the same sharding type.
+    The entries of a group share one scale. The size of a group is the greatest common divisor of
+    the shard widths, over the tables of a collection with the same sharding type.
 
     Args:
         format: see `all_to_all_rows`; without a density, and the same on every rank. "float32"

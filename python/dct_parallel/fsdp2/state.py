@@ -161,8 +161,8 @@ class FullyShardState:
 
         Raises:
             ValueError: ranks have taken different steps.
-            RuntimeError: this rank received a damaged payload, or a rank did not call this within
-                the timeout of all ranks. Nothing was taken back.
+            RuntimeError: this rank received a damaged payload, or a rank did not call this method
+                within the timeout of the process group. Nothing was taken back.
         """
         if not self._ledger.compare_step("take_back"):
             self._in_step, self._order, self._last_order = False, [], []  # others may be gone

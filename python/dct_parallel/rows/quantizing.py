@@ -111,7 +111,7 @@ class RowDequantize(nn.Module):
 
 
 def _message_size(width: int, forward: str, backward: str) -> int:
-    """The number of 2-byte elements in the message of a row, which its gradient also has."""
+    """The number of 2-byte elements in the message of a row, and in that of its gradient."""
     longer = max(format_bytes(width, forward), format_bytes(width, backward))
     return (longer - 1) // _CARRIER.itemsize + 1
 
