@@ -29,9 +29,9 @@ class DynamicFeatureRows(SharedRows):
     eval mode the row of an unknown feature is 0. Rows are never evicted. Ids are any integers from
     0 to 2^63 - 1, such as hashes, and take 8 bytes each in messages.
 
-    `state_dict` contains the rows of this rank. `load_state_dict` takes it, or the result of
-    `merge_feature_rows` with any number of ranks. If it raises an error, nothing is loaded. A copy
-    (copy.deepcopy, AveragedModel) has the features known at that time, and shares the group.
+    `state_dict` contains the rows of this rank. `load_state_dict` takes this state or, on any
+    number of ranks, the result of `merge_feature_rows`. If it raises an error, nothing is loaded. A
+    copy (copy.deepcopy, AveragedModel) has the features known at that time, and shares the group.
     Deterministic.
 
     Args:

@@ -1,4 +1,4 @@
-"""The buckets of a DDP module. When DDP rebuilds them, each parameter's state moves along."""
+"""The buckets of a DDP module. When DDP rebuilds them, each parameter keeps its state."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

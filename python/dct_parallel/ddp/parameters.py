@@ -66,7 +66,7 @@ def to_physical(flat: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _differs(parameter: Tensor) -> bool:
-    """Whether DDP stores the elements in a different order than that of the indices."""
+    """Whether DDP stores the elements in an order other than index order."""
     if parameter.is_contiguous():
         return False
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()

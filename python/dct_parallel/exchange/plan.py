@@ -96,7 +96,7 @@ class BucketPlan:
         gathered = all_gather_bytes(self.payload_bytes, self.ranks)
         if self.transport == "all_gather":
             return gathered
-        # Before the gather, a rank sends to all other owners. A rank that owns nothing sends most.
+        # Before the gather, a rank sends to all other owners. A rank without a range sends most.
         return min(self.owners, self.ranks - 1) * self.payload_bytes + gathered
 
     def slices(self, index: int) -> Iterator[Slice]:
