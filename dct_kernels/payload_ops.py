@@ -31,7 +31,7 @@ def sample_threshold(
     seed: int = 0,
     inv_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return, per range, the threshold that a fraction `density` of the magnitudes reaches.
+    """Return, per range, the threshold that a fraction `density` of entries reaches.
 
     The magnitudes are |residual + grad * inv_scale|. For a range of n <= `max_samples` elements the
     result is exact: the k-th largest magnitude, k = clamp(ceil(density * n), 1, n). A longer range
@@ -147,7 +147,7 @@ def scatter_unpack(
     scale: float = 1.0,
     out_scale: Tensor | None = None,
 ) -> Tensor:
-    """Sum the sparse payloads of P ranks into a tensor. Every rank computes the same bits.
+    """Sum the sparse payloads of P ranks. The result is bitwise equal on all ranks.
 
     out[i] = +0.0 + factor * sum, rounded once to the dtype of `out`. The sum is in float32, over
     ranks in order from +0.0, and factor = float32(scale) * out_scale. If a header has both flags,
@@ -247,7 +247,7 @@ def quantize_pack(
 def dequantize_sum(
     payloads: Tensor, out: Tensor, format: str, scale: float = 1.0, out_scale: Tensor | None = None
 ) -> Tensor:
-    """Sum the dense payloads of P ranks into a tensor. Every rank computes the same bits.
+    """Sum the dense payloads of P ranks. The result is bitwise equal on all ranks.
 
     out[i] = factor * sum, rounded once to the dtype of `out`. The sum is in float32, over ranks in
     order from +0.0, and factor = float32(scale) * out_scale. Payloads are not trusted: a payload

@@ -163,7 +163,7 @@ class Flat(NamedTuple):
 
 
 class Sharded(NamedTuple):
-    """A parameter that is saved in shards, one by each rank of a replica.
+    """A parameter that is saved in shards: each rank of a replica saves one.
 
     Attributes:
         piece: this rank's shard, an `fsdp2.units.Piece`.

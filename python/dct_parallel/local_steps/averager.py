@@ -270,7 +270,7 @@ class DCTAverager(ModelAverager):
         Raises:
             ValueError: the dict has a different version, density, period, step_ahead, number of
                 ranks, rank or model; or a value is missing, not finite, or has a wrong type or
-                shape. With `step_ahead`: a merged state, or an incompatible transport.
+                shape. With `step_ahead`: the state is merged, or its transport is incompatible.
             TypeError: `state` is not a state dict.
             RuntimeError: this averager received a damaged payload. Load into a new averager.
         """
