@@ -35,7 +35,7 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
     Returns:
         values [B, k] of value_dtype, and positions uint8 [B, w]: the smallest of a bitmap
         (ceil(d / 8) bytes, least significant bit first), uint8 columns (d <= 256) and little-endian
-        uint16 columns (d <= 65,536). On a tie, the first one. The choice depends on (d, k) only.
+        uint16 columns (d <= 65,536). The first one wins a tie. The choice depends on (d, k) only.
 
     Raises:
         ValueError, TypeError: an argument is invalid.

@@ -173,7 +173,7 @@ class DynamicFeatureRows(SharedRows):
             name: tensor.detach()[1 : 1 + len(self)] for name, tensor in self._per_row().items()
         }
         for name, tensor in {"ids": self.ids(), **rows}.items():
-            # Not a view, which would save the whole storage.
+            # A copy, because a view would save the whole storage.
             destination[prefix + name] = tensor if keep_vars else tensor.clone()
 
     @torch.no_grad()

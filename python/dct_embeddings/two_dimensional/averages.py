@@ -129,7 +129,7 @@ class MeanOfChanges(Average):
 
     def _reset(self, weight: Tensor) -> None:
         """Drop the residual."""
-        # Not views, which would keep the whole storage alive.
+        # New tensors, because views would keep the whole storage alive.
         self.rows = torch.empty(0, dtype=torch.int32, device=weight.device)
         self.residual = weight.new_empty(0, weight.shape[1])
         self._syncs = 0  # number of syncs since the reset, the seed of samples

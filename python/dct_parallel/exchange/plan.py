@@ -58,7 +58,7 @@ class BucketPlan:
 
     @cached_property
     def bounds(self) -> list[int]:
-        """The offsets of the parameters in the bucket, and its end."""
+        """The offsets of the parameters in the bucket, and the bucket's end."""
         return [0, *accumulate(self.sizes)]
 
     @cached_property
@@ -72,7 +72,7 @@ class BucketPlan:
 
     @cached_property
     def range_bounds(self) -> list[int]:
-        """The offsets of the ranges in the bucket, and its end."""
+        """The offsets of the ranges in the bucket, and the bucket's end."""
         return [0, *(range_bounds(self.numel, self.ranges, r)[1] for r in range(self.ranges))]
 
     @cached_property

@@ -106,8 +106,8 @@ def all_to_all_rows_async(
     return _start(op, x, row_format.codec(width, x.dtype), splits, output_splits, group)
 
 
-# A function like functools.partial(all_to_all_rows, format="int8"): collective, differentiable in
-# x, from (x [sum(splits), d] ordered by destination, splits, output_splits, group=...) to
+# A collective that is differentiable in x, like functools.partial(all_to_all_rows, format="int8").
+# It maps (x [sum(splits), d] ordered by destination, splits, output_splits, group=...) to rows
 # [sum(output_splits), d] ordered by source.
 RowExchange = Callable[..., Tensor]
 
