@@ -1,17 +1,17 @@
 """dct_kernels: fused kernels for Dynamic Communication Thresholding (arXiv 2010.08899).
 
-The ops are in `torch.ops.dct`. The functions here call the same ops after checking the arguments,
-with clear error messages.
+The ops are in `torch.ops.dct`. The functions of this module call the same ops, after argument
+checks with clear error messages.
 
 Common to all ops
 -----------------
 - Tensors must be contiguous and on one device. Arguments must not overlap in memory.
 - All backends return bitwise equal results in every run, with any number of threads.
 - Ops run on the current stream, without host synchronization or data-dependent shapes. So they work
-  in CUDA graphs and in torch.compile(fullgraph=True). Only the eager backend may synchronize, so
-  CUDA graphs cannot capture it.
+  in CUDA graphs and in torch.compile(fullgraph=True). The eager backend is an exception: it may
+  synchronize, so CUDA graphs cannot capture it.
 - `row_pack`, `row_gather` and `row_unpack` support reverse-mode autograd. Forward mode raises an
-  error. An op that writes to an argument also raises an error in torch.vmap. It raises one outside
+  error. An op that writes to an argument raises an error in torch.vmap, and also outside
   torch.no_grad() if that argument requires grad.
 - Meta and fake tensors are supported.
 - Empty tensors and tensors of more than 2**31 elements work. Subnormals are kept. The results for

@@ -43,7 +43,7 @@ def schemas_digest() -> str:
 def define(
     schema: str, fake: Callable[..., Any] = lambda *_: None, differentiable: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Define an op. The decorated function checks its arguments; the result also runs the op."""
+    """Define an op. The decorated function checks its arguments; the returned one runs the op."""
 
     def with_check(check: Callable[P, R]) -> Callable[P, R]:
         name = check.__name__
@@ -114,7 +114,7 @@ def _differentiate(op: Op) -> None:
 
 
 def _guard(op: Op) -> None:
-    """Before the kernel, reject calls that autograd would silently get wrong, and count writes.
+    """Reject calls for which autograd would be silently wrong, and increment version counters.
 
     Torch checks for a forward-mode formula only if a tensor requires grad. For an op
     defined with define and impl, torch does not detect which arguments the op writes to.

@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 def names_keywords(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorate a public function: an error names keyword-only arguments given by position."""
+    """Decorate a public function: its error lists keyword-only arguments passed by position."""
     parameters = inspect.signature(function).parameters.values()
     positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -139,7 +139,7 @@ def require_plain(op: str, arg: str, value: object) -> None:
 
 
 def require_numel(op: str, arg: str, tensor: torch.Tensor, numel: int, why: str) -> None:
-    """Check that `tensor` has `numel` elements. `why` is such as "like x" or "(one per range)"."""
+    """Check that `tensor` has `numel` elements. `why`: text such as "like x"."""
     if tensor.numel() != numel:
         elements = "1 element" if numel == 1 else f"{numel} elements"
         fail(op, arg, f"{elements} {why}", tensor.numel(), verb="have")

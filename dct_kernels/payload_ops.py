@@ -31,7 +31,7 @@ def sample_threshold(
     seed: int = 0,
     inv_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return, per range, the magnitude that a fraction `density` of its entries reaches.
+    """Return, per range, the threshold that a fraction `density` of entries reaches.
 
     The magnitudes are |residual + grad * inv_scale|. For a range of n <= `max_samples` elements the
     result is exact: the k-th largest magnitude, k = clamp(ceil(density * n), 1, n). A longer range
@@ -54,7 +54,7 @@ def sample_threshold(
         ValueError, TypeError: an argument is invalid.
 
     Source: DCT (arXiv 2010.08899) sets a threshold once in thousands of steps. Sampling is from DGC
-    (arXiv 1712.01887). The stratified hash is ours.
+    (arXiv 1712.01887). This project adds the stratified hash.
 
     >>> sample_threshold(torch.arange(10.0), torch.zeros(10), density=0.2)
     tensor([8.])
@@ -109,7 +109,7 @@ def mask_pack(
     Raises:
         ValueError, TypeError: an argument is invalid.
 
-    Source: DCT (arXiv 2010.08899), data-parallel part. The payload format is ours.
+    Source: DCT (arXiv 2010.08899), data-parallel part. This project defines the payload format.
 
     >>> residual, grad = torch.zeros(4), torch.tensor([0.1, -3.0, 0.2, 5.0])
     >>> layout = payload_layout(4, capacity=2, value_dtype=torch.float32)
@@ -147,7 +147,7 @@ def scatter_unpack(
     scale: float = 1.0,
     out_scale: Tensor | None = None,
 ) -> Tensor:
-    """Sum the sparse payloads of P ranks into a tensor. Every rank computes the same bits.
+    """Sum the sparse payloads of P ranks. The result is bitwise equal on all ranks.
 
     out[i] = +0.0 + factor * sum, rounded once to the dtype of `out`. The sum is in float32, over
     ranks in order from +0.0, and factor = float32(scale) * out_scale. If a header has both flags,
@@ -164,13 +164,13 @@ def scatter_unpack(
         out_scale: float32, one element, or None.
 
     Returns:
-        status int32 [P]: 0, or the sum of 1 (invalid header), 2 (block starts not ascending or past
-        the count) and 4 (positions not ascending or outside their block).
+        status int32 [P]: 0, or a sum of the flags 1 (invalid header), 2 (block starts not ascending
+        or past the count) and 4 (positions not ascending or outside their block).
 
     Raises:
         ValueError, TypeError: an argument is invalid.
 
-    Source: DCT (arXiv 2010.08899), data-parallel part. The payload format is ours.
+    Source: DCT (arXiv 2010.08899), data-parallel part. This project defines the payload format.
 
     >>> payload = torch.zeros(1, payload_layout(4, 2, torch.float32).nbytes, dtype=torch.uint8)
     >>> scatter_unpack(payload, torch.empty(4), 2, torch.float32)  # zeros are no header
@@ -218,8 +218,8 @@ def quantize_pack(
     Raises:
         ValueError, TypeError: an argument is invalid.
 
-    Source: error feedback as in 1-bit SGD (Interspeech 2014) and EF-SGD (arXiv 1901.09847). The
-    formats are ours.
+    Source: error feedback as in 1-bit SGD (Interspeech 2014) and EF-SGD (arXiv 1901.09847). This
+    project defines the formats.
 
     >>> residual, payload = torch.zeros(2), torch.empty(608, dtype=torch.uint8)
     >>> quantize_pack(residual, torch.tensor([7.0, 2.25]), payload, "int4")
@@ -247,7 +247,7 @@ def quantize_pack(
 def dequantize_sum(
     payloads: Tensor, out: Tensor, format: str, scale: float = 1.0, out_scale: Tensor | None = None
 ) -> Tensor:
-    """Sum the dense payloads of P ranks into a tensor. Every rank computes the same bits.
+    """Sum the dense payloads of P ranks. The result is bitwise equal on all ranks.
 
     out[i] = factor * sum, rounded once to the dtype of `out`. The sum is in float32, over ranks in
     order from +0.0, and factor = float32(scale) * out_scale. Payloads are not trusted: a payload

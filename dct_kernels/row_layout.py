@@ -14,7 +14,7 @@ class Encoding(enum.Enum):
 
 
 def position_encoding(width: int, k: int) -> Encoding:
-    """The smallest encoding. On a tie, the one that is first in the list above."""
+    """The smallest encoding; on a tie, the first one in `Encoding`."""
     best, best_bytes = Encoding.BITMAP, (width + 7) // 8
     if width <= 256 and k < best_bytes:
         best, best_bytes = Encoding.UINT8, k

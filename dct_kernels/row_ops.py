@@ -35,7 +35,7 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
     Returns:
         values [B, k] of value_dtype, and positions uint8 [B, w]: the smallest of a bitmap
         (ceil(d / 8) bytes, least significant bit first), uint8 columns (d <= 256) and little-endian
-        uint16 columns (d <= 65,536). On a tie, the first of these. It depends on (d, k) only.
+        uint16 columns (d <= 65,536). The first one wins a tie. The choice depends on (d, k) only.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -149,8 +149,8 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
         ValueError, TypeError: an argument is invalid.
 
     Source: row-wise quantized exchange is from FBGEMM, ternary from TWN (arXiv 1605.04711), and
-    sign from signSGD with a scale (arXiv 1901.09847). The bfloat16 scale and the order-free sums
-    are our reconstruction.
+    sign from signSGD with a scale (arXiv 1901.09847). The bfloat16 scale and the order-independent
+    sums are our reconstruction.
 
     >>> row_quantize(torch.tensor([[0.0, -2.0, 1.0, 7.0]]), "int4")
     tensor([[224, 113, 128,  63]], dtype=torch.uint8)
@@ -201,8 +201,8 @@ def row_dequantize_sum(rows: Tensor, width: int, format: str, dtype: torch.dtype
     """Sum the quantized rows of P ranks in rank order, in one pass. Not differentiable.
 
     The result equals the float32 sum of the results of `row_dequantize`, rounded once to dtype. The
-    sum starts with the first rank's value instead of 0, to keep the sign of -0.0. With P = 1 the
-    result is that of `row_dequantize`. Rows are not trusted, as in `row_dequantize`.
+    sum starts with the first rank's value instead of 0, to keep the sign of -0.0. With P = 1, the
+    op is equivalent to `row_dequantize`. Rows are not trusted, as in `row_dequantize`.
 
     Args:
         rows: uint8 [P, B, w] for this width and format, P at least 1, at any address. For

@@ -12,7 +12,7 @@ __all__ = ["available", "backends"]
 
 
 def backends() -> dict[str, SimpleNamespace]:
-    """{backend: its ops as callables, and `.device`, the device of the tensors they take}.
+    """{backend: a namespace with its ops and `.device`, the device of their tensors}.
 
     Lists only backends that can run. `eager` takes any device but is listed with the CPU.
     `triton` is listed with the CPU if its kernels are interpreted (TRITON_INTERPRET=1).

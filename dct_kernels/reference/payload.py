@@ -134,7 +134,7 @@ def _add(
 
     block = torch.arange(blocks, dtype=torch.int64, device=row.device)
     length = (numel - block * layout.BLOCK).clamp(max=layout.BLOCK)
-    # More entries than elements cannot ascend strictly, so they are rejected unread.
+    # More entries than elements cannot ascend strictly, so they are rejected without being read.
     bad_positions = ~bad_starts & (end - first > length)
     block = block[~bad_starts & ~bad_positions]
     entries = (end - first)[block]

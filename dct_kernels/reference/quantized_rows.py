@@ -65,7 +65,7 @@ def _from_bytes(scale: Tensor) -> Tensor:
 def _fixed_point(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
     """(|x| / `unit`, `unit` [B, 1]), with the largest quotient of a row below 2**MEAN_BITS.
 
-    `unit` and its inverse are normal powers of two. A row below 2**-105 has the unit 2**-126.
+    `unit` and its inverse are normal powers of two. If |x| < 2**-105, the unit is 2**-126.
     """
     exponent = (top >> 23).clamp(min=MEAN_BITS)
     units_to_one = (253 + MEAN_BITS - exponent) << 23
@@ -74,13 +74,13 @@ def _fixed_point(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean(fixed: Tensor, count: Tensor) -> Tensor:
-    """The mean of magnitudes [B, d] in whole units. Their sum does not depend on the order."""
+    """The mean of magnitudes [B, d] in whole units, whose sum does not depend on the order."""
     total = fixed.to(torch.int64).sum(1, keepdim=True)
     return _divide(total.to(torch.float32), count.clamp(min=1))
 
 
 def _divide(x: Tensor, by: Tensor | int) -> Tensor:
-    """Divide with correct rounding. On CUDA, torch divides by a number through its reciprocal."""
+    """Divide with correct rounding. On CUDA, torch multiplies by the reciprocal of a number."""
     return x / (torch.zeros_like(x) + by)
 
 

@@ -19,7 +19,7 @@ def scale_bits(exact):
 
 @triton.jit
 def units(top):
-    """(units in 1.0, one unit) for the bits of the largest magnitude: normal powers of two."""
+    """(units per 1.0, one unit), both normal powers of two, given the largest magnitude's bits."""
     exponent = tl.maximum(top >> 23, UNIT_BITS)
     in_one = (-exponent + (253 + UNIT_BITS)) << 23
     unit = (exponent - (UNIT_BITS - 1)) << 23

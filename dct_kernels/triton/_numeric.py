@@ -46,7 +46,7 @@ def round_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def round_saturating(x, dtype: tl.constexpr):
-    """As round_to, for float32 or bfloat16, but a finite x stays finite."""
+    """Like `round_to` for float32 or bfloat16, but a finite x stays finite."""
     rounded = round_to(x, dtype)
     if dtype == tl.bfloat16:
         bits = rounded.to(tl.int16, bitcast=True)

@@ -202,8 +202,8 @@ def sum_payloads(
 ):  # fmt: skip
     """[GROUPS, 64] in float32: the sum of a tile in rank order, from +0.0.
 
-    The rows of the first rank begin at `rows`, and its verdict is at `verdicts`. The rows
-    of the next rank are `rank_bytes` bytes further, its verdict `rank_verdicts` elements.
+    The rows of the first rank begin at `rows`, and its verdict is at `verdicts`. The rows of the
+    next rank begin `rank_bytes` bytes later, and its verdict is `rank_verdicts` elements later.
     """
     total = tl.zeros([GROUPS, SCALED], tl.float32)
     rank = ranks * 0

@@ -109,7 +109,7 @@ def check(payloads: Tensor, numel: int, format: str) -> tuple[Tensor, Tensor]:
 
 
 def float_bits(x: float) -> int:
-    """The bits of x rounded to float32. Bits, because Triton 3.6 interprets a float -0.0 as 0.0."""
+    """The bits of float32(x). A float would not do: Triton 3.6 interprets -0.0 as 0.0."""
     return ctypes.c_int32.from_buffer(ctypes.c_float(x)).value
 
 

@@ -30,8 +30,8 @@ def _row_dequantize_sum_kernel(
         source = quantized + row * (code_bytes + 2)
         scale = load_scales(source + code_bytes, row < rows)
         byte = tl.load(source + column // EACH, mask=inside, other=0)
-        # -0.0, because adding a value to -0.0 returns that value. The constant is given as bits,
-        # because Triton 3.6 treats a float -0.0 as 0.0.
+        # Start from -0.0, because adding a value to -0.0 returns that value. The constant is given
+        # as bits, because Triton 3.6 treats a float -0.0 as 0.0.
         total = tl.full([ROWS, BLOCK], -(2**31), tl.int32).to(tl.float32, bitcast=True)
         rank = ranks * 0
         while rank < ranks:

@@ -1,10 +1,10 @@
 """row_pack: exact top-k of every row.
 
 A program holds the keys of a few narrow rows in registers. It finds the k-th largest key of each
-row by bisection. The first lower bound is the least of the largest keys of more than k groups. The
-search stops when exactly k keys reach the cut of every row. Only equal keys can prevent that, and
-then the first ones are taken. A wide row is read tile by tile, once per 8 bits of its keys, and
-again to store the selected entries.
+row by bisection. The first lower bound is the smallest of the maxima of more than k groups of keys.
+The search stops when exactly k keys reach the cut of every row. Only equal keys can prevent that;
+in this case the first of them are selected. A wide row is read tile by tile, once per 8 bits of its
+keys, and again to store the selected entries.
 """
 
 import torch

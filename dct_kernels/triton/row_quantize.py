@@ -19,7 +19,7 @@ from ._numeric import FLOAT32_INFINITY, FLOAT32_NAN, to_float
 
 @triton.jit
 def _load(x, row, rows, place, width, EACH: tl.constexpr, PLACES: tl.constexpr):
-    """The elements at these places in float32, with 0 in padding, and the mask of real elements."""
+    """The elements at `place` in float32, with 0 in padding, and the mask of real elements."""
     if EACH == PLACES:
         inside = (row < rows) & (place < width)
         column = place

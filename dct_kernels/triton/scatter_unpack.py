@@ -4,8 +4,8 @@ check  per rank and block of the output: validates the entries, writes status an
 add    per block of the output: clears it, adds the valid entries rank by rank, writes the result.
 
 A program owns the 16,384 elements of a block. A barrier between ranks keeps their order, so no
-atomics are needed. Sums are in memory, in `out` if it is float32. The few blocks in progress stay
-in the L2 cache.
+atomics are needed. Sums are kept in memory, in `out` itself if it is float32. The few blocks in
+progress stay in the L2 cache.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from ._launch import INTERPRETED, TL_DTYPES, launch
 from ._numeric import round_to, to_float
 from ._payload import BLOCK, FLAG_NON_FINITE, FLAG_OVERFLOW, HEADER_BYTES, range_numel
 
-# Entries and elements that a program reads together. The interpreter is faster with more.
+# Entries and elements that a program reads together. Higher numbers make the interpreter faster.
 ENTRIES = layout.BLOCK if INTERPRETED else 1024
 ELEMENTS = layout.BLOCK if INTERPRETED else 4096
 
@@ -34,7 +34,7 @@ _LOST_NON_FINITE = tl.constexpr(FLAG_OVERFLOW.value | FLAG_NON_FINITE.value)
 
 @triton.jit
 def _entries_bounds(message, block, block_length):
-    """The first entry of a block, and the entry past its last. An empty range has one start."""
+    """The first entry of a block, and the end of its entries. An empty range has one start."""
     starts = (message + HEADER_BYTES).to(tl.pointer_type(tl.uint32)) + block
     end = tl.load(starts + tl.where(block_length > 0, 1, 0))
     return tl.load(starts).to(tl.int64), end.to(tl.int64)
@@ -72,7 +72,7 @@ def _check_kernel(
     bad_starts = (first > end) | (end > count) | ((block == 0) & (first != 0))
     last = start + length == whole
     bad_starts = bad_starts | (last & (end != count))
-    # More entries than elements cannot ascend, so they are rejected unread.
+    # More entries than elements cannot ascend strictly, so they are rejected without being read.
     too_many = end - first > length
     entries = tl.where(wrong | bad_starts | too_many, 0, end - first).to(tl.int32)
     positions = (message + positions_at).to(tl.pointer_type(tl.uint16)) + first
@@ -175,7 +175,7 @@ def _add_kernel(
         _clear(sums, length, False, ELEMENTS)
     tl.debug_barrier()
 
-    # Before the sums of a rank are used, load the first entries of the next rank, and verdict and
+    # Before the sums of a rank are used, load the next rank's first entries, and the verdict and
     # start of the rank after it. This takes one round trip to memory per rank instead of three.
     poisoned = block * 0
     rank = ranks * 0

@@ -13,7 +13,7 @@ _INTS = (torch.int32, torch.int64)
 
 
 def require_bags(op: str, ids: Tensor, lengths: Tensor, weight: Tensor) -> None:
-    """Raise unless `lengths` [n, batch] match `ids`, on the device of `weight`. The host waits."""
+    """Raise unless 2-D `lengths` match `ids`, on the device of `weight`. The host waits."""
     like = ("weight", weight)
     checks.require_tensor(op, "ids", ids, _INTS, (1,), like)
     checks.require_tensor(op, "lengths", lengths, _INTS, (2,), like)
@@ -59,8 +59,8 @@ def exchange_bags(
 ) -> tuple[Tensor, Tensor]:
     """Send lengths[r] and names[r] to rank r. Return the received values, source by source.
 
-    One all-to-all with 4 bytes per bag and rank and 4 or 8 bytes per name. Lengths are not sent if
-    all bags for a rank have the same length. The host waits.
+    It takes one all-to-all, with 4 bytes per bag and rank and 4 or 8 bytes per name. Lengths are
+    not sent if all bags for a rank have the same length. The host waits.
 
     Args:
         lengths: for each rank, the lengths of its bags (int32), from `by_rank`. All ranks send the

@@ -27,7 +27,7 @@ def repeat(rows: Tensor, inverse: Tensor) -> Tensor:
     """Return rows[inverse] [..., d], for `rows` [n, d].
 
     The gradients of a repeated row are summed in float32 (float64 for float64) in the order of
-    `inverse` on any device, so equal batches give equal bits. Unused rows have gradient 0.
+    `inverse` on any device, so equal batches give bitwise equal sums. Unused rows have gradient 0.
     """
     flat, number = inverse.flatten(), len(rows)
 

@@ -47,7 +47,7 @@ def require_same_settings(
 def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -> None:
     """Raise on every rank of the mesh, with the values of all ranks, if one of `values` differs.
 
-    It waits up to the timeout of the mesh's groups, or of the group of all ranks if it is shorter.
+    It waits up to the timeout of the mesh's groups, or the default group's timeout if shorter.
     """
     outer, inner = mesh.get_all_groups()
     device = torch.device(mesh.device_type)

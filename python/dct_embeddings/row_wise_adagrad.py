@@ -13,7 +13,7 @@ from .loading import require_loadable
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """AdaGrad with one accumulator per row, which takes 1 / d of AdaGrad's memory.
+    """AdaGrad with one accumulator per row, in 1 / d of AdaGrad's memory.
 
     For a row r with the gradient G of d entries, after summing duplicates:
 
@@ -21,9 +21,9 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         w[r] -= lr * G / (sqrt(v[r]) + eps)
 
     This is the mean of squares, not the square of the mean. Sparse and dense gradients give the
-    same weights. With sparse gradients, unused rows cost nothing. Deterministic if the sum of
-    duplicates is, as on the CPU. Non-finite gradients enter weights and accumulators, as in torch's
-    optimizers.
+    same weights. With sparse gradients, unused rows cost nothing. Deterministic if duplicates are
+    summed deterministically, as on the CPU. Non-finite gradients enter weights and accumulators, as
+    in torch's optimizers.
 
     Args:
         params: weights [rows, d] of nn.Embedding or nn.EmbeddingBag, float32 or float64, or
@@ -31,7 +31,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         lr: learning rate, above 0.
         eps: added to the root, above 0.
 
-    The state of each weight is `sum`, v above, [rows] in the weight's dtype. It exists from the
+    The state of each weight is `sum` (v above), [rows] in the weight's dtype. It exists from the
     start, so that replicas that have used different rows can average it. `step` mutates weights and
     state.
 
@@ -206,8 +206,8 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
         scale: c above, at least 1; M for M replicas of a table.
         delayed: whether to divide by the accumulator of the last sync.
 
-    The state of each weight is `sum`, v above, and with `delayed` also `pending`, the newer
-    squares, [rows] each.
+    The state of each weight is `sum` (v above) and, with `delayed`, `pending` (the newer squares),
+    both [rows].
 
     Raises:
         ValueError, TypeError: an argument is out of range.

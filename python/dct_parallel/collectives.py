@@ -38,7 +38,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
 
 
 def any_rank(flag: bool, device: torch.device, *groups: dist.ProcessGroup) -> bool:
-    """Whether `flag` is true on any rank. `groups` are the dimensions of the grid of ranks."""
+    """Whether `flag` is true on any rank. `groups`: one per dimension of the grid of ranks."""
     result = torch.tensor([int(flag)], dtype=torch.int64, device=device)
     for group in groups:
         dist.all_reduce(result, dist.ReduceOp.MAX, group)

@@ -52,11 +52,11 @@ class Compressor:
     """Packs a flat gradient into a payload of fixed size, and keeps the rest as a residual.
 
     `pack` samples a threshold from residual + gradient in every step (policy "fresh") or in every
-    `refresh_every`-th ("fixed", as in the paper, arXiv 2010.08899). Entries that exceed the
+    `refresh_every`-th step ("fixed", as in the paper, arXiv 2010.08899). Entries that exceed the
     capacity stay in the residual. If too many picks are not finite, a "fresh" threshold becomes
-    infinite, so only non-finite entries pass, and a "fixed" threshold stays. If most elements are
-    0, all non-zero entries pass, up to the capacity. At density 1 the threshold is 0. The class
-    is deterministic and does not synchronize. A CUDA graph freezes the picks (seed: `step`).
+    infinite, so only non-finite entries pass, and a "fixed" threshold is kept. If most elements are
+    0, all non-zero entries pass, up to the capacity. At density 1 the threshold is 0. The class is
+    deterministic and does not synchronize. A CUDA graph captures the seed of the picks, `step`.
 
     Args:
         numel: number of elements of the flat tensor.
@@ -179,7 +179,7 @@ class Compressor:
         return self._to_send()
 
     def unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
-        """Write the mean of P payloads into `out`. Deterministic: it sums them in the order given.
+        """Write the mean of P payloads into `out`. Deterministic: sums in the given order.
 
         Args:
             payloads: uint8 [P, nbytes] or [P, ranges, nbytes], from compressors with the same

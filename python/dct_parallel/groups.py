@@ -84,7 +84,7 @@ def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
 
 
 def destroyer(owner: object, *groups: dist.ProcessGroup) -> Callable[[], object]:
-    """Return a function that destroys these groups, which `separate_group` created, once.
+    """Return a function that destroys, once, these groups from `separate_group`.
 
     The function is also called when `owner` is garbage-collected. It is not called at Python's
     exit, because collectives may be running then. Groups that are already destroyed are skipped.

@@ -46,8 +46,8 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
         A DeviceMesh [nodes, local_size] for `DCTState`.
 
     Raises:
-        ValueError, TypeError: an argument is unknown or out of range on this rank. Or nodes differ
-            in size, or the number of ranks is not a multiple of `local_size`, on every rank.
+        ValueError, TypeError: an argument is unknown or out of range on this rank. All ranks raise
+            if nodes differ in size or `local_size` does not divide the number of ranks.
         RuntimeError: another rank raised an error, or did not call this within the group's timeout.
 
     >>> state = DCTState(ddp, mesh=node_mesh())

@@ -21,11 +21,11 @@ _OP = "EquivalentSubstitution"
 def reduce_scatter(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum the partial results of all ranks for this rank's samples.
 
-    It sums in rank order, so that every run gives the same bits, and sends as many bytes as a ring.
+    It sums in rank order, so runs are bitwise equal. It sends as many bytes as a ring would.
     Gradients are gathered from all ranks and divided by the number of ranks.
 
     Args:
-        partial: [P * batch, m], for the samples of rank 0, 1, ...
+        partial: [P * batch, m], m numbers per sample, for the samples of rank 0, 1, ...
 
     Returns:
         [batch, m].

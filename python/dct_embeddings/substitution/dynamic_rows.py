@@ -29,9 +29,9 @@ class DynamicFeatureRows(SharedRows):
     eval mode the row of an unknown feature is 0. Rows are never evicted. Ids are any integers from
     0 to 2^63 - 1, such as hashes, and take 8 bytes each in messages.
 
-    `state_dict` contains the rows of this rank. `load_state_dict` takes it, or the result of
-    `merge_feature_rows` with any number of ranks. If it raises an error, nothing is loaded. A copy
-    (copy.deepcopy, AveragedModel) has the features known at that time, and shares the group.
+    `state_dict` contains the rows of this rank. `load_state_dict` takes this state or, on any
+    number of ranks, the result of `merge_feature_rows`. If it raises an error, nothing is loaded. A
+    copy (copy.deepcopy, AveragedModel) has the features known at that time, and shares the group.
     Deterministic.
 
     Args:
@@ -173,7 +173,7 @@ class DynamicFeatureRows(SharedRows):
             name: tensor.detach()[1 : 1 + len(self)] for name, tensor in self._per_row().items()
         }
         for name, tensor in {"ids": self.ids(), **rows}.items():
-            # Not a view, which would save the whole storage.
+            # A copy, because a view would save the whole storage.
             destination[prefix + name] = tensor if keep_vars else tensor.clone()
 
     @torch.no_grad()

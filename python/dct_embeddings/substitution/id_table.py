@@ -31,7 +31,7 @@ class IdTable:
         slots = (capacity // LOAD + 1) * SLOTS
         self._places = torch.empty(slots, dtype=torch.int32, device=device)
         self._places[:SLOTS] = NO_PLACE
-        self._buckets = self._level = 1  # level: the largest power of 2 up to buckets
+        self._buckets = self._level = 1  # level: the largest power of 2 <= buckets
         self._count = 0
         self._others = self._ids.new_empty(0)  # ids that overflowed their buckets, ascending
         self._places_of_others = self._places.new_empty(0)

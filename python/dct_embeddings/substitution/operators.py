@@ -71,7 +71,7 @@ class SubstituteOperator(nn.Module, ABC):
 
     @abstractmethod
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
-        """Compute f of rows [n, width] in `bags`: [samples, m], m a function of the field count."""
+        """Compute f of rows [n, width] in `bags`: [samples, m]. m depends on the field count."""
 
     @abstractmethod
     def combine(self, total: Tensor) -> Tensor:

@@ -30,9 +30,9 @@ class EquivalentSubstitution(CheckedModule):
     """Computes operators on shared rows of features, on the ranks that own the rows.
 
     Each rank computes an operator's partial result from its rows, and the partial results are
-    summed. Their size depends on the number of samples, not of features. Neither rows nor their
-    gradients are sent. Except for the order of sums, training is the same as in one process with
-    all samples. See docs/guide/des.md.
+    summed. Their size grows with the number of samples, not with the number of features. Neither
+    rows nor their gradients are sent. Except for the order of sums, training is the same as in one
+    process with all samples. See docs/guide/des.md.
 
     Forward and backward are collective, with the same number of samples on every rank. The host
     waits for counts in forward, so CUDA graphs cannot capture it. Deterministic on the CPU.
@@ -187,14 +187,14 @@ class EquivalentSubstitution(CheckedModule):
         checksum: int = 0,
         refused: bool = False,
     ) -> tuple[list[int], bool]:
-        """Send counts[r] to rank r. Raise on every rank if the other arguments differ.
+        """Send counts[r] to rank r. Raise on every rank if other arguments differ between ranks.
 
         Args:
             ids: the number of ids in this rank's part of the global batch.
 
         Returns:
             The counts received from each rank, and whether the batch has more ids than some rank
-            has free rows. The latter is the same on every rank.
+            has free rows. The second value is the same on every rank.
         """
         fields, batch = shape
         trained = [name for name, p in self.named_parameters() if p.requires_grad]

@@ -141,7 +141,7 @@ def _codecs_of_shards(
 class _RowWise(RwPooledEmbeddingSharding):  # type: ignore[misc]
     def create_output_dist(self, device: torch.device | None = None) -> "_RowWiseDist":
         codecs = self.qcomm_codecs_registry
-        # Compared once, when the module is created, because the exchange itself compares nothing.
+        # Ranks compare formats once, here, because the exchange itself compares nothing.
         if device is not None and device.type != "meta":
             op, formats = "compressed_sharders", codecs.format.formats(torch.float32)
             settings = {"format": ", ".join(dict.fromkeys(formats))}

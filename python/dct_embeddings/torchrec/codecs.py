@@ -30,8 +30,8 @@ class RowCodecs(dict[str, QuantizedCommCodecs]):
 class _Codec:
     """A QuantizedCommCodec of TorchRec for rows of `width` entries, in one number format.
 
-    A message is uint8, with `format_bytes` per row. The codec has no context, because with one
-    TorchRec takes a different path for variable batch sizes.
+    A message is uint8, with `format_bytes` per row. The codec has no context, because with a
+    context TorchRec takes a different path for variable batch sizes.
     """
 
     def __init__(self, width: int, format: str) -> None:

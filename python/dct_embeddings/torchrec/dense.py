@@ -25,7 +25,7 @@ def compress_dense(dmp: DistributedModelParallel, **settings: Any) -> DCTState:
         **settings: see `DCTState`.
 
     Returns:
-        The hook's state. Save its `state_dict()` with the model's, one per rank, or pass the state
+        The hook's state. Save its `state_dict()` on every rank with the model, or pass the state
         itself to torch.distributed.checkpoint.
 
     Raises:

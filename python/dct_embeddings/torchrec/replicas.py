@@ -32,18 +32,18 @@ def replica_sync(
     format: str | torch.dtype = "bfloat16",
     transport: str | None = None,
 ) -> "ReplicaDeltas":
-    """Compress the changes of weights that `dmp.sync()` averages over replicas.
+    """Compress the weight changes that `dmp.sync()` averages over replicas.
 
-    A sync sends the largest changes since the last sync, or all of them in a quantized format.
+    A sync sends the largest changes since the last sync, or all changes in a quantized format.
     Unsent changes are removed from the weights and kept in a residual (error feedback). Optimizer
-    states are averaged uncompressed. After each sync replicas are bitwise equal. This call sets
-    them, in place, to the weights of the first replica. Compression and the order of its sums are
+    states are averaged uncompressed. After each sync replicas are bitwise equal. This call copies
+    the first replica's weights to all replicas in place. Compression and the order of its sums are
     deterministic. With one replica a sync changes nothing.
 
     A sync takes a few passes over this rank's tables, and the host waits for it. Memory: two
     additional copies of the tables in float32, the weights of the last sync and the residual.
-    Collective: call it on every rank before training. See docs/guide/torchrec.md. Source: ours,
-    with the compression of DCT (arXiv 2010.08899).
+    Collective: call it on every rank before training. See docs/guide/torchrec.md. Source: this
+    project, with the compression of DCT (arXiv 2010.08899).
 
     Args:
         dmp: with sharding_strategy DEFAULT or PER_MODULE. Its `sync()` gets an all-reduce hook.
@@ -57,7 +57,7 @@ def replica_sync(
     Raises:
         ValueError, TypeError: an argument is out of range, weights are not float32,
             `custom_all_reduce` is already set, or `dmp` calls no hook (use_sharded_relay,
-            FULLY_SHARDED, tables with hashed ids). If replicas differ in a setting, all raise.
+            FULLY_SHARDED, tables with hashed ids). All replicas raise if a setting differs.
 
     >>> replicas = replica_sync(dmp, density=0.01)
     >>> dmp.sync()  # every few steps, as before
@@ -75,7 +75,7 @@ def replica_sync(
 
 
 class ReplicaDeltas:
-    """The all-reduce hook of a DMPCollection, which `replica_sync` creates.
+    """The all-reduce hook that `replica_sync` creates for a DMPCollection.
 
     Save it with the model in torch.distributed.checkpoint, and load it with the same number of
     ranks. Save directly after `dmp.sync()`: TorchRec's checkpoint contains the weights of one

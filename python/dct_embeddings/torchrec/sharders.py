@@ -35,9 +35,9 @@ def compressed_sharders(
     the shard widths, over the tables of a collection with the same sharding type.
 
     Args:
-        format: see `all_to_all_rows`; without a density, and the same on every rank. "float32"
-            gives the same bits as TorchRec's sharders, except for the order of sums over more than
-            two ranks.
+        format: see `all_to_all_rows`; without a density, and the same on every rank. With
+            "float32", results equal TorchRec's bit for bit, except for the order of sums over more
+            than two ranks.
         fused_params: as for TorchRec's sharders.
         use_index_dedup: as for EmbeddingCollectionSharder.
 
@@ -50,7 +50,7 @@ def compressed_sharders(
         ValueError: `format` differs between ranks. The constructor of a model with row-wise tables
             raises this error on every rank, with the formats of all ranks.
 
-    Source: the row-wise exchange is ours; the other exchanges use TorchRec's interface for codecs.
+    Source: this project adds the row-wise exchange; the others use TorchRec's codec interface.
 
     >>> dmp = DistributedModelParallel(model, sharders=compressed_sharders(format="int4"))
     """

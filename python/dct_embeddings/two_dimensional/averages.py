@@ -129,10 +129,10 @@ class MeanOfChanges(Average):
 
     def _reset(self, weight: Tensor) -> None:
         """Drop the residual."""
-        # Not views, which would keep the whole storage alive.
+        # New tensors, because views would keep the whole storage alive.
         self.rows = torch.empty(0, dtype=torch.int32, device=weight.device)
         self.residual = weight.new_empty(0, weight.shape[1])
-        self._syncs = 0  # syncs since the reset, which seed the threshold's sample
+        self._syncs = 0  # number of syncs since the reset, the seed of samples
 
     def _exchange(self, moved: Tensor, settings: Settings) -> Tensor:
         """Replace `moved` [numel] by its mean over replicas. Return this replica's residual."""
@@ -154,7 +154,7 @@ class MeanOfChanges(Average):
 def _union(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the union of all replicas' `rows`: int32, ascending.
 
-    Each replica sends each other replica 8 bytes, then 4 bytes for each row of the replica with the
+    Each replica sends 8 bytes to each other replica, then 4 bytes per row of the replica with the
     most rows.
     """
     count = torch.tensor([len(rows)], dtype=torch.int64, device=rows.device)

@@ -38,8 +38,8 @@ class ShardedEmbeddingBags(CheckedModule):
     embeddings. The mesh rows are replicas, which `ReplicaSync` averages. A mesh with one row is
     plain model parallelism. Every rank passes the bags of its own samples, the same number on each
     rank. Forward and backward are collective in the sharding group. Gradients are divided by the
-    size of this group, like a mean over its samples. The host waits for counts in forward, so CUDA
-    graphs cannot capture it. Shards of a table are summed in row order, so results are
+    size of this group, as in a mean over the group's samples. The host waits for counts in forward,
+    so CUDA graphs cannot capture it. Shards of a table are summed in row order, so results are
     deterministic on the CPU. See docs/guide/embeddings.md.
 
     Do not wrap it in DistributedDataParallel, because that averages different shards. `state_dict`
@@ -57,7 +57,7 @@ class ShardedEmbeddingBags(CheckedModule):
         mesh: DeviceMesh with dimensions ("replicate", "shard"). The timeout of its groups bounds
             all waits.
         exchange: the exchange of rows, such as `functools.partial(all_to_all_rows, format="int8")`;
-            default: uncompressed. It must be the same on every rank, which is not checked.
+            default: uncompressed. Pass the same one on every rank; this is not checked.
         dedup: whether to send each distinct row once instead of pooled rows.
         sparse: whether the gradient of `weight` is sparse, as with nn.EmbeddingBag.
 
@@ -126,7 +126,7 @@ class ShardedEmbeddingBags(CheckedModule):
 
         Raises:
             ValueError, TypeError: an argument is out of range on this rank. The other ranks of the
-                group also raise an error, which contains this rank.
+                group also raise an error that names this rank.
             ValueError: batch, or whether gradients are enabled, differs between the ranks of the
                 group. All of them raise.
             ValueError: received lengths do not add up to the received ids (without `dedup`).
@@ -175,7 +175,7 @@ class ShardedEmbeddingBags(CheckedModule):
         return bags.view(*lengths.shape, self.weight.shape[1]).transpose(0, 1)
 
     def _look_up(self, rows: Tensor) -> Tensor:
-        """Look up rows of `weight`. Divide their gradients, which are sums over ranks, by ranks."""
+        """Look up rows of `weight`. Divide their summed gradients by the number of ranks."""
         looked_up = F.embedding(rows, self.weight, sparse=self.sparse)
         if looked_up.requires_grad:
             looked_up.register_hook(lambda grad: grad / len(self.plan))

@@ -25,9 +25,9 @@ class ReplicaSync:
 
     A sync averages the rows that any replica's optimizer has changed since the last sync. After it,
     all replicas are bitwise equal, but compressed changes may be pending. Call `flush()` before
-    evaluation, before saving a checkpoint, and before loading one into a running job. Then there is
-    nothing to save. With a single replica a sync changes nothing. Deterministic on the CPU. See
-    docs/guide/embeddings.md.
+    evaluation, before saving a checkpoint, and before loading one into a running job. After a
+    flush, this object has no state to save. With a single replica a sync changes nothing.
+    Deterministic on the CPU. See docs/guide/embeddings.md.
 
     Args:
         bags: the bags to average. Create one ReplicaSync for them, before training and after
@@ -47,7 +47,7 @@ class ReplicaSync:
     Raises:
         ValueError, TypeError: an argument is out of range.
         ValueError: ranks of the mesh differ in a setting or the type of optimizer. All raise.
-        TypeError: the optimizer's step found that momentum or weight decay was set later.
+        TypeError: momentum or weight decay was set later; the optimizer's step raises this.
         RuntimeError: an argument is out of range on another rank.
     """
 

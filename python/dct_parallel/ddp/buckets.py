@@ -1,4 +1,4 @@
-"""The buckets of a DDP module. When DDP rebuilds them, each parameter's state moves along."""
+"""The buckets of a DDP module. When DDP rebuilds them, each parameter keeps its state."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -118,7 +118,7 @@ class Buckets:
         return [[self._names[p] for p in parameters] for parameters in layouts]
 
     def load(self, states: dict[str, SegmentState], names: Sequence[Sequence[str]]) -> None:
-        """Use these states in the next buckets. `names` are the buckets of the saved run.
+        """Use these states for the buckets created next. `names` are the buckets of the saved run.
 
         Raises:
             ValueError: `names` has an unknown parameter or a duplicate. Nothing has changed.

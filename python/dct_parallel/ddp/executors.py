@@ -2,7 +2,7 @@
 
 Every rank submits the same jobs in the same order, so it issues the same collectives in the same
 order. Callbacks of futures do not guarantee that: gloo runs them on its own threads in the order of
-arrival, which differs between ranks, so a collective that a callback issues can hang.
+arrival. That order differs between ranks, so a collective in a callback can hang.
 """
 
 import queue

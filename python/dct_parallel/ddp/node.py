@@ -93,7 +93,7 @@ class Node:
 class NodeBucket(Bucket):
     """A bucket that is summed and gathered inside the node; each rank exchanges one part of it.
 
-    The node's residual is the sum of its ranks' states. Each rank keeps its part. If a state also
+    The node's residual is the sum of its ranks' states. Each rank keeps one part. If a state also
     has residuals for other ranks' parts, those ranks receive them once, before the first gradient.
 
     Args:
@@ -215,7 +215,7 @@ class Topology:
         self._separate = device.type == "cpu"
 
     def open(self, name: str) -> None:
-        """Create the groups for the exchange. Collective: call it after the ranks agree.
+        """Create the groups for the exchange. Collective: call it after ranks compare settings.
 
         Args:
             name: a new name for these groups, the same on all ranks.

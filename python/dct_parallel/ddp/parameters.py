@@ -50,7 +50,7 @@ def device_of(names: dict[Parameter, str]) -> torch.device:
 
 
 def to_logical(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Reorder `flat` [numel] from the order in a bucket to the order of the parameter's indices."""
+    """Reorder `flat` [numel] from the order in a bucket to the parameter's index order."""
     if not _differs(parameter):
         return flat
     return flat.as_strided(parameter.shape, parameter.stride()).flatten()
@@ -66,7 +66,7 @@ def to_physical(flat: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _differs(parameter: Tensor) -> bool:
-    """Whether DDP stores the elements in a different order than that of the indices."""
+    """Whether DDP stores the elements in an order other than index order."""
     if parameter.is_contiguous():
         return False
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()

@@ -69,8 +69,8 @@ class DCTState:
         optimizer: the optimizer of these parameters, or a list of optimizers. Required with an
             enabled `grad_scaler`, to detect which steps it skips.
         start_step: number of dense steps, averaged in bfloat16, before compression starts.
-        policy: "fresh" samples the threshold in every step; "fixed" in every `refresh_every`-th
-            step and after a load, as the paper does. See `Compressor`.
+        policy: "fresh" samples the threshold in every step; "fixed", as in the paper, in every
+            `refresh_every`-th step and after a load. See `Compressor`.
         refresh_every: steps between samples of the threshold with policy "fixed".
 
     Attributes:
@@ -177,7 +177,7 @@ class DCTState:
     def close(self) -> None:
         """Wait for the last step, then stop the thread and destroy this state's process groups.
 
-        The hook raises afterwards, but methods such as `stats` still work. Idempotent.
+        The hook then raises an error, but methods such as `stats` still work. Idempotent.
 
         Raises:
             RuntimeError: a payload was damaged. The state is closed nevertheless.
@@ -218,7 +218,7 @@ class DCTState:
         - `density`: fraction of the entries that this rank sent.
         - `overflow`: fraction of all ranks' payloads that could not hold all entries above the
           threshold.
-        - `wire_bytes`: bytes sent per rank and compressed step, only to other nodes with a mesh.
+        - `wire_bytes`: bytes sent per rank and compressed step; with a mesh, only to other nodes.
           Payloads have a fixed size, so every step sends the same number of bytes.
 
         Raises:
@@ -249,7 +249,7 @@ class DCTState:
         """Return the entries of the last step to the residuals, for a step that you do not apply.
 
         Without this call, gradients of that step and of earlier steps are lost. Call it on every
-        rank between the backward pass and the next one. It waits for all ranks:
+        rank between the backward pass and the next one. It waits for all ranks. Example:
 
             norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             if not norm.isfinite():  # on all ranks, because their gradients are the same
@@ -262,7 +262,7 @@ class DCTState:
         gradients of their group of 64 are dropped. With a mesh, the entries of the node's other
         ranks at that position are dropped. If several backward passes were exchanged, this takes
         back all of them, because DDP adds them up. A second call does nothing, nor does a call
-        after a GradScaler skipped the step. If an exchange failed, it does not wait for ranks.
+        after a GradScaler skipped the step. If an exchange failed, this does not wait for ranks.
 
         Raises:
             ValueError: the state is not bound yet, or ranks have taken different steps.
@@ -279,7 +279,7 @@ class DCTState:
 
         Call it between steps: after the optimizer's step and the scaler's update, before the next
         backward pass. Use `torch.save` with one file per rank. torch.distributed.checkpoint takes
-        the state itself as {"dct": state}, or this method's result if it is nested deeper.
+        the state itself as {"dct": state}, or this result if it is nested deeper in a dict.
 
         Raises:
             ValueError: the state is not bound yet.

@@ -86,9 +86,9 @@ def all_reduce_compressed(
 
     The rounding error of tensor + residual becomes the next residual (error feedback, as in DCT's
     hook). The result is deterministic and bitwise the same on every rank, because ranks sum in
-    float32 in rank order. It uses one all-gather, or an all-to-all and an all-gather from three
-    ranks on if that sends fewer bytes. The error of that second rounding is added to the residual
-    of the rank that rounds. Each call allocates the messages and 4 bytes per entry.
+    float32 in rank order. It uses one all-gather or, with three or more ranks, an all-to-all and an
+    all-gather if they send fewer bytes. In the latter case, ranks round parts of the mean and add
+    the error to their residuals. Each call allocates the messages and 4 bytes per entry.
 
     Args:
         tensor: float32, bfloat16 or float16, contiguous, any shape, on the CPU or CUDA. All ranks
@@ -111,8 +111,8 @@ def all_reduce_compressed(
             other ranks wait until the group's timeout, as in torch.
         ValueError: ranks differ in size, dtype, format or op. Nothing has changed. Ranks compare
             each new combination through the group's store.
-        RuntimeError: the combination is new on some ranks only (at the group's timeout).
-        RuntimeError: the collective failed, and the residual is tensor + residual. Or this rank
+        RuntimeError: the group's timeout passed, because the combination is new on some ranks only.
+        RuntimeError: the collective failed. `residual` now holds tensor + residual. Or this rank
             received a damaged message: the tensor is wrong, and the sent entries are lost. NaN and
             Inf raise no error: in quantized formats their group of 64 entries becomes NaN on every
             rank, and this rank's residual is unchanged there.

@@ -67,7 +67,7 @@ class Bucket:
 
     Attributes:
         transports: {name: class}. Simulations override it.
-        words: the words of the last exchange on the device, for `transport.result`. The next
+        words: int32 results of the last exchange on the device, for `transport.result`. The next
             `start` overwrites them. Empty during an exchange and after a failed one.
     """
 

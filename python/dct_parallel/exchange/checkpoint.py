@@ -163,7 +163,7 @@ class Flat(NamedTuple):
 
 
 class Sharded(NamedTuple):
-    """A parameter that is saved in shards, one by each rank of a replica.
+    """A parameter that is saved in shards: each rank of a replica saves one.
 
     Attributes:
         piece: this rank's shard, an `fsdp2.units.Piece`.
@@ -336,8 +336,8 @@ def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -
 
     The result also loads with any mesh or without one. Its residuals are the mean over ranks, or
     over the nodes of a mesh. A step applies the mean of all messages, so the pending updates of the
-    model are unchanged, except for float32 rounding. No process group is needed. Source: ours; the
-    paper does not change the number of ranks.
+    model are unchanged, except for float32 rounding. No process group is needed. Source: this
+    project; the paper does not change the number of ranks.
 
     Args:
         states: the `DCTState.state_dict()` of every rank in any order, for example from

@@ -295,7 +295,7 @@ class StepLedger:
         }
 
     def resume_at(self, step: int, start: int) -> None:
-        """Continue this run at `step`, which the caller counts as `start`, without a checkpoint.
+        """Continue this run at `step` without a checkpoint. The caller's step number is `start`.
 
         All ranks must call it. It does not communicate.
         """

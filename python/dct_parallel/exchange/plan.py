@@ -58,7 +58,7 @@ class BucketPlan:
 
     @cached_property
     def bounds(self) -> list[int]:
-        """The offsets of the parameters in the bucket, and its end."""
+        """The offsets of the parameters in the bucket, and the bucket's end."""
         return [0, *accumulate(self.sizes)]
 
     @cached_property
@@ -72,7 +72,7 @@ class BucketPlan:
 
     @cached_property
     def range_bounds(self) -> list[int]:
-        """The offsets of the ranges in the bucket, and its end."""
+        """The offsets of the ranges in the bucket, and the bucket's end."""
         return [0, *(range_bounds(self.numel, self.ranges, r)[1] for r in range(self.ranges))]
 
     @cached_property
@@ -96,7 +96,7 @@ class BucketPlan:
         gathered = all_gather_bytes(self.payload_bytes, self.ranks)
         if self.transport == "all_gather":
             return gathered
-        # Before the gather, a rank sends to all other owners. A rank that owns nothing sends most.
+        # Before the gather, a rank sends to all other owners. A rank without a range sends most.
         return min(self.owners, self.ranks - 1) * self.payload_bytes + gathered
 
     def slices(self, index: int) -> Iterator[Slice]:

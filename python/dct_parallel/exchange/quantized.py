@@ -32,7 +32,7 @@ class Quantized:
     Attributes:
         residual: float32 [numel], the rounding errors, in units of the unscaled gradient.
         threshold: float32 [ranges], always 0, because all entries are sent.
-        payload: uint8 [nbytes], or [ranges, nbytes] with several ranges; the last one packed.
+        payload: uint8 [nbytes], or [ranges, nbytes] with several ranges; the last result.
         step: number of times that entries were packed.
     """
 

@@ -19,8 +19,8 @@ class ReduceScatter(Transport):
 
     Each rank sends one payload to each owner. An owner averages the payloads in rank order, adds
     its residual, which is in units of the mean, and packs the entries above its own threshold. All
-    ranks gather the results. So each rank sends 2 (P - 1) payloads for 1 / P of the bucket each,
-    and bytes do not grow with P. This is our extension of the paper's parameter server.
+    ranks gather the results. So each rank sends 2 (P - 1) payloads, each for 1 / P of the bucket,
+    and bytes do not grow with P. This project extends the paper's parameter server in this way.
 
     Ranges are whole blocks. If a bucket has fewer than P blocks, some ranks own no range. They
     receive no payloads, and send an empty payload in the all-gather.

@@ -52,8 +52,8 @@ class Settings:
 
         Args:
             density: None: 1 for quantized formats, otherwise 0.005.
-            format: None: "bfloat16". Then density 1 warns, because the user may have meant 1 %, and
-                because quantized formats send fewer bytes.
+            format: None: "bfloat16". With this default, density 1 warns, because the user may have
+                meant 1 %, and because quantized formats send fewer bytes.
 
         Raises:
             ValueError, TypeError: an argument is out of range.

@@ -55,7 +55,7 @@ def compress_fully_shard(
             parameter groups, a custom collective, or a parameter with its own all-gather.
         RuntimeError: another rank raised an error, or did not call this in time.
 
-    Source: ours; ZeRO++ (arXiv 2306.10209) quantizes the collectives of sharded training.
+    Source: this project; ZeRO++ (arXiv 2306.10209) quantizes the collectives of sharded training.
     """
     from .compressed import CompressedShards  # FSDP2 takes a second to import
     from .compressed_units import units_of

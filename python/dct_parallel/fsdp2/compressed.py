@@ -115,7 +115,7 @@ class CompressedShards:
 
         Call it on every rank, between steps. The kept weights are DTensors like the parameters. Use
         torch.distributed.checkpoint, which takes the state itself, or torch.save with one file per
-        rank. A run that loads them together with the model continues bit for bit.
+        rank. A run that loads them together with the model resumes bit for bit.
 
         Raises:
             RuntimeError: this rank received a damaged message.
@@ -133,9 +133,9 @@ class CompressedShards:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a `state_dict`. Collective: every rank calls it before the next step.
 
-        Without it, or with a different format of weights, the next gather sends whole weights, and
-        results differ in bits. torch.distributed.checkpoint reshards the kept weights. If this
-        raises, nothing has changed.
+        Without this call, or with a different format of weights, the next gather sends whole
+        weights, and results are not bitwise equal. torch.distributed.checkpoint reshards the kept
+        weights. If this raises, nothing has changed.
 
         Raises:
             ValueError: the dict has a different version or model, a value is missing or has a wrong

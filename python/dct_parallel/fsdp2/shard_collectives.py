@@ -69,11 +69,11 @@ class _Collective:
 class WeightGather(_Collective):
     """The all-gather of the weights of a module.
 
-    Every rank unpacks all shards from messages, including its own, so all ranks compute with equal
-    bits. With "int4", a message contains the change since the last gather, and every rank adds it
-    to the weights that it keeps. The rounding error becomes part of the next change. If the weights
-    of a rank have not changed, it sends zeros. So all gathers between two optimizer steps return
-    the same bits, in training and in evaluation.
+    Every rank unpacks all shards from messages, including its own, so weights are bitwise equal on
+    all ranks. With "int4", a message contains the change since the last gather, and every rank adds
+    it to the weights that it keeps. The rounding error becomes part of the next change. If the
+    weights of a rank have not changed, it sends zeros. So all gathers between two optimizer steps
+    are bitwise equal, in training and in evaluation.
 
     Attributes:
         kept: [P * numel], the weights of the last gather, with "int4".
@@ -85,7 +85,7 @@ class WeightGather(_Collective):
     _sent: Tensor | None = None  # this rank's unrounded weights when it last sent their change
 
     def restart(self, resumed: Tensor | None = None) -> None:
-        """Discard the kept weights. The next gather starts from `resumed`, or whole weights."""
+        """Discard the kept weights. The next gather uses `resumed` or sends whole weights."""
         self.kept, self._sent, self.resumed = None, None, resumed
 
     def kept_part(self) -> Tensor | None:

@@ -216,9 +216,9 @@ class FullyShardState:
 
         Every replica starts from the mean of the saved residuals. A step applies the mean of the
         replicas' messages, so the pending updates of the model are unchanged, except for float32
-        rounding. Owners' residuals (transport "reduce_scatter") are added to every replica. Every
-        rank calls it, and reads one replica's shard at a time. Source: ours; the paper does not
-        change the number of ranks.
+        rounding. Owners' residuals (transport "reduce_scatter") are added to every replica. Call it
+        on every rank. It reads one replica's shard at a time. Source: this project; the paper does
+        not change the number of ranks.
 
         Args:
             folder: written by `torch.distributed.checkpoint`. Loading unpickles files, so read only

@@ -81,7 +81,7 @@ class Unit:
     def reduction(self) -> str:
         """The reduction of the hook's gradient over the shards, "mean" by default.
 
-        Any other reduction is divided after the hook, by a number that depends on the shards.
+        For other reductions FSDP divides after the hook, by a number that depends on the shards.
         """
         group = self._group
         policy = group.mp_policy

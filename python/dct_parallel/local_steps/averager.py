@@ -41,8 +41,8 @@ class DCTAverager(ModelAverager):
         base += mean of all ranks' sent
         weights = base  # with step_ahead: base + residual
 
-    Deterministic. Weights are then bitwise the same on all ranks, with `step_ahead` only after
-    `flush`. See docs/guide/transformers.md. Source: SparseLoCo (arXiv 2508.15706) without its outer
+    Deterministic. Weights are then bitwise equal on all ranks; `step_ahead` requires a `flush` for
+    this. See docs/guide/transformers.md. Source: SparseLoCo (arXiv 2508.15706) without its outer
     optimizer and decay, and with quantization or thresholds instead of top-k.
 
     Args:
@@ -270,7 +270,7 @@ class DCTAverager(ModelAverager):
         Raises:
             ValueError: the dict has a different version, density, period, step_ahead, number of
                 ranks, rank or model; or a value is missing, not finite, or has a wrong type or
-                shape. With `step_ahead`: a merged state, or an incompatible transport.
+                shape. With `step_ahead`: the state is merged, or its transport is incompatible.
             TypeError: `state` is not a state dict.
             RuntimeError: this averager received a damaged payload. Load into a new averager.
         """
@@ -279,7 +279,7 @@ class DCTAverager(ModelAverager):
         entry, states = self._run().find(state)
         owned = any(s.owner is not None and s.owner.any() for s in states.values())
         if self._step_ahead and owned and self._plan.transport == "all_gather":
-            # The owner's residual would become part of this rank's, but is not in its weights.
+            # This would add the owner's residual to this rank's residual but not to its weights.
             raise ValueError(
                 "dct::load_state_dict: transport must be reduce_scatter, as in the saved run, "
                 "with step_ahead (or flush, and start a new averager), got all_gather"

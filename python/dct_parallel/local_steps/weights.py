@@ -156,7 +156,7 @@ class FlatWeights:
 
     @property
     def numel(self) -> int:
-        """Elements of an average shard, which is the same on every rank."""
+        """The average number of elements per shard, rounded up. It is the same on every rank."""
         ranks = 1 if self.shard_group is None else self.shard_group.size()
         return -(-sum(parameter.numel() for parameter in self.names) // ranks)
 

@@ -35,14 +35,14 @@ def all_gather_rows(
 ) -> Tensor:
     """Gather every rank's features of the same rows, compressed. Differentiable in x.
 
-    For tensor parallelism. Each rank sends its part of a row as in `all_to_all_rows`, with a
-    density the k = ceil(density * d) largest entries of its part. As with torch's all-gather, the
+    For tensor parallelism. Each rank sends its part of a row as in `all_to_all_rows`. A density
+    selects the k = ceil(density * d) largest entries of a part. As with torch's all-gather, the
     gradient of a part is the sum over all ranks. If all ranks compute the same loss, divide the
     loss by the number of ranks. The sum is in float32 in rank order, so it is deterministic.
 
     Forward is one all-gather, padded to the longest part. Backward is one all-to-all, which sends
-    the gradient of each part to its rank. Both need every rank. `widths` has the same effect as
-    `output_splits` in `all_to_all_rows`.
+    the gradient of each part to its rank. Every rank must take part in both. `widths` has the same
+    effect as `output_splits` in `all_to_all_rows`.
 
     Args:
         x: float32, bfloat16 or float16 [B, d], the same B on every rank; not mutated.
@@ -55,7 +55,7 @@ def all_gather_rows(
     Raises:
         ValueError, TypeError, RuntimeError: as in `all_to_all_rows`; also if B differs.
 
-    Source: as for `all_to_all_rows`; its use in this collective is ours.
+    Source: as for `all_to_all_rows`; this project applies it to an all-gather.
     """
     return all_gather_rows_async(x, widths, format=format, group=group).wait()
 

@@ -42,7 +42,7 @@ def all_to_all_rows(
     Forward and backward are one collective each. Every rank of the group must call this function,
     even if it has no rows. If x needs a gradient, every rank must run the backward pass. Without
     `output_splits`, ranks first compare their arguments in an all-to-all of 40 bytes to every rank.
-    The host waits for its result, so the call cannot be captured in a CUDA graph. With
+    The host waits for the result, so the call cannot be captured in a CUDA graph. With
     `output_splits`, ranks with different arguments may hang or receive wrong values, but never read
     out of bounds.
 
@@ -66,8 +66,8 @@ def all_to_all_rows(
             without `output_splits`.
         RuntimeError: the collective failed, for example because a rank is missing.
 
-    Source: DCT, model-parallel (arXiv 2010.08899). Exactly k entries per row, quantized formats and
-    the wire format are ours.
+    Source: DCT, model-parallel (arXiv 2010.08899). This project adds exactly k entries per row,
+    quantized formats and the wire format.
     """
     return all_to_all_rows_async(x, splits, output_splits, format=format, group=group).wait()
 
@@ -106,8 +106,8 @@ def all_to_all_rows_async(
     return _start(op, x, row_format.codec(width, x.dtype), splits, output_splits, group)
 
 
-# A function like functools.partial(all_to_all_rows, format="int8"): collective, differentiable in
-# x, from (x [sum(splits), d] ordered by destination, splits, output_splits, group=...) to
+# A collective that is differentiable in x, like functools.partial(all_to_all_rows, format="int8").
+# It maps (x [sum(splits), d] ordered by destination, splits, output_splits, group=...) to rows
 # [sum(output_splits), d] ordered by source.
 RowExchange = Callable[..., Tensor]
 

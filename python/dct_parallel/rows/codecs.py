@@ -141,5 +141,5 @@ def _as_bytes(values: Tensor) -> Tensor:
 
 
 def _as_floats(message: Tensor, dtype: torch.dtype) -> Tensor:
-    # Not contiguous(), which would not copy a single row. Such a row may be misaligned.
+    # clone() copies even a single row, which may be misaligned; contiguous() would not copy it.
     return message.clone(memory_format=torch.contiguous_format).view(dtype)

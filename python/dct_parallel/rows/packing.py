@@ -35,10 +35,10 @@ def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tup
     """Return the k entries with the largest magnitude of each row, and their positions.
 
     Differentiable in x. Rows are along the last dimension. The gradient of the values is written to
-    the same positions of x's gradient, with zeros elsewhere. So a transport sends both tensors
-    in the forward pass, and one like the values in the backward pass. There is no error feedback,
-    because rows of different samples are unrelated. Deterministic, and bitwise the same on every
-    backend; ties go to the lower column. Safe in CUDA graphs and torch.compile like
+    the same positions of x's gradient, with zeros elsewhere. So a transport sends both tensors in
+    the forward pass, and the gradient of the values in the backward pass. There is no error
+    feedback, because rows of different samples are unrelated. Deterministic, and bitwise the same
+    on every backend; ties go to the lower column. Safe in CUDA graphs and torch.compile like
     `dct_kernels.row_pack`.
 
     Args:
@@ -55,8 +55,8 @@ def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tup
     Raises:
         ValueError, TypeError: an argument is out of range.
 
-    Source: DCT, model-parallel (arXiv 2010.08899). The paper uses a threshold. Exactly k entries
-    per row are ours, so that the size of every message is known in advance.
+    Source: DCT, model-parallel (arXiv 2010.08899). The paper uses a threshold. This project keeps
+    exactly k entries per row, so that the size of every message is known in advance.
 
     >>> pack_rows(torch.tensor([0.0, -2.0, 1.0, 3.0]), 2)
     (tensor([-2.,  3.]), tensor([10], dtype=torch.uint8))
@@ -162,7 +162,7 @@ class RowUnpack(nn.Module):
 
     Args:
         width: the width d of the packed rows.
-        dtype: float32, bfloat16 or float16, the dtype of the result; default: that of the values.
+        dtype: float32, bfloat16 or float16, the dtype of the result; default: the values' dtype.
 
     Raises:
         ValueError, TypeError: an argument is out of range.

@@ -19,13 +19,13 @@ _CARRIER = torch.bfloat16
 class RowQuantize(nn.Module):
     """Quantizes rows as the last module of a stage: [..., d] to a message [..., m].
 
-    It takes float32, bfloat16 or float16 without mutating it, and quantizes all entries, with one
-    scale per row. The gradient is straight-through and quantized. The message consists of bytes
-    viewed as bfloat16: send, receive or copy it, but do not compute with it. Pass it to exactly one
-    module, a `RowDequantize` with the same formats. The gradient of the message is also a message.
-    It also quantizes in eval mode. It has no parameters and no state. Deterministic, and bitwise
-    the same on every backend. It works with torch.compile, torch.vmap and torch.func.grad, but not
-    with a torch.func transform inside torch.compile. There is no second derivative.
+    It quantizes all entries of a float32, bfloat16 or float16 tensor (not mutated), with one scale
+    per row. The gradient is straight-through and quantized. The message consists of bytes viewed as
+    bfloat16: send, receive or copy it, but do not compute with it. Pass it to exactly one module, a
+    `RowDequantize` with the same formats. The message's gradient is also a message. The module also
+    quantizes in eval mode. It has no parameters or state. Deterministic, and bitwise the same on
+    every backend. It works with torch.compile, torch.vmap and torch.func.grad, but not with a
+    torch.func transform inside torch.compile. There is no second derivative.
 
     Args:
         format: a name, a torch dtype, or a `RowFormat` without a density, such as "int4" or
@@ -34,7 +34,7 @@ class RowQuantize(nn.Module):
     Raises:
         ValueError, TypeError: an argument is out of range.
 
-    Source: ours, after the row-wise quantized exchange of FBGEMM.
+    Source: this project, after the row-wise quantized exchange of FBGEMM.
     """
 
     def __init__(self, format: str | torch.dtype | RowFormat) -> None:
@@ -111,7 +111,7 @@ class RowDequantize(nn.Module):
 
 
 def _message_size(width: int, forward: str, backward: str) -> int:
-    """The number of 2-byte elements in the message of a row, and in that of its gradient."""
+    """The number of 2-byte elements in the messages of a row and of its gradient."""
     longer = max(format_bytes(width, forward), format_bytes(width, backward))
     return (longer - 1) // _CARRIER.itemsize + 1
 

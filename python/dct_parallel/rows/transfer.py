@@ -185,7 +185,7 @@ class Transfer:
     Args:
         op: the public name, for errors.
         send: starts the exchange of `x`.
-        send_gradient: starts the exchange of the result's gradient, which becomes that of `x`.
+        send_gradient: starts the exchange of the result's gradient, which yields x's gradient.
     """
 
     _receive: Receive
