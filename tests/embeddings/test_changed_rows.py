@@ -1,8 +1,8 @@
 """Replicas are equal after a sync at any time, even if gradients accumulate or are not yet applied.
 
 Here gradients do not depend on weights, and all numbers are small multiples of a power of two. So
-SGD gives the same bits for any order of averaging. The oracle holds both replicas' whole tables in
-one process. It is exact for SGD, and close for row-wise AdaGrad.
+SGD gives bitwise equal results for any order of averaging. The oracle holds both replicas' whole
+tables in one process. It is exact for SGD, and close for row-wise AdaGrad.
 """
 
 from functools import partial
