@@ -81,7 +81,7 @@ class _Oracle:
 
 
 class _Replica:
-    """One rank's bags with their optimizer and sync, and the oracle of both ranks."""
+    """One rank's bags with their optimizer and sync, and the oracle for both ranks."""
 
     def __init__(self, rank, name, settings, sparse=True, dedup=False):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))

@@ -203,7 +203,7 @@ def test_checkpoints_of_two_ranks_merge_and_load_on_four():
 
 @on_ranks(1)
 def test_attached_state_is_the_state_of_the_optimizer(rank):
-    """States load in any order, also states that were saved before `attach` took the optimizer."""
+    """States load in any order, even states that were saved before `attach` took the optimizer."""
     seen = {7: 0.0, 2**62: 0.0, 5: 0.0}  # {id: expected accumulator}
 
     def made():

@@ -248,7 +248,7 @@ def test_checkpoint_loads_into_any_memory_format(rank, transport):
 
 @on_ranks(1)
 def test_parameter_names_do_not_include_wrappers(rank):
-    """Checkpoints load into models with other wrappers."""
+    """Checkpoints load into models with different wrappers."""
     plain = DCTState(DDP(mlp()), density=0.8)
     names = list(entry(plain.state_dict())["parameters"])
     layers = (0, 2, 4, 6, 8)
@@ -392,5 +392,5 @@ def test_static_graph_and_reentrant_checkpoints_change_nothing(rank, transport):
         assert state.stats()["step"] == 6
         grads = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         state.close()
-        # Buckets of the first step are different with static_graph.
+        # With static_graph, DDP uses different buckets in the first step.
         assert grads.any() and torch.equal(grads, results.setdefault(static_graph, grads))
