@@ -45,7 +45,7 @@ def _bags(rows=ROWS, dtype=torch.float32, shape=(2, 1), **settings):
 
 
 def _ids(step, rank, rows=ROWS, batch=BATCH):
-    """One id per bag. Low ids are more frequent, so replicas share some."""
+    """One id per bag. Low ids are more frequent, so replicas share some ids."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     drawn = torch.rand(len(rows), batch, generator=generator) ** 2
     return (drawn * torch.tensor(rows).unsqueeze(1)).long()
