@@ -97,7 +97,7 @@ def seed():
 
 @pytest.fixture
 def one_rank(tmp_path):
-    """A process group with one rank. Garbage is collected first, so older objects do not use it."""
+    """A one-rank process group. Garbage is collected first, so that no older object uses it."""
     gc.collect()
     store = f"file://{tmp_path}/rendezvous"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)

@@ -22,7 +22,7 @@ from dct_parallel import DCTState, dct_hook
 def run_ranks(function, world_size, *args, timeout=120, backend="gloo"):
     """[function(rank, *args) on rank 0, 1, ...], with warnings as errors.
 
-    Errors and timeouts are those of `run_forked`.
+    `run_forked` documents the errors and the timeout.
     """
     with tempfile.TemporaryDirectory() as folder:
         calls = [(rank, world_size, backend, folder, function, args) for rank in range(world_size)]
@@ -74,7 +74,7 @@ def _rank(rank, world_size, backend, folder, function, args):
 
 
 def set_timeout(seconds, group=None):
-    """Set the timeout of a group, by default of all ranks. Public in torch >= 2.14."""
+    """Set the timeout of a group (default: all ranks). torch >= 2.14 has a public function."""
     public = getattr(dist, "set_timeout", None)
     (public or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
 
@@ -116,7 +116,7 @@ def gathered(tensor):
 
 
 def assert_same(tensor):
-    """Compare a tensor across ranks. If one differs, all ranks fail and report where."""
+    """Compare a tensor across ranks. If it differs, all ranks fail and report the position."""
     first, *others = gathered(tensor)
     differences = []
     for rank, other in enumerate(others, start=1):

@@ -90,7 +90,7 @@ def test_fsdp2(run, tmp_path):
     printed = run(EXAMPLES / "fsdp2.py", tmp_path, "whole", "80", *given, ranks=4)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 20
-    # (half of the parameters, number of small ones) of each block and of the rest.
+    # (half of the parameters, number of small parameters) of each block and of the rest.
     # docs/reference/payload.md: a header, and rows of 1,024 int4 entries.
     halves = [(24992, 416), (24992, 416), (4128, 32)]
     message = sum(64 + 544 * math.ceil(numel / 1024) for numel, _ in halves)

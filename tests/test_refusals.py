@@ -87,7 +87,7 @@ def _cases():
 
 
 def _refused(op, make, wrong, text, everywhere):
-    """Rank 1 or all ranks have a wrong argument. Then the next call works."""
+    """Rank 1 or all ranks pass a wrong argument. The next call works again."""
     text = re.escape(f"dct::{op}: {text}")
     if dist.get_rank() == 1 or everywhere:
         with pytest.raises((ValueError, TypeError), match=text):

@@ -77,7 +77,7 @@ def _power_sgd(rank, width, matrix_rank):
         optimizer.zero_grad()
         task.loss(model, batch).backward()
         optimizer.step()
-    for _ in range(4):  # gloo's threads release the hook's Python callbacks before the process ends
+    for _ in range(4):  # lets gloo's threads release the hook's callbacks before the process ends
         dist.barrier()
     return module.state_dict()
 
@@ -101,7 +101,7 @@ def _real(rank, width, ranks, names):
             optimizer.step()
             if averager is not None:
                 averager.average_parameters()
-        if averager is not None:  # the weights of the last averaging
+        if averager is not None:  # compare the weights after the last averaging
             nn.utils.vector_to_parameters(averager._base, module.parameters())
         found[name] = module.state_dict()
     return found

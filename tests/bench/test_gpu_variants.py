@@ -44,7 +44,7 @@ def test_a_variant_with_different_bits_is_named_and_not_timed():
 @pytest.mark.parametrize(
     "name, case",
     [
-        # Both kernels of mask_pack pack elements.
+        # In this case, both kernels of mask_pack pack elements.
         ("128 threads", cases.mask_pack("cpu", 3 * 16384 + 5, 0.3, F32, BF16, False)),
         ("hidden sampling", variants.sampled_case("cpu", 5 * 16384 + 5)),
     ],

@@ -31,7 +31,7 @@ def test_all_ops_and_peers(tmp_path, capsys):
     for result in results:
         assert all(0 < ms["q20"] <= ms["median"] <= ms["q80"] for ms in result["ms"].values())
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 2 + len(results)  # two lines of heading and two of the table's header
+    assert len(lines) == 2 + 2 + len(results)  # two heading lines and two lines of the table header
     assert {line.count("|") for line in lines[2:]} == {11}
 
 

@@ -101,7 +101,7 @@ def test_hybrid_modes_send_fewer_bytes_of_rows(tmp_path):
     cells = json.loads((tmp_path / "link.json").read_text())["cells"]
     sent = {cell["mode"]: cell["payload_bytes"] for cell in cells}
     rows = 16 * 13  # rows that each rank sends and receives
-    # Sparse rows send 4 values each way, and positions forward. Quantized rows: 18 and 6 bytes.
+    # Sparse rows send 4 values each way, and positions forward. Quantized rows have 18 and 6 bytes.
     assert sent["hybrid-format"] - sent["hybrid-dct"] == rows * ((18 + 6) - (4 * 3 + 4 * 2))
     assert sent["hybrid-format-dedup"] < sent["hybrid-format"] < sent["hybrid-dense"] / 10
 
@@ -115,8 +115,8 @@ def test_sharded_modes_send_fewer_bytes(tmp_path):
     cells = json.loads((tmp_path / "link.json").read_text())["cells"]
     unquantized, int8, kept = (cell["payload_bytes"] for cell in cells)
     blocks, rest = 6 * (12 * 384**2 + 13 * 384), (2 * 98 + 64 + 2) * 384 + 98
-    assert unquantized == 3 * blocks + 2 * rest  # a rank sends half of the elements in 2 bytes
-    # int8 has 66 bytes per 64 elements, and 1 % of the parameters are small and stay dense.
+    assert unquantized == 3 * blocks + 2 * rest  # a rank sends half of the elements, 2 bytes each
+    # int8 has 66 bytes per 64 elements, and 1 % of the parameters are small and not quantized.
     assert unquantized / 1.95 < int8 < unquantized / 1.9
     assert kept == pytest.approx(int8 * (2 * blocks + 2 * rest) / (3 * blocks + 2 * rest), rel=1e-3)
 

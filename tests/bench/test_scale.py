@@ -34,7 +34,7 @@ def test_collectives_by_hand():
     assert all_reduce(Link(1.0, 1e6), 1024, 1e6) == pytest.approx(22.0)
     # With 8 ranks of 4 bytes, a rank receives 3 messages, and 28 bytes at 2 bytes per second.
     assert all_gather(Link(1.0, 2.0), 8, 4) == 3 + 14
-    assert all_to_all(Link(0.0, 2.0), 8, 4) == 14  # pairwise, every byte is sent once
+    assert all_to_all(Link(0.0, 2.0), 8, 4) == 14  # in pairs, every byte is sent once
     assert all_to_all(Link(1.0, 1e9), 8, 4) == pytest.approx(3)  # Bruck's algorithm, 3 messages
 
 

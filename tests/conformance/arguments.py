@@ -129,8 +129,8 @@ def raises(call, args, op, named, error):
 def refused(backend, op, args, named, error):
     """Check the errors of the public function and the backend's op; return the function's text.
 
-    A Python backend raises an error with the same text. A compiled backend raises RuntimeError. Its
-    values after "got" are a part of those in the public function's text.
+    A Python backend raises an error with the same text. A compiled backend raises RuntimeError, and
+    the values after "got" in its text also occur in the public function's text.
     """
     text = raises(getattr(dct_kernels, op), args, op, named, error)
     assert re.match(rf"dct::{op}: {re.escape(named)} must ", text), text

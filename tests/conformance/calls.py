@@ -33,7 +33,7 @@ def sample_threshold(
 ):
     """Run sample_threshold, compare it with the oracle, and return the thresholds.
 
-    With `residual=None` the residual adds nothing to the gradient.
+    With `residual=None`, nothing is added to the gradient.
     """
     if residual is None:
         residual = neutral_gradient(grad.float())
@@ -73,9 +73,9 @@ def mask_pack(
 ):
     """Run mask_pack, compare residual, seen and all bytes with the oracle, and return them.
 
-    With `grad=None` the gradient adds nothing. `threshold` is one number, or a list of one number
-    per range. The payload is [nbytes] if `ranges` is None, otherwise [ranges, nbytes]. The default
-    capacity suffices for all entries.
+    With `grad=None`, nothing is added to the residual. `threshold` is one number, or a list with
+    one number per range. The payload is [nbytes] if `ranges` is None, otherwise [ranges, nbytes].
+    The default capacity suffices for all entries.
     """
     numel = residual.numel()
     grad = neutral_gradient(residual) if grad is None else grad

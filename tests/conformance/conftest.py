@@ -43,7 +43,7 @@ def _is_deselected(item, limit: int) -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def several_threads():
-    """Makes kernels split their work also on a machine with one core."""
+    """Makes kernels split their work even on a machine with one core."""
     torch.set_num_threads(3)
 
 

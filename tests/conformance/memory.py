@@ -7,7 +7,7 @@ GUARD = 0xA5
 
 
 class Arena:
-    """Copies arguments to a device, each between guards and `offset` elements off alignment."""
+    """Copies arguments to a device, between guards and misaligned by `offset` elements."""
 
     def __init__(self, device, offset=0):
         self.device, self.offset = device, offset

@@ -39,8 +39,8 @@ class Packed(NamedTuple):
 def quantize_pack(backend, residual, grad, format, ranges=None, inv_scale=None, room=0, offset=0):
     """Run quantize_pack, compare the residual and all bytes with the oracle, and return them.
 
-    With `grad=None` the gradient adds nothing. The payload is [nbytes] if `ranges` is None,
-    otherwise [ranges, nbytes]. Each payload is `room` bytes longer than needed.
+    With `grad=None`, nothing is added to the residual. The payload is [nbytes] if `ranges` is
+    None, otherwise [ranges, nbytes]. Each payload is `room` bytes longer than needed.
     """
     grad = neutral_gradient(residual) if grad is None else grad
     numel = grad.numel()

@@ -52,7 +52,7 @@ def step_arguments(numel, capacity, ranges=2):
 
 
 def exchange(residual, grad, payload, owned, out, format):
-    """A dense exchange: pack, sum and repack by the owner, sum on all ranks."""
+    """A dense exchange: each rank packs, the owner sums and repacks, and each rank decodes."""
     quantize_pack(residual, grad, payload, format)
     from_owner = dequantize_sum_pack(payload.unsqueeze(0), owned, payload.clone(), format, 0.5)
     status = dequantize_sum(payload.unsqueeze(0), out, format, 0.5)

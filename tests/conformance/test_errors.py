@@ -179,7 +179,7 @@ def test_wrong_arguments(backend, op, arg, values, named, error):
 
 
 def test_error_texts_about_ranges(backend):
-    """Ops raise exactly the text of the public function."""
+    """Ops raise errors with exactly the text of the public function."""
     for op, arg, value, rule in (
         ("mask_pack", "threshold", ones(3), "have 2 elements (one per range), got 3"),
         ("sample_threshold", "ranges", 0, "be in [1, 2147483647], got 0"),

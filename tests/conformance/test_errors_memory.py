@@ -48,7 +48,7 @@ OVERLAPS = [
 
 
 def sharing(op, windows, device="cpu"):
-    """Valid arguments, with those of `windows` in one buffer."""
+    """Valid arguments; the arguments named in `windows` share one buffer."""
     memory = torch.zeros(4096, dtype=U8, device=device)
     args = {name: placed(value, device) for name, value in arguments(op).items()}
     for name, (dtype, start, count) in windows.items():

@@ -57,7 +57,7 @@ def test_sample_threshold():
 
 @pytest.mark.parametrize("ranges", [1, 3])
 def test_mask_pack_and_scatter_unpack(ranges):
-    """Needs 13 GB: a float32 residual and a bfloat16 gradient, reused for the result."""
+    """Needs 13 GB: a float32 residual and a bfloat16 gradient, whose memory holds the result."""
     residual, grad = torch.zeros(NUMEL), planted(torch.bfloat16)
     geometry = payload.Geometry(NUMEL, 20, "bfloat16", ranges)
     packed = torch.zeros(ranges, geometry.nbytes, dtype=torch.uint8)

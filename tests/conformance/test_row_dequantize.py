@@ -1,4 +1,4 @@
-"""row_dequantize by hand, and of arbitrary bytes. test_row_quantize.py covers the rest."""
+"""row_dequantize: values computed by hand, and arbitrary bytes. See also test_row_quantize.py."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""row_gather and row_unpack by hand, and at arbitrary positions. See also test_row_pack.py."""
+"""row_gather and row_unpack: values computed by hand, and arbitrary positions."""
 
 import math
 

@@ -77,7 +77,7 @@ def test_sum_is_in_rank_order(backend):
 
 
 def test_zeros_of_the_sum_are_positive(backend):
-    """An element that no rank sent is 0.0, also times -1. An entry of -0.0 becomes 0.0."""
+    """An element that no rank sent is 0.0, even with scale -1. An entry of -0.0 becomes 0.0."""
     geometry = Geometry(100, 1, "float32")
     for scale in (1.0, -1.0):
         out, _ = calls.scatter_unpack(

@@ -19,7 +19,7 @@ def valid(geometry, seed=0):
 
 
 def statuses(backend, geometry, bad):
-    """The statuses of the payloads in `bad`, after comparing all results with the oracle."""
+    """Compare all results with the oracle; return the statuses of the payloads in `bad`."""
     ranks = [valid(geometry, 1), *bad, valid(geometry, 2)]
     _, status = calls.scatter_unpack(backend, ranks, geometry)
     assert status[0] == status[-1] == 0
@@ -27,13 +27,13 @@ def statuses(backend, geometry, bad):
 
 
 def named_statuses(backend, geometry, cases, r=0):
-    """{name: status} of valid payloads with fields of range r's content changed."""
+    """{name: status} of valid payloads in which fields of range r are changed."""
     bad = [rewritten(geometry, r, **changes) for changes in cases.values()]
     return dict(zip(cases, statuses(backend, geometry, bad), strict=True))
 
 
 def rewritten(geometry, r=0, **changes):
-    """A valid payload with these fields of range r's content changed."""
+    """A valid payload in which these fields of range r are changed."""
     rows = [bytearray(row) for row in valid(geometry)]
     content = payload.read(rows[r], geometry, r)
     changes = {name: f(content) if callable(f) else f for name, f in changes.items()}
@@ -210,7 +210,7 @@ def test_positions_in_a_short_last_block(backend):
 
 
 def test_more_entries_than_a_block_has_elements(backend):
-    """The positions of so many entries cannot all ascend."""
+    """With more entries than elements in a block, positions cannot all ascend."""
     geometry = Geometry(2 * 16384, 2 * 16384, "float32")
     count = 16384 + 20
     content = payload.content(geometry, 0, np.arange(count), [0x3F800000] * count)

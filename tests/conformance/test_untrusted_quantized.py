@@ -19,7 +19,7 @@ formats = pytest.mark.parametrize("format", oracle.FORMATS)
 
 
 def statuses(backend, geometry, bad):
-    """The statuses of the payloads in `bad`, after comparing all results with the oracle."""
+    """Compare all results with the oracle; return the statuses of the payloads in `bad`."""
     ranks = [random_payload(geometry, 1), *bad, random_payload(geometry, 2)]
     out, status = quantized_calls.dequantize_sum(backend, ranks, geometry)
     if geometry.ranges == 1:

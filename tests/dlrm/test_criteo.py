@@ -70,7 +70,7 @@ def test_a_huge_integer_stays_finite(tmp_path):
 @pytest.mark.parametrize("name", ["rows.tsv", "rows.tsv.gz"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_generated_rows_are_read_back(tmp_path, monkeypatch, name, world_size):
-    """Rows in a file equal the generated ones. Each rank reads its own rows, in chunks."""
+    """Rows in a file equal the generated rows. Each rank reads its own rows, in chunks."""
     monkeypatch.setattr(criteo, "LINES_PER_CHUNK", 64)
     path = write_rows(tmp_path / name, seed=5, rows=500)
     block = synthetic.Generator(5).rows(np.arange(500))

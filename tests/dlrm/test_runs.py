@@ -1,4 +1,4 @@
-"""Runs on ranks: split models compared with data parallel, seeds, optimizers, errors."""
+"""Runs on ranks: split models compared with replicated ones, seeds, optimizers, errors."""
 
 import os
 

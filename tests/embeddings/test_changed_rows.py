@@ -1,8 +1,8 @@
 """Replicas are equal after a sync at any time, even if gradients accumulate or are not yet applied.
 
 Here gradients do not depend on weights, and all numbers are small multiples of a power of two. So
-SGD gives the same bits for any order of averaging. The oracle holds both replicas' whole tables in
-one process. It is exact for SGD, and close for row-wise AdaGrad.
+SGD gives bitwise equal results for any order of averaging. The oracle holds both replicas' whole
+tables in one process. It is exact for SGD, and close for row-wise AdaGrad.
 """
 
 from functools import partial
@@ -81,7 +81,7 @@ class _Oracle:
 
 
 class _Replica:
-    """One rank's bags with their optimizer and sync, and the oracle of both ranks."""
+    """One rank's bags with their optimizer and sync, and the oracle for both ranks."""
 
     def __init__(self, rank, name, settings, sparse=True, dedup=False):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))

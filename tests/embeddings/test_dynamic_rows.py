@@ -124,7 +124,7 @@ def test_training_with_new_ids_equals_training_with_all_ids(ranks):
 
 
 def _trained(rank):
-    """This rank's state after some steps with an optimizer that keeps a number per row."""
+    """This rank's state after some steps with an optimizer that stores one number per row."""
     rows = _rows()
     layer, optimizer = _layer(rows), RowWiseAdagrad([rows.weight], LR)
     rows.attach("sum", optimizer, "sum")
@@ -168,7 +168,7 @@ def _trained(rank):
 
 
 def _check_merged(rank, states, merged):
-    """Check that the rows of both ranks, with attached state, are on four ranks, bit for bit."""
+    """Check that four ranks hold the rows and attached state of both ranks, bitwise equal."""
     rows = _rows()
     optimizer = RowWiseAdagrad([rows.weight], LR)
     sums = optimizer.state[rows.weight]["sum"]
@@ -203,7 +203,7 @@ def test_checkpoints_of_two_ranks_merge_and_load_on_four():
 
 @on_ranks(1)
 def test_attached_state_is_the_state_of_the_optimizer(rank):
-    """States load in any order, also states that were saved before `attach` took the optimizer."""
+    """States load in any order, even states that were saved before `attach` took the optimizer."""
     seen = {7: 0.0, 2**62: 0.0, 5: 0.0}  # {id: expected accumulator}
 
     def made():

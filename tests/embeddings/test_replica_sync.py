@@ -45,7 +45,7 @@ def _bags(rows=ROWS, dtype=torch.float32, shape=(2, 1), **settings):
 
 
 def _ids(step, rank, rows=ROWS, batch=BATCH):
-    """One id per bag. Low ids are more frequent, so replicas share some."""
+    """One id per bag. Low ids are more frequent, so replicas share some ids."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     drawn = torch.rand(len(rows), batch, generator=generator) ** 2
     return (drawn * torch.tensor(rows).unsqueeze(1)).long()
@@ -70,7 +70,7 @@ def _copies(tensor):
 
 
 def _snapshot(bags, optimizer):
-    """Copies, for an oracle, of the weight and of the state that is averaged."""
+    """Copies of the weight and of the averaged optimizer state, for an oracle."""
     state = _state(bags, optimizer)
     return bags.weight.detach().clone(), None if state is None else state.clone()
 
@@ -235,7 +235,7 @@ def test_a_sync_accesses_only_rows_that_were_looked_up(rank):
         known = sync._average.touched._known
         with _Sizes(bags.weight, known, *state.values()) as made:
             sync.step()
-        assert 0 < made.largest <= 4096  # the size of a threshold's sample
+        assert 0 < made.largest <= 4096  # the number of entries sampled for a threshold
         assert bags.weight[others].isnan().all() and bags.weight[union].isfinite().all()
         assert (bags.weight[union] != start[union]).any()
         assert state["sum"][union].isfinite().all() and (state["sum"][union] > 0).any()

@@ -168,8 +168,8 @@ def test_delayed_replicas_average_to_a_step_with_the_averaged_gradient():
 def _relative_step(replicas, scale, chance, noise, delayed=False, steps=600, rows=64, width=16):
     """Return how far the weights of averaged replicas move, relative to one group.
 
-    The group processes all samples. The ratio is averaged over rows. With probability `chance`, a
-    replica has a gradient for a row in a step. Its entries are 1 plus normal noise times `noise`.
+    The group processes all samples. The ratio is averaged over rows. In a step, a replica has a
+    gradient for a row with probability `chance`. Gradients are 1 plus normal noise times `noise`.
     """
     generator = torch.Generator().manual_seed(11)
     start = torch.zeros(rows, width, dtype=torch.float64)

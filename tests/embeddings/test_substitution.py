@@ -275,7 +275,7 @@ class Scaled(SubstituteOperator):
 @pytest.mark.parametrize("aggregate", ["reduce_scatter", "all_reduce"])
 @on_ranks(2)
 def test_frozen_parameters(rank, aggregate):
-    """Frozen parameters get no gradients. Unfrozen and replaced ones get the mean gradient."""
+    """Frozen parameters get no gradient. Unfrozen or replaced parameters get the mean gradient."""
     operator = Scaled()
     layer = EquivalentSubstitution(FeatureRows(_weight(torch.float64)), [operator], aggregate)
     scatter = aggregate == "reduce_scatter"

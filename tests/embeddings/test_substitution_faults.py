@@ -159,7 +159,7 @@ def test_operators_and_rows_must_be_the_same_on_all_ranks(rank):
             "[SumPooledEmbedding(width=3, first=0)] on rank 1",
         ),
         (first_layer(3, 4 + rank), f"{layer(4)} on rank 0, {layer(5)} on rank 1"),
-        # Wrong operators of only one rank are reported as well.
+        # Errors are also reported if only one rank has operators.
         (pair if rank else [], f"[] on rank 0, [{linear}, {pooled}] on rank 1"),
     ):
         _refused(f"{OWNER}operators{same}{got}", lambda operators=operators: _of(rows, operators))

@@ -1,4 +1,4 @@
-"""Groups of a mesh: the timeout that docs/guide/cluster.md sets, and the backend."""
+"""The timeout that docs/guide/cluster.md sets for the groups of a mesh, and their backend."""
 
 import re
 from datetime import timedelta

@@ -131,7 +131,7 @@ class Campaign {
     return input;
   }
 
-  // Draws a few inputs, recent or of any age, and returns the one with the lowest cost.
+  // Draws a few inputs, from the recent ones or from all, and returns the one with the lowest cost.
   const Input& choose() {
     const auto all = static_cast<int64_t>(found_.size());
     const auto one = [&]() -> const Found& {

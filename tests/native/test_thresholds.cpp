@@ -1,4 +1,4 @@
-// Compares sample_threshold with a sort, and its picks with their definition.
+// Compares sample_threshold with a sort, and the sampled indices with their definition.
 
 #include <functional>
 
@@ -72,7 +72,7 @@ void check_threshold(Random& random, int64_t numel) {
   }
 }
 
-// There are at most k nonzeros. The smallest is far below the largest.
+// There are at most k nonzero entries. The smallest is far below the largest.
 void check_few_nonzeros() {
   const float grad[] = {0, 1e-20f, 0, -1, 0, 0}, residual[6] = {};
   float threshold = -1;

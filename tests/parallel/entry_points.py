@@ -17,7 +17,7 @@ from ranks import Dictated, gathered, owed, shard_mesh, through_a_file, weights
 class Hook:
     """DDP without a mesh of nodes."""
 
-    local_size = None  # ranks per node, which reduce densely before the exchange
+    local_size = None  # ranks per node; nodes reduce densely before the exchange
 
     def __init__(self, sizes, bucket_cap_mb=25, fused=False, **settings):
         self.model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=bucket_cap_mb)

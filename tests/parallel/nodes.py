@@ -1,4 +1,4 @@
-"""Models and gradients for the tests of meshes of nodes."""
+"""Models and gradients for tests with a mesh of nodes."""
 
 import torch
 import torch.distributed as dist

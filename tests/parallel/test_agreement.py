@@ -164,7 +164,7 @@ def test_next_exchange_works_after_all_ranks_fail(rank):
 
 @on_ranks(3)
 def test_error_reaches_ranks_of_other_groups(rank):
-    """Rank 2 receives rank 1's error through rank 0, because its group does not contain rank 1."""
+    """Rank 2 receives rank 1's error through rank 0, because rank 2's group lacks rank 1."""
     first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
     with pytest.raises((PeerError, ValueError)) as error:
         if rank == 2:

@@ -33,7 +33,7 @@ def test_nonfinite_weights_raise_on_every_rank(rank, format, transport, ahead):
     moved = torch.zeros(5070, dtype=torch.float64)
     for step in range(1, 17):
         move = torch.randint(-8, 9, (5070,), generator=generator) / 8.0
-        move[7] = 0  # the NaN at this position would discard the change
+        move[7] = 0  # a change here would be lost, because this weight becomes NaN
         moved += move
         with torch.no_grad():
             for parameter, part in zip(model, move.split([5000, 70]), strict=True):

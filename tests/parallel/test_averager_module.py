@@ -171,7 +171,7 @@ def test_frozen_weight_is_not_averaged(one_rank):
 def test_averaged_gradients_warn_once(rank):
     """There is no warning with no_sync, or if a rank has no gradients."""
     for equal, sync, missing in [
-        *((False, True, False), (True, False, False)),  # DDP averages gradients, or data is equal
+        *((False, True, False), (True, False, False)),  # DDP averages, or ranks have the same data
         *((False, False, False), (True, False, True)),
     ]:
         model = nn.parallel.DistributedDataParallel(uneven())

@@ -155,7 +155,7 @@ def test_resumed_run_is_bitwise_equal(rank, tmp_path):
 
 @on_ranks(4)
 def test_nan_in_one_shard_raises_on_all_ranks(rank):
-    """All ranks raise at both averagings with a NaN. No other change is lost."""
+    """In both averagings with a NaN, all ranks raise. No other change is lost."""
     mesh = shard_mesh()
     group = mesh["replicate"].get_group()
     model, _ = _sharded(mesh, SHAPES[::3])
@@ -236,7 +236,7 @@ def test_unsupported_groups_modules_and_states_raise(rank):
     with pytest.raises(ValueError, match=f"shard must be {rank} of 4, as in this run, {got}"):
         other.load_state_dict(averager.state_dict())
 
-    # An error on one rank reaches all ranks immediately. Their groups are unusable afterwards.
+    # An error on one rank reaches all ranks immediately. The groups are unusable afterwards.
     wrong = {"period": 0} if rank == 1 else {}
     error, text = (ValueError, "period must be in") if rank == 1 else (RuntimeError, "from rank 1")
     refused(text, model, error, **wrong)

@@ -52,7 +52,7 @@ def _load(entry, source, saved, converted=False):
 def _check_resume(rank, make, options, folder):
     """Compare runs that resume from files and DCP folders with an uninterrupted run.
 
-    After an averaging, the state alone restores the weights of an averager with step_ahead. Between
+    After an averaging, the state of an averager with step_ahead also restores the weights. Between
     averagings the user loads the weights.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)  # raised by DCP

@@ -173,7 +173,7 @@ def test_dlrm_sends_150_times_fewer_bytes_than_float32(sizes):
     assert dense == 4 * sum(sizes)
     assert sent == same
     # Formula: 2 + 2 bytes per entry. Each bucket adds a header, a start per 16,384 elements, and at
-    # most two roundings to 16 bytes.
+    # most two paddings to 16 bytes.
     least = 4 * 1.25 * 0.005 * sum(sizes)
     framing = 64 * buckets + 4 * (sum(sizes) / 16384 + 2 * buckets) + 3 * 16 * buckets
     assert least < sent <= least + framing + 4 * buckets

@@ -65,7 +65,7 @@ def _train_with_adamw(model, rank):
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FLOAT16 = MixedPrecisionPolicy(param_dtype=torch.float16)  # divided before and after the sum
 ALL_BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # also reduces in bfloat16
-# {name: (options of fully_shard, accumulated passes, relative error of dtypes and sums)}
+# {name: (options of fully_shard, accumulated passes, relative error from dtypes and sums)}
 VARIANTS = {
     "float32": ({}, 1, 1e-5),
     "bfloat16": ({"mp_policy": BFLOAT16}, 1, 1e-5),

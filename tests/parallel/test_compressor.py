@@ -149,7 +149,7 @@ def test_fixed_threshold_passes_no_finite_entry_before_a_finite_sample():
     assert c.threshold.tolist() == [math.inf] and not c.residual.any()
     c.pack(grads(100, 0))
     assert c.seen.tolist() == [0] and torch.equal(c.residual, grads(100, 0))
-    c.take_back()  # as if a scaler skips the step; the next step samples again
+    c.take_back()  # as if a scaler skipped the step; the next step samples again
     c.pack(grads(100, 1))
     assert c.threshold.tolist() == [largest(grads(100, 0) + grads(100, 1), 10)]
 

@@ -61,7 +61,7 @@ def test_every_gradient_is_applied_or_pending(make, ranks, cases):
     run_ranks(_check_conservation, ranks, make, cases)
 
 
-PARAMETERS = (2000, 30, 5000, 20_000)  # the last one exceeds a block, so it has two owners
+PARAMETERS = (2000, 30, 5000, 20_000)  # the last parameter exceeds a block, so it has two owners
 POISON = {  # positions at which the last rank's gradient is infinite
     "one": [2030 + 17],  # fits into the capacity
     "flood": list(range(2031, 7030)),  # exceeds the capacity

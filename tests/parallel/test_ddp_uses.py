@@ -128,7 +128,7 @@ def test_backward_with_create_graph(rank):
 @pytest.mark.parametrize("format", ["bfloat16", "int4", "ternary"])
 @on_ranks(2)
 def test_sent_residual_of_an_unused_parameter_is_lost(rank, format):
-    """A known limit: DDP discards the mean. Sparse formats lose few entries, dense ones most."""
+    """A known limit: DDP discards the mean. Sparse formats lose few entries, dense formats most."""
     model = DDP(Dictated((3000, 1500)), find_unused_parameters=True)
     model, state = hooked(model, format=format, density=0.2 if format == "bfloat16" else 1)
     generator, second = torch.Generator().manual_seed(rank), model.module.p[1]
@@ -151,7 +151,7 @@ def test_sent_residual_of_an_unused_parameter_is_lost(rank, format):
         assert torch.equal(lost, passes) and 20 < lost.sum() < 700
     else:
         assert after.norm() < {"int4": 0.2, "ternary": 0.8}[format] * before.norm()
-    before, after, grad = step(used=rank == 0)  # nothing is lost if one rank uses it
+    before, after, grad = step(used=rank == 0)  # nothing is lost if one rank uses p.1
     total = before + grad - after
     dist.all_reduce(total)
     torch.testing.assert_close(total, 2 * second.grad, rtol=1e-5, atol=1e-5)
@@ -248,7 +248,7 @@ def test_checkpoint_loads_into_any_memory_format(rank, transport):
 
 @on_ranks(1)
 def test_parameter_names_do_not_include_wrappers(rank):
-    """Checkpoints load into models with other wrappers."""
+    """Checkpoints load into models with different wrappers."""
     plain = DCTState(DDP(mlp()), density=0.8)
     names = list(entry(plain.state_dict())["parameters"])
     layers = (0, 2, 4, 6, 8)
@@ -392,5 +392,5 @@ def test_static_graph_and_reentrant_checkpoints_change_nothing(rank, transport):
         assert state.stats()["step"] == 6
         grads = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         state.close()
-        # Buckets of the first step are different with static_graph.
+        # With static_graph, DDP uses different buckets in the first step.
         assert grads.any() and torch.equal(grads, results.setdefault(static_graph, grads))

@@ -1,6 +1,6 @@
 """Warnings in an optimizer's first step: second moments of sparse gradients, and a missing scaler.
 
-Each warning appears once, at the user's line, and contains the line to write instead.
+Each warning appears once, points to the user's line, and contains the line to write instead.
 """
 
 import gc

@@ -85,7 +85,7 @@ def test_overflow_outside_the_model_loses_nothing(make, settings, programs):
 @pytest.mark.parametrize("optimizers, in_turn", [(1, False), (1, True), (2, False)])
 @on_ranks(2)
 def test_two_models_with_one_scaler_lose_nothing(rank, optimizers, in_turn):
-    """The first model overflows in two steps. The models have one optimizer, or one each."""
+    """The first model overflows in two steps. The models share one optimizer, or have one each."""
     scaler, models = _scaler(), [ddp(Dictated(SIZES)) for _ in range(2)]
     held = [list(model.parameters()) for model in models]
     made = [SGD(group, lr=1.0) for group in ([held[0] + held[1]] if optimizers == 1 else held)]

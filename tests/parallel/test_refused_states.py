@@ -235,7 +235,7 @@ def test_entry_points_refuse_invalid_states(make, transport):
 def test_load_merged_refuses_invalid_folders(rank, tmp_path):
     """Invalid folders: other models, corruption, missing replicas, other reductions or shards.
 
-    All ranks refuse a folder even if only one rank reads the corrupted part.
+    All ranks reject a folder even if only one rank reads the corrupted part.
     """
 
     def made(sizes, mesh=(2, 1)):

@@ -14,7 +14,7 @@ from dct_parallel.exchange.bucket import Bucket, StepResults, run_now
 from dct_parallel.exchange.plan import BucketPlan
 from ranks import Dictated, batch, ddp, hooked, mlp, on_ranks, train, train_step
 
-# CUDA launches of torch's ops for small contiguous tensors. The docs state those of our ops.
+# CUDA launches of torch's ops for small contiguous tensors. The docs list the launches of our ops.
 TORCH = {"cat": Launches(1, 0)}
 COPIES = ("copy_",)
 COLLECTIVES = ("_allgather_base_", "allgather_into_tensor_coalesced_", "alltoall_base_")

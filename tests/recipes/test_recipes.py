@@ -42,7 +42,7 @@ def test_a_recipe_trains_and_resumes(recipe, options, tmp_path):
     # docs/reference/payload.md: a header, and rows of 1,024 entries in int4 or ternary
     nbytes, dense = 64 + math.ceil(numel / 1024) * (544 if period == 1 else 240), 8 * numel
     if "--fsdp2" in options:
-        # In int8, three messages have half of the first layer each, and two half of the second.
+        # In int8, three messages contain half of the first layer, and two half of the second.
         # Biases follow in float32, padded to multiples of 16 bytes.
         halves = 128 * 256 + 256, 512 + 1
         first_layer, second = (64 + math.ceil(half / 1024) * 1056 for half in halves)
@@ -58,8 +58,8 @@ def test_a_recipe_trains_and_resumes(recipe, options, tmp_path):
 
     if counted is None:
         pytest.skip("the bytes sent are not checked: they need `unshare --net` and `ip`")
-    # The messages of both ranks. Other bytes are initial weights, two dense steps or the flush, and
-    # messages of torchrun and the framework. In float32, both ranks send `dense` bytes per step.
+    # `messages` counts both ranks. Other bytes are initial weights, two dense steps or the flush,
+    # and messages of torchrun and the framework. In float32, a step sends `dense` bytes in total.
     messages = 2 * nbytes * (steps // period)
     assert messages < counted < messages + 24 * numel + 2**20 < dense * steps / 3
 

@@ -113,7 +113,7 @@ def digest(value):
 
 
 def require_equal(value, group, what):
-    """Raise unless all ranks of the group have the same bits."""
+    """Raise unless the value is bitwise equal on all ranks of the group."""
     local = torch.tensor([int(digest(value)[:15], 16)])
     gathered = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(gathered, local, group=group)

@@ -43,12 +43,12 @@ SUMS = Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}, between_bloc
 
 SCATTERS = Promise(wide_stores=1, in_flight={STREAMS: 16}, between_blocks=MARKS)
 
-# By prefix of the kernel's name; the longest matching prefix applies.
+# {prefix of the kernel's name: its promises}; the longest matching prefix applies.
 PROMISES = {
     # Eight vectors each of residual and gradient. Loads of 16-bit gradients read 8 bytes each.
     "mask_pack_stage_kernel": Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}),
     "mask_pack_stage_kernel<float>": Promise(wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}),
-    # Positions and values of six groups of entries.
+    # Loads positions and values of six groups of entries.
     "mask_pack_scatter_kernel": Promise(in_flight={LOADS: 12}),
     # Loads four sampled entries each from the gradient and the residual.
     "sample_threshold_kernel<float>": Promise(
@@ -80,7 +80,7 @@ PROMISES = {
     "quantize_pack_kernel<(PayloadFormat)0>": replace(QUANTIZES, divides=False),
     "quantize_pack_kernel<(PayloadFormat)1>": replace(QUANTIZES, divides=False),
     # Loads a row's codes and scales of several ranks. The first block of a range sets a status bit.
-    # Sums go to other lanes through 4.5 KB per row, except with float32; ternary has two rows.
+    # Lanes exchange sums through 4.5 KB per row, except with float32; ternary has two rows.
     "dequantize_sum_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608, fuses=True),
     "dequantize_sum_kernel<(PayloadFormat)0>": SUMS,
     "dequantize_sum_kernel<(PayloadFormat)1>": replace(SUMS, dynamic_shared_bytes=8 * 4608),
@@ -94,10 +94,10 @@ PROMISES = {
     "dequantize_sum_pack_kernel<(PayloadFormat)6>": replace(
         SUMS, dynamic_shared_bytes=8 * 8704, divides=True
     ),
-    # At least two vectors per lane, if the width is a multiple of 16 bytes.
+    # Loads two or more vectors per lane if the width is a multiple of 16 bytes.
     "row_pack_narrow_kernel<float": Promise(wide_loads=4, in_flight={VECTORS: 3}),
     "row_pack_narrow_kernel": Promise(wide_loads=2, in_flight={VECTORS: 2}),
-    # Up to 64 columns of 16 bits; the second load depends on the first.
+    # Loads up to 64 columns of 16 bits; the second load depends on the first.
     "row_pack_narrow_kernel<BFloat16, 4, 8>": Promise(wide_loads=2, in_flight={VECTORS: 1}),
     "row_pack_narrow_kernel<Float16, 4, 8>": Promise(wide_loads=2, in_flight={VECTORS: 1}),
     "row_pack_wide_kernel": Promise(in_flight={LOADS: 4}),

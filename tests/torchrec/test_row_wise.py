@@ -77,8 +77,8 @@ CASES = {
     2: [(TABLES, (6, 6)), (TABLES, (1, 4)), (SUMS, (5, 0)), (SUMS, (0, 0))],
     4: [(TABLES, (3, 3, 3, 3)), (TABLES, (1, 4, 2, 3)), (SUMS, (0, 5, 1, 2)), (SUMS, (0, 0, 0, 0))],
 }
-# With the distinct bags of each feature on each rank, so that features have different batch sizes.
-# For these, FBGEMM on the CPU supports only tables of one kind.
+# (tables, samples per rank, distinct bags per rank and feature). Features differ in batch size.
+# With different batch sizes, FBGEMM on the CPU supports only tables of one kind.
 VARYING = {
     2: [(SUMS, (5, 6), [(2, 3, 1), (4, 1, 3)]), (MEANS, (6, 3), [(1, 3, 2), (4, 2, 3)])],
     4: [
