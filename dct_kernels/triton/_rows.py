@@ -71,7 +71,7 @@ def load_slots(positions, row, rows, start, width, before, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_bits(positions, row, rows, start, width, bits, BLOCK: tl.constexpr):
-    """Encode a tile of a bitmap. `bits`, int32 [ROWS, BLOCK], are the bits of columns start, ..."""
+    """Encode a tile of a bitmap. `bits`, int32 [ROWS, BLOCK], starts at column `start`."""
     ROWS: tl.constexpr = row.shape[0]
     row_bytes = (width - 1) // 8 + 1
     byte = start // 8 + tl.arange(0, BLOCK // 8)[None, :]

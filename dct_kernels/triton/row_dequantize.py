@@ -25,7 +25,7 @@ def load_scales(at, inside):
 
 @triton.jit
 def codes(byte, digit, FORMAT: tl.constexpr):
-    """The code at this position of each byte, in float32."""
+    """The code at position `digit` of each byte, in float32."""
     code = byte.to(tl.int32)
     if FORMAT == "int8":
         code = (code ^ 128) - 128

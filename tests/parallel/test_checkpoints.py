@@ -52,8 +52,8 @@ def _load(entry, source, saved, converted=False):
 def _check_resume(rank, make, options, folder):
     """Compare runs that resume from files and DCP folders with an uninterrupted run.
 
-    After an averaging, the state of an averager with step_ahead also restores the weights. Between
-    averagings the user loads the weights.
+    After an averaging, the state of an averager with step_ahead also restores the weights. If it
+    was saved between two averagings, the caller loads the weights.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)  # raised by DCP
     for transport in TRANSPORTS:

@@ -12,7 +12,7 @@ from entry_points import Hook, NodeMesh, Sharded
 from nodes import ALL_SIZES, SIZES, TRANSPORTS, rank_sum
 from ranks import assert_same, entry, integers, run_ranks
 
-BLOCKS = (20_000, 100, 30_000)  # 4 blocks: two owners split parameters, four own one block each
+BLOCKS = (20_000, 100, 30_000)  # 4 blocks: with four owners, each owns one
 ONE_BLOCK = (2_000, 30, 5_000)  # only rank 0 owns a block
 THREE_BLOCKS = (40_000,)  # the last of four ranks owns nothing
 OWNERS = {(2, BLOCKS): 2, (4, BLOCKS): 4, (2, ONE_BLOCK): 1, (4, THREE_BLOCKS): 3}

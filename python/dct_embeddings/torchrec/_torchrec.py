@@ -161,7 +161,7 @@ class _RowWiseDist(BaseEmbeddingDist):  # type: ignore[misc]
     ) -> Awaitable[Tensor]:
         """Sum rows [samples of all ranks, sum of dims] over ranks, for the samples of this rank.
 
-        If features have batches of different sizes, both tensors are flat, by rank and feature.
+        If features have different batch sizes, input and output are flat, by rank and feature.
         """
         if self._group.size() == 1:
             return NoWait(local_embs)

@@ -299,8 +299,9 @@ class DCTState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from this rank's `state_dict`, or from the result of `merge_states` on all ranks.
 
-        Every rank must load before any rank takes a step. The next step compares run and step, and
-        waits for late ranks up to the group's timeout. If this raises, the state is unchanged.
+        Every rank must load before any rank takes a step. In the next step, ranks check that they
+        loaded the same run and step, and wait for late ranks up to the group's timeout. If this
+        raises, the state is unchanged.
 
         Raises:
             ValueError: the dict has a different version, density, number of ranks, mesh, rank or

@@ -236,8 +236,9 @@ class Run(NamedTuple):
     def find(self, state: object) -> tuple[Entry, States]:
         """Return this rank's or replica's entry and the states of its parameters, checked.
 
-        It raises an error if the state is damaged, or if the rank or replica, the settings or the
-        model differ. The residuals of a merged state are divided among the ranks of a node.
+        Raises an error if the state is damaged, or was saved by a different rank or replica, with
+        different settings or for a different model. The residuals of a merged state are divided
+        among the ranks of a node.
         """
         op, holder, number = "load_state_dict", self.holder, str(self.number)
         found = _entries(op, state, holder)

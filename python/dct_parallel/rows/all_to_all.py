@@ -115,7 +115,7 @@ RowExchange = Callable[..., Tensor]
 def whole_rows(
     x: Tensor, splits: Sequence[int], output_splits: Sequence[int], *, group: dist.ProcessGroup
 ) -> Tensor:
-    """Exchange uncompressed rows of any dtype: a `RowExchange`."""
+    """Exchange uncompressed rows of any dtype. This function is a `RowExchange`."""
     return _start("whole_rows", x, RowCodec(), splits, output_splits, group).wait()
 
 
