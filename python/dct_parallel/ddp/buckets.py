@@ -173,7 +173,7 @@ def reduce_parts(
     reductions: Sequence[tuple[Sequence[Tensor], Callable[[Tensor], Complete | None]]],
     buffer: Tensor,
 ) -> None:
-    """Reduce `buffer`, which holds the gradients of the parameters `order`, part by part in place.
+    """Reduce `buffer`, the gradients of the parameters in `order`, in place and part by part.
 
     Args:
         reductions: (parameters of a part, `Bucket.launch` for their gradients as one flat tensor).

@@ -22,7 +22,7 @@ _OVERFLOW, _NON_FINITE = FLAG_OVERFLOW << 24, FLAG_NON_FINITE << 24
 class ExchangeResult(NamedTuple):
     """The result of one exchange on this rank."""
 
-    damaged: Sequence[str]  # a text per damaged payload, with its possible senders
+    damaged: Sequence[str]  # one description per damaged payload, with its possible senders
     non_finite: bool  # whether a sender had a NaN or Inf
     counts: Sequence[int]  # number of entries that this rank packed, per range
     numel: int  # number of elements of these ranges

@@ -133,7 +133,7 @@ class _Gradient(torch.autograd.Function):
     def forward(
         op: str, x: Tensor, forward: TensorFunction, backward: Any, row_wise: Any
     ) -> Tensor:
-        return forward(x)  # all arguments are named, because Dynamo counts them
+        return forward(x)  # no *args, because Dynamo counts parameters
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
