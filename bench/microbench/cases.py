@@ -331,9 +331,7 @@ def row_quantize(device: str, rows: int, width: int, format: str, with_peers: bo
 def row_dequantize(device: str, rows: int, width: int, format: str, with_peers: bool) -> Case:
     moved = rows * (4 * width + row_bytes(width, format))
     sets = _sets(moved)
-    quantize = _best(device).row_quantize
-    x = [tensor.view(rows, width) for tensor in _normal(sets, rows * width, device)]
-    quantized = [quantize(tensor, format) for tensor in x]
+    x, quantized = _quantized_rows(device, sets, rows, width, format)
     return Case(
         "row_dequantize",
         f"[{rows}, {width}], {format}",
@@ -349,10 +347,8 @@ def row_dequantize(device: str, rows: int, width: int, format: str, with_peers: 
 def row_dequantize_sum(device: str, rows: int, width: int, format: str, ranks: int) -> Case:
     moved = rows * (4 * width + ranks * row_bytes(width, format))
     sets = _sets(moved)
-    quantize = _best(device).row_quantize
-    x = [tensor.view(rows, width) for tensor in _normal(sets, rows * width, device)]
-    sent = [quantize(tensor, format) for tensor in x]
-    quantized = [torch.stack([own.roll(rank, 0) for rank in range(ranks)]) for own in sent]
+    _, sent = _quantized_rows(device, sets, rows, width, format)
+    quantized = [torch.stack([each.roll(rank, 0) for rank in range(ranks)]) for each in sent]
     return Case(
         "row_dequantize_sum",
         f"[{rows}, {width}], {format}, P={ranks}",
@@ -362,6 +358,13 @@ def row_dequantize_sum(device: str, rows: int, width: int, format: str, ranks: i
         lambda ops, i: (ops.row_dequantize_sum(quantized[i], width, format, F32),),
         allocates=True,
     )
+
+
+def _quantized_rows(
+    device: str, sets: int, rows: int, width: int, format: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    x = [tensor.view(rows, width) for tensor in _normal(sets, rows * width, device)]
+    return x, [_best(device).row_quantize(tensor, format) for tensor in x]
 
 
 def backends(device: str) -> dict[str, SimpleNamespace]:
