@@ -29,7 +29,7 @@ def require_state(op: str, arg: str, state: Mapping[str, Tensor]) -> None:
 
 
 def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Merge the states of all ranks into one that loads on any number of ranks.
+    """Merge the states of all ranks into one that any number of ranks can load.
 
     It needs no process group, and mutates nothing.
 

@@ -333,7 +333,7 @@ def _mean(found: Iterable[tuple[Entry, States]]) -> tuple[int, Entry, States]:
 
 
 def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -> dict[str, Any]:
-    """Merge the state dicts of all ranks of a run into one that loads at any world size.
+    """Merge the state dicts of all ranks into one that any number of ranks can load.
 
     The result also loads with any mesh or without one. Its residuals are the mean over ranks, or
     over the nodes of a mesh. A step applies the mean of all messages, so the pending updates of the
