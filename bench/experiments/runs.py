@@ -78,7 +78,7 @@ def tables(records: Sequence[dict]) -> str:
     for problem, methods in problems.items():
         first = next(iter(methods.values()))[0]
         dense = next((methods[name] for name in BASELINES if name in methods), [])
-        headings = ["method", *first["bytes"], "fewer by", *first["test"], "worst loss"]
+        headings = ["method", *first["bytes"], "fewer bytes", *first["test"], "worst loss"]
         headings += ["loss over dense's", "at most", "rate", "seeds"]
         ordered = sorted(methods.items(), key=lambda item: -_sent(item[1]))
         rows = [[name, *_row(runs, dense)] for name, runs in ordered]

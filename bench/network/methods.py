@@ -43,8 +43,7 @@ def _powersgd(ddp: DistributedDataParallel, options: argparse.Namespace) -> None
 
 def _dct(**settings: object) -> Register:
     def register(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
-        chosen = {"density": options.density, "transport": "all_gather"} | settings
-        state = DCTState(ddp, start_step=START_STEP, **chosen)
+        state = DCTState(ddp, start_step=START_STEP, **{"density": options.density} | settings)
         ddp.register_comm_hook(state, dct_hook)
         return state
 
@@ -98,15 +97,15 @@ REPLICATED = {
     "bf16": Method("bf16 hook", _bf16),
     "powersgd1": Method("PowerSGD, rank 1", _powersgd),
     "dct": Method("DCT", _dct()),
-    "dct-int4": Method("every entry, int4", _dct(density=1.0, format="int4")),
+    "dct-int4": Method("int4 hook", _dct(density=1.0, format="int4")),
     "dct-reduce-scatter": Method("DCT, reduce-scatter", _dct(transport="reduce_scatter")),
     "local-ternary": Method("local steps, ternary", _averager, period=PERIOD),
 }
 HYBRID = {
     "hybrid-dense": Method("hybrid, float32", _dense, lambda options: rows_in("float32")),
     "hybrid-dct": Method("hybrid, DCT-DP and -MP", _dct(), _largest_entries),
-    "hybrid-format": Method("hybrid, DCT-DP, few bits", _dct(), _quantized),
-    "hybrid-format-dedup": Method("hybrid, DCT-DP, few bits, dedup", _dct(), _quantized, True),
+    "hybrid-format": Method("hybrid, DCT-DP, quantized", _dct(), _quantized),
+    "hybrid-format-dedup": Method("hybrid, DCT-DP, quantized, dedup", _dct(), _quantized, True),
 }
 SHARDED = {
     "fsdp-torch": Method("torch's FSDP2 in bfloat16", _shards(None)),

@@ -91,7 +91,7 @@ def _times(cells: Sequence[dict], links: Sequence[dict], rates: Sequence[float |
     for cell in cells:
         low, median, high = cell["step_ms"]
         rows[cell["mode"]].append(f"{median:.1f} ({low:.1f}-{high:.1f})")
-    transfer = ["a plain transfer", *(plain.get(rate, "") for rate in rates)]
+    transfer = ["TCP transfer", *(plain.get(rate, "") for rate in rates)]
     return table(["", *map(describe_rate, rates)], [transfer, *rows.values()])
 
 
@@ -106,5 +106,5 @@ def _bytes(cells: Sequence[dict], rate: float | None) -> str:
         row.append(times(dense["payload_bytes"] / formula) if dense else "")
         counted = counter / (formula + HEADER_BYTES * packets)
         rows.append([*row, number(counter), f"{counted:.3f}", number(packets)])
-    headings = ["", "formula", "fewer by", "counter", "of formula + headers", "packets"]
+    headings = ["", "formula", "fewer bytes", "counter", "of formula + headers", "packets"]
     return table(headings, rows)
