@@ -43,7 +43,7 @@ RDMA_FROM = 100e9  # bits per second; such links are assumed to have RDMA
 TCP, RDMA = Link(50e-6), Link(10e-6)  # assumed values for NCCL
 # Measured (tests/bench/test_scale.py): gloo and kernels of 2 ranks on 2 busy cores
 # (docs/results/link.md), and kernels at 2^28 elements on an H200 (docs/results/kernels_h200.md).
-GLOO = Link(1.5e-3, per_byte=5e-9, gathered=0.7)
+GLOO = Link(1.5e-3, per_byte=5e-10, gathered=0.7)
 CPU = Kernels(1.108e10, 9.773e9, 6.928e9, 1.094e10, 6.436e9)
 H200 = Kernels(4.280e12, 3.534e12, 3.754e12, 3.953e12, 4.020e12)
 SOURCES = {

@@ -13,7 +13,7 @@ from .loading import require_loadable
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """AdaGrad with one accumulator per row, in 1 / d of AdaGrad's memory.
+    """AdaGrad with one accumulator per row of d columns, in 1 / d of AdaGrad's memory.
 
     For a row r with the gradient G of d entries, after summing duplicates:
 

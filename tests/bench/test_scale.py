@@ -24,7 +24,7 @@ from bench.cost_model import (
 
 FREE = Kernels(*[math.inf] * 5)
 RESULTS = ROOT / "bench" / "results"
-(RUN,) = json.loads((RESULTS / "2026-11-25-cpu/link_few_bits.json").read_text())["runs"]
+(RUN,) = json.loads((RESULTS / "2026-11-28-cpu/link_methods.json").read_text())["runs"]
 
 
 def test_collectives_by_hand():
@@ -84,26 +84,44 @@ MODES = {
 }
 
 
-def test_bytes_match_the_measured_ones():
-    sent = {cell["mode"]: cell["payload_bytes"] for cell in RUN["cells"]}
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_match_the_measured_ones(ranks):
+    sent = {c["mode"]: c["payload_bytes"] for c in RUN["cells"] if c["ranks"] == ranks}
     model = Model(RUN["model"]["parameters"], 0.0, FREE)
     for method, mode in MODES.items():
-        step = model.step(method, 2, Link(0.0))
-        # Each averaging of local steps sends 8 more bytes, for a number that all ranks compare.
-        assert step.wire_bytes == pytest.approx(sent[mode], abs=1), method
+        step = model.step(method, ranks, Link(0.0))
+        # Each averaging of local steps sends a number of 8 bytes more, which all ranks compare.
+        assert step.wire_bytes == pytest.approx(sent[mode], abs=2), method
 
 
 def test_predicted_steps_are_near_those_that_were_measured():
-    """Uses the run that gave the CPU's constants, with its compute times and link rates."""
+    """Uses the run that gave the constants of gloo. Local steps at 10 Gbit/s mostly compute."""
+    milliseconds = {(c["mode"], c["ranks"], c["rate"]): c["step_ms"][1] for c in RUN["cells"]}
+    compute = milliseconds["local-ternary", 2, 1e10] / 1e3
     errors = []
-    for link in RUN["links"]:
+    for link in (link for link in RUN["links"] if link["ranks"] == 2):
         at = GLOO._replace(bandwidth=link["bits_per_second"] / 8)
-        cells = {c["mode"]: c for c in RUN["cells"] if c["rate"] == link["rate"]}
         for method, mode in MODES.items():
-            compute = cells[mode]["phases_ms"]["compute"] / 1e3
             step = Model(RUN["model"]["parameters"], compute, CPU).step(method, 2, at)
-            errors.append(1e3 * step.seconds / cells[mode]["step_ms"][1] - 1)
-    assert statistics.median(map(abs, errors)) < 0.05 and max(map(abs, errors)) < 0.15
+            errors.append(1e3 * step.seconds / milliseconds[mode, 2, link["rate"]] - 1)
+    assert statistics.median(map(abs, errors)) < 0.1 and max(map(abs, errors)) < 0.25
+
+
+def test_the_rates_of_a_cpu_match_the_phases_of_a_run():
+    (run,) = json.loads((RESULTS / "2026-11-25-cpu/link_few_bits.json").read_text())["runs"]
+    numel = run["model"]["parameters"]
+    cells = {c["mode"]: c for c in run["cells"] if c["rate"] == 1e9}
+    bf16, dct, int4 = (cells[mode] for mode in ("bf16", "dct", "dct-int4"))
+    moved = {
+        ("copy", "pack"): (6 * numel, bf16),
+        ("mask_pack", "pack"): (12 * numel, dct),
+        ("scatter_unpack", "unpack"): (4 * numel + 2 * dct["payload_bytes"], dct),
+        ("quantize", "pack"): (12 * numel + int4["payload_bytes"], int4),
+        ("dequantize", "unpack"): (4 * numel + 2 * int4["payload_bytes"], int4),
+    }
+    for (op, phase), (nbytes, cell) in moved.items():
+        rate = 1e3 * nbytes / cell["phases_ms"][phase]
+        assert getattr(CPU, op) == pytest.approx(rate, rel=1e-3), op
 
 
 def test_the_rates_of_a_gpu_match_the_run_on_an_h200():

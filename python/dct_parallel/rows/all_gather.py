@@ -33,11 +33,11 @@ def all_gather_rows(
     format: str | torch.dtype | RowFormat,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Gather every rank's features of the same rows, compressed. Differentiable in x.
+    """Concatenate the columns that each rank has of the same rows. Differentiable in x.
 
-    For tensor parallelism. Each rank sends its part of a row as in `all_to_all_rows`. A density
-    selects the k = ceil(density * d) largest entries of a part. As with torch's all-gather, the
-    gradient of a part is the sum over all ranks. If all ranks compute the same loss, divide the
+    For tensor parallelism. Each rank sends its columns compressed, as in `all_to_all_rows`. A
+    density selects the k = ceil(density * d) largest entries of a part. As with torch's all-gather,
+    the gradient of a part is the sum over all ranks. If all ranks compute the same loss, divide the
     loss by the number of ranks. The sum is in float32 in rank order, so it is deterministic.
 
     Forward is one all-gather, padded to the longest part. Backward is one all-to-all, which sends
