@@ -64,7 +64,7 @@ def test_step_times_in_the_readme_are_those_of_the_runs():
         '`DCTState(ddp, format="int4")`': "dct-int4",
         "`DCTAverager(model, period=10)`": "local-ternary",
     }.items():
-        cells = [milliseconds[mode, *column] for column in columns]
+        cells = [milliseconds[(mode, *column)] for column in columns]
         assert f"\n| {row} | {' | '.join(cells)} |\n" in README
 
 
