@@ -126,8 +126,8 @@ def test_the_conclusion(one_rank, monkeypatch, losses, steps, begins):
     text = conclusion(runs, options)
     assert text.startswith(begins)
     ours, float32, bfloat16, compute = map(int, re.findall(r"(\d+) ms", text))
-    # A message takes 1.5 ms, and a byte 8 ns on the link and 5 ns in the ranks.
-    wires = [2 * (1.5 + 1e3 * nbytes * numel / 2 * 13e-9) for nbytes in (4, 2)]
+    # A message takes 1.5 ms, and a byte 8 ns on the link and 0.5 ns in the ranks.
+    wires = [2 * (1.5 + 1e3 * nbytes * numel / 2 * 8.5e-9) for nbytes in (4, 2)]
     assert [float32, bfloat16] == pytest.approx([compute + wire for wire in wires], abs=3)
     assert 17 <= compute <= 21 and compute < ours < compute + 6
     assert conclusion({"dct": runs["dct"]}, options) == ""
