@@ -55,9 +55,9 @@ class Compressor:
     `refresh_every`-th step ("fixed", as in the paper, arXiv 2010.08899). Entries that do not fit
     into the payload stay in the residual. If the sampled threshold is infinite, because too many
     samples are not finite, "fresh" packs only non-finite entries, and "fixed" keeps the last
-    threshold. If the non-zero fraction of the samples is below `density`, or the density is 1, the
-    threshold is 0. All non-zero entries then pass, up to the capacity. The class is deterministic
-    and does not synchronize. The seed of the samples is `step`, which a CUDA graph captures.
+    threshold. If the non-zero fraction of the samples is below `density`, or the density is 1, all
+    non-zero entries pass, up to the capacity. The class is deterministic and does not synchronize.
+    A CUDA graph captures `step`, the seed of the samples.
 
     Args:
         numel: number of elements of the flat tensor.
@@ -65,8 +65,7 @@ class Compressor:
         value_dtype: dtype of the values in the payload, torch.bfloat16 or torch.float32.
         policy, refresh_every: see above.
         capacity: maximum entries per payload; default 1.25 * density * numel of the largest range.
-        ranges: number of equal ranges of whole blocks (16,384 elements), each with its own
-            threshold and payload.
+        ranges: number of equal ranges of whole blocks. Each has its own threshold and payload.
         max_samples: samples per range; default 4,096, or 16 / density below a density of 0.39 %.
         row_of: if this tensor is one of several ranges, the number of elements of the longest
             range, which then determines the size of the payload.

@@ -88,8 +88,7 @@ def all_reduce_compressed(
     `dct_hook`). The result is deterministic and bitwise the same on every rank, because ranks sum
     in float32 in rank order. The call uses one all-gather. With three or more ranks, it uses an
     all-to-all and an all-gather if they send fewer bytes. Each rank then also rounds its range of
-    the mean, and adds the error to its residual. Each call allocates the messages and 4 bytes per
-    entry.
+    the mean, and adds the error to its residual. A call allocates messages and 4 bytes per entry.
 
     Args:
         tensor: float32, bfloat16 or float16, contiguous, any shape, on the CPU or CUDA. All ranks

@@ -42,9 +42,8 @@ class DCTAverager(ModelAverager):
         weights = base  # with step_ahead: base + residual
 
     Results are deterministic. Weights are then bitwise equal on all ranks. With `step_ahead`, they
-    are equal only after `flush`. See docs/guide/transformers.md. Source: SparseLoCo (arXiv
-    2508.15706) without its outer optimizer and decay, and with quantization or thresholds instead
-    of top-k.
+    are equal only after `flush`. Source: SparseLoCo (arXiv 2508.15706) without its outer optimizer
+    and decay, and with quantization or thresholds instead of top-k.
 
     Args:
         module: parameters of float32, bfloat16 or float16, on one CPU or CUDA device. The averager

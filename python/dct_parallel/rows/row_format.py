@@ -25,7 +25,7 @@ class RowFormat:
         backward: number format of gradients; default: `forward`.
         density: in (0, 1]. The exchange sends only the k = ceil(density * d) largest entries of
             each row, and only their gradients (DCT, model-parallel, arXiv 2010.08899). `forward`
-            must then be a dtype or None, and both directions use it.
+            must then be a dtype or None and applies to both directions, and `backward` is None.
 
     Raises:
         ValueError, TypeError: an argument is out of range.
