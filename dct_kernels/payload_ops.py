@@ -35,8 +35,8 @@ def sample_threshold(
 
     An entry has the magnitude |residual + grad * inv_scale|. In a range of n <= `max_samples`
     elements, the threshold is the k-th largest magnitude, k = clamp(ceil(density * n), 1, n). A
-    longer range is divided into `max_samples` equal strata, and the op samples one element of each
-    stratum. docs/reference/ops.md states the error of a sampled threshold.
+    longer range is divided into `max_samples` equal strata, and the op uses one sampled element of
+    each stratum instead. docs/reference/ops.md states the error of a sampled threshold.
 
     Args:
         grad: float32, bfloat16 or float16 [numel].

@@ -133,8 +133,8 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
 
     Formats, with bytes per row in parentheses (docs/reference/ops.md specifies every bit):
 
-    - "int8" (d + 2) and "int4" (ceil(d / 2) + 2): the largest magnitude of a row has the code
-      127 or 7, respectively, or its negative.
+    - "int8" (d + 2) and "int4" (ceil(d / 2) + 2): the scale maps the largest magnitude of a
+      row to 127 or 7, respectively.
     - "ternary" (ceil(d / 5) + 2): entries with more than 0.75 times the row's mean magnitude
       become plus or minus the mean magnitude of these entries. The other entries become 0.
     - "sign" (ceil(d / 8) + 2): all entries become plus or minus the mean of all magnitudes.

@@ -42,7 +42,7 @@ def all_to_all_rows(
     The forward and backward pass run one collective each. Every rank of the group must call this
     function, even if it has no rows. If x needs a gradient, every rank must run the backward pass.
     Without `output_splits`, ranks first compare their arguments in an all-to-all of 40 bytes to
-    every rank. The host waits for the result, so the call cannot be captured in a CUDA graph. With
+    every rank. The host waits for this comparison, so CUDA graphs cannot capture the call. With
     `output_splits`, ranks with different arguments may hang or receive wrong values, but never read
     out of bounds.
 

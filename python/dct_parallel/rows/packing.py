@@ -34,8 +34,8 @@ def row_k(width: int, density: float) -> int:
 def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Return the k entries with the largest magnitude of each row, and their positions.
 
-    Differentiable in x. Rows are along the last dimension. The gradient of x has the gradient of
-    the values at the same positions, and zeros elsewhere. So a transport sends both tensors in the
+    Differentiable in x. Rows are along the last dimension. The gradient of x is the gradient of
+    the values at the same positions, and 0 elsewhere. So a transport sends both tensors in the
     forward pass, and only the gradient of the values in the backward pass. There is no error
     feedback, because rows of different samples are unrelated. If magnitudes are equal, the lower
     column is selected. The result is deterministic and bitwise the same on every backend. CUDA
