@@ -44,7 +44,7 @@ def built_with() -> dict[str, str]:
 def backend_of(device: torch.device | str) -> str:
     """Return the backend for tensors on a device: "cpp", "cuda", "triton" or "eager".
 
-    The result is constant within a process. The device need not exist.
+    The result does not change within a process. The device does not have to exist.
 
     Raises:
         ValueError: `device` is not a valid torch device.

@@ -40,7 +40,7 @@ UNSCALED = ("float32", "bfloat16")
 
 
 class PayloadLayout(NamedTuple):
-    """The size and the sections of one range of a payload, in bytes.
+    """The size of one range of a sparse payload and the offsets of its sections, in bytes.
 
     Attributes:
         nbytes: size, a multiple of 16.
@@ -64,7 +64,7 @@ class PayloadInfo(NamedTuple):
         capacity: maximum number of entries.
         count: number of packed entries.
         overflow: whether more entries passed the threshold than the capacity allows.
-        non_finite: whether at least one entry was NaN or infinite.
+        non_finite: whether at least one entry of the range is NaN or infinite.
     """
 
     value_dtype: torch.dtype | str
@@ -97,7 +97,7 @@ def payload_layout(
 ) -> PayloadLayout:
     """Return the size and the section offsets, in bytes, of a sparse payload.
 
-    With `ranges` R > 1 the payload tensor is [R, nbytes], and the layout applies to every row.
+    With `ranges` R > 1, the payload tensor has the shape [R, nbytes], and each row has this layout.
 
     Args:
         numel: number of elements of the tensor (of all ranges together), >= 0.
@@ -150,7 +150,8 @@ def quantized_row_bytes(format: str) -> int:
 def payload_info(payload: torch.Tensor) -> PayloadInfo:
     """Return the contents of the header of one payload, uint8 [nbytes].
 
-    Copies 64 bytes to the host and synchronizes. It cannot run in CUDA graphs or torch.compile.
+    This function copies 64 bytes to the host and synchronizes, so it cannot run in CUDA graphs or
+    torch.compile.
 
     Raises:
         ValueError, TypeError: `payload` is not a payload of this library.

@@ -33,10 +33,10 @@ def sample_threshold(
 ) -> Tensor:
     """Return, per range, the threshold that a fraction `density` of entries reaches.
 
-    The magnitudes are |residual + grad * inv_scale|. For a range of n <= `max_samples` elements the
-    result is exact: the k-th largest magnitude, k = clamp(ceil(density * n), 1, n). A longer range
-    is sampled: one hashed pick in each of `max_samples` equal strata. docs/reference/ops.md states
-    the error of a sampled threshold.
+    An entry has the magnitude |residual + grad * inv_scale|. In a range of n <= `max_samples`
+    elements, the threshold is the k-th largest magnitude, k = clamp(ceil(density * n), 1, n). A
+    longer range is divided into `max_samples` equal strata, and the op uses one sampled element of
+    each stratum instead. docs/reference/ops.md states the error of a sampled threshold.
 
     Args:
         grad: float32, bfloat16 or float16 [numel].
@@ -44,7 +44,7 @@ def sample_threshold(
         density: fraction to select, in (0, 1].
         ranges: number of ranges R, 1 to 2**31 - 1.
         max_samples: samples per range, 1 to 2**31 - 1.
-        seed: seed of the picks, modulo 2**32. A CUDA graph captures its value.
+        seed: seed of the hash that selects the samples, modulo 2**32. A CUDA graph captures it.
         inv_scale: float32, one element, or None.
 
     Returns:
@@ -54,7 +54,7 @@ def sample_threshold(
         ValueError, TypeError: an argument is invalid.
 
     Source: DCT (arXiv 2010.08899) sets a threshold once in thousands of steps. Sampling is from DGC
-    (arXiv 1712.01887). This project adds the stratified hash.
+    (arXiv 1712.01887). This project adds the strata and the hash.
 
     >>> sample_threshold(torch.arange(10.0), torch.zeros(10), density=0.2)
     tensor([8.])
@@ -87,20 +87,20 @@ def mask_pack(
     """Apply error feedback and pack the entries that reach a threshold, in one pass.
 
     acc = residual + grad * inv_scale. An entry passes if not (|acc| < the threshold of its range)
-    and acc != 0. So NaN and Inf always pass, and zeros never do. The payload of a range holds its
-    first `capacity` entries that pass, in ascending order. The residual becomes acc - value for
-    these entries and acc for all others. So value + residual == acc, bit for bit, and an entry that
-    does not fit is sent later. If acc is not finite, the residual keeps its old value (0 if that is
-    not finite). If the threshold is negative or NaN, all nonzero entries pass. Mutates `residual`,
-    `payload` and `seen`.
+    and acc != 0. So NaN and Inf always pass, and zeros never pass. The payload of a range holds the
+    first `capacity` entries of the range that pass, in order of position. The residual becomes
+    acc - value for these entries, and acc for all other entries. So value + residual == acc bit for
+    bit, and an entry that does not fit stays in the residual. If acc is not finite, the residual
+    keeps its old value, or becomes 0 if the old value is not finite. If the threshold is negative
+    or NaN, all nonzero entries pass. Mutates `residual`, `payload` and `seen`.
 
     Args:
         residual: float32 [numel], read and written.
         grad: float32, bfloat16 or float16 [numel].
         threshold: float32 [R].
         payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from `payload_layout`. Bytes
-            past the entries are not written.
-        seen: int32 [R], written: number of entries that passed, at most 2**31 - 1.
+            after the entries are not written.
+        seen: int32 [R], written: number of entries of each range that passed, at most 2**31 - 1.
         capacity: maximum number of entries per range, 1 to 2**32 - 1.
         value_dtype: torch.float32, or torch.bfloat16 (rounded to nearest even; finite values
             saturate).
@@ -151,8 +151,8 @@ def scatter_unpack(
 
     out[i] = +0.0 + factor * sum, rounded once to the dtype of `out`. The sum is in float32, over
     ranks in order from +0.0, and factor = float32(scale) * out_scale. If a header has both flags,
-    overflow and non-finite, element 0 of its range becomes NaN. Payloads are not trusted: a payload
-    with an invalid header is ignored, and an invalid block adds nothing. Mutates `out` (all
+    overflow and non-finite, element 0 of its range becomes NaN. The op validates every payload. It
+    ignores a payload with an invalid header, and skips an invalid block. Mutates `out` (all
     elements are written).
 
     Args:
@@ -173,7 +173,7 @@ def scatter_unpack(
     Source: DCT (arXiv 2010.08899), data-parallel part. This project defines the payload format.
 
     >>> payload = torch.zeros(1, payload_layout(4, 2, torch.float32).nbytes, dtype=torch.uint8)
-    >>> scatter_unpack(payload, torch.empty(4), 2, torch.float32)  # zeros are no header
+    >>> scatter_unpack(payload, torch.empty(4), 2, torch.float32)  # the header is invalid
     tensor([1], dtype=torch.int32)
     """
     op = "scatter_unpack"
@@ -196,21 +196,21 @@ def quantize_pack(
 
     acc = residual + grad * inv_scale, or grad * inv_scale without a residual. The payload holds all
     entries, and the residual becomes acc - value. So value + residual == acc exactly, except that
-    "ternary" rounds the residual once. Mutates `residual` and `payload`.
+    in "ternary" the residual is rounded once. Mutates `residual` and `payload`.
 
     Formats, with bits per entry: "float32" 32 (the residual becomes 0), "bfloat16" 16 (rounded to
     nearest even; finite values saturate), "int8" 8.25, "int4" 4.25 and "ternary" 1.875. The last
     three encode each group of 64 entries like a row of `row_quantize`, with one bfloat16 scale.
 
-    "float32" and "bfloat16" send NaN and Inf. In the other formats a group with a NaN or Inf
-    becomes NaN. The residuals of such entries keep their old values (0 if not finite), and the
-    header gets the flag non-finite.
+    In "float32" and "bfloat16", values can be NaN or Inf. In the other formats, all values of a
+    group with a NaN or Inf become NaN. If a value is NaN or Inf, the residual keeps its old value,
+    or becomes 0 if the old value is not finite. Such a value sets the non-finite flag.
 
     Args:
         residual: float32 [numel], read and written, or None for no error feedback.
         grad: float32, bfloat16 or float16 [numel].
         payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from
-            `quantized_payload_bytes` or a larger multiple of 16. Bytes past the last row are not
+            `quantized_payload_bytes` or a larger multiple of 16. Bytes after the last row are not
             written.
         format: one of the formats above.
         inv_scale: float32, one element, or None.
@@ -250,9 +250,9 @@ def dequantize_sum(
     """Sum the dense payloads of P ranks. The result is bitwise equal on all ranks.
 
     out[i] = factor * sum, rounded once to the dtype of `out`. The sum is in float32, over ranks in
-    order from +0.0, and factor = float32(scale) * out_scale. Payloads are not trusted: a payload
-    with an invalid header adds nothing, and any other bytes decode to some value. Mutates `out`
-    (all elements are written).
+    order from +0.0, and factor = float32(scale) * out_scale. The op ignores a payload with an
+    invalid header. The other bytes need no validation, because all bytes can be decoded. Mutates
+    `out` (all elements are written).
 
     Args:
         payloads: uint8 [P, nbytes] or [P, R, nbytes], 16-byte aligned.
@@ -270,7 +270,7 @@ def dequantize_sum(
     Source: see `quantize_pack`.
 
     >>> payload = torch.zeros(1, quantized_payload_bytes(4, "int8"), dtype=torch.uint8)
-    >>> dequantize_sum(payload, torch.empty(4), "int8")  # zeros are no header
+    >>> dequantize_sum(payload, torch.empty(4), "int8")  # the header is invalid
     tensor([1], dtype=torch.int32)
     """
     op = "dequantize_sum"
@@ -288,12 +288,12 @@ def dequantize_sum_pack(
 ) -> Tensor:
     """Sum the dense payloads of P ranks and pack the sum, for a reduce-scatter.
 
-    The result is bitwise equal to `dequantize_sum` and then `quantize_pack`, but the float32 sum is
-    not written to memory. Mutates `residual` and `payload`.
+    The results are bitwise equal to those of `dequantize_sum` followed by `quantize_pack`, but the
+    float32 sum is not written to memory. Mutates `residual` and `payload`.
 
     Args:
         payloads: uint8 [P, nbytes], 16-byte aligned.
-        residual: float32 [numel], the residual of the owner, in units of the sum times `scale`.
+        residual: float32 [numel], read and written, in the same unit as the sum times `scale`.
         payload: uint8 [nbytes], 16-byte aligned.
         format: the format of all payloads, as given to `quantize_pack`.
         scale: 1 / P for a mean. Rounded to float32 once.

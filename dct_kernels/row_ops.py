@@ -24,8 +24,9 @@ from .checks import FLOATS, UINT8
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the k entries of largest magnitude per row. Differentiable in x.
 
-    The result has exactly k entries per row, in column order. On ties the lower column wins, and
-    NaN ranks as infinity. The gradient is `row_unpack` at the same positions.
+    The result has exactly k entries per row, in column order. If magnitudes are equal, the op
+    selects the lower column. NaN ranks as infinity. The gradient of x is computed by `row_unpack`
+    at the same positions.
 
     Args:
         x: float32, bfloat16 or float16 [B, d].
@@ -33,9 +34,10 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
         value_dtype: float32, bfloat16 or float16; values are rounded as `.to(value_dtype)` does.
 
     Returns:
-        values [B, k] of value_dtype, and positions uint8 [B, w]: the smallest of a bitmap
-        (ceil(d / 8) bytes, least significant bit first), uint8 columns (d <= 256) and little-endian
-        uint16 columns (d <= 65,536). The first one wins a tie. The choice depends on (d, k) only.
+        values [B, k] of value_dtype, and positions uint8 [B, w] in the smallest of three encodings:
+        a bitmap (ceil(d / 8) bytes, least significant bit first), uint8 columns (d <= 256) or
+        little-endian uint16 columns (d <= 65,536). If two encodings have the same size, the op uses
+        the one that comes first in this list. The encoding depends only on d and k.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -56,9 +58,10 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
 def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
     """Return the entries of x at the positions of an earlier `row_pack`.
 
-    Positions are not trusted. A column is accepted if it is < d and above all columns accepted
-    before it in its row. Other columns gather 0, and bits past the k-th are ignored. The gradient
-    is `row_unpack` at the same positions.
+    The op validates positions. It accepts a column if the column is less than d and greater than
+    all columns that were accepted before in the same row. For any other column, the result is 0. In
+    a bitmap, set bits after the k-th are ignored. The gradient of x is computed by `row_unpack` at
+    the same positions.
 
     Args:
         x: float32, bfloat16 or float16 [B, d].
@@ -72,7 +75,7 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
     Raises:
         ValueError, TypeError: an argument is invalid.
 
-    Source: DCT (arXiv 2010.08899), model-parallel part: one mask for both directions.
+    Source: DCT (arXiv 2010.08899), model-parallel part, which uses one mask for both directions.
 
     >>> row_gather(torch.tensor([[0.0, 5.0, 6.0, 7.0]]), torch.tensor([[10]], dtype=torch.uint8), 2,
     ...            torch.float32)
@@ -88,10 +91,10 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
     differentiable=True,
 )
 def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Scatter packed rows to their columns, zeros elsewhere. Differentiable in values.
+    """Scatter packed rows to their columns, with zeros elsewhere. Differentiable in values.
 
-    Positions are not trusted, as in `row_gather`: a column that is not accepted is skipped. The
-    gradient is `row_gather` at the same positions.
+    The op validates positions like `row_gather`, and skips a column that is not accepted. The
+    gradient of values is computed by `row_gather` at the same positions.
 
     Args:
         values: float32, bfloat16 or float16 [B, k].
@@ -130,13 +133,14 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
 
     Formats, with bytes per row in parentheses (docs/reference/ops.md specifies every bit):
 
-    - "int8" (d + 2) and "int4" (ceil(d / 2) + 2): a row's largest magnitude maps to 127 or 7.
+    - "int8" (d + 2) and "int4" (ceil(d / 2) + 2): the scale maps the largest magnitude of a
+      row to 127 or 7, respectively.
     - "ternary" (ceil(d / 5) + 2): entries with more than 0.75 times the row's mean magnitude
       become plus or minus the mean magnitude of these entries. The other entries become 0.
     - "sign" (ceil(d / 8) + 2): all entries become plus or minus the mean of all magnitudes.
 
-    A row with a NaN or an infinity dequantizes to NaN everywhere. A row whose scale is below
-    2**-126 becomes zeros.
+    If a row contains a NaN or an infinity, all its dequantized entries are NaN. If the scale of a
+    row is below 2**-126, all its dequantized entries are zeros.
 
     Args:
         x: float32, bfloat16 or float16 [B, d], d in 1 to 2**31 - 1.
@@ -168,8 +172,8 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
 def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
     """Dequantize the rows of `row_quantize`. Not differentiable.
 
-    An entry is its code times the scale, rounded once. Rows are not trusted: all bytes decode to
-    some value (docs/reference/ops.md).
+    An entry is its code times the scale, rounded once. Rows need no validation, because all bytes
+    can be decoded (docs/reference/ops.md).
 
     Args:
         rows: uint8 [B, w] for this width and format, at any address.
@@ -200,9 +204,9 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
 def row_dequantize_sum(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
     """Sum the quantized rows of P ranks in rank order, in one pass. Not differentiable.
 
-    The result equals the float32 sum of the results of `row_dequantize`, rounded once to dtype. The
-    sum starts with the first rank's value instead of 0, to keep the sign of -0.0. With P = 1, the
-    op is equivalent to `row_dequantize`. Rows are not trusted, as in `row_dequantize`.
+    The op sums the results of `row_dequantize` in float32, and rounds the sum once to dtype. The
+    sum starts with the value of the first rank instead of 0, to keep the sign of -0.0. With P = 1,
+    the op is equivalent to `row_dequantize`. Rows need no validation.
 
     Args:
         rows: uint8 [P, B, w] for this width and format, P at least 1, at any address. For

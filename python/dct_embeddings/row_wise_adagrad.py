@@ -20,16 +20,16 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         v[r] += mean(G ** 2)
         w[r] -= lr * G / (sqrt(v[r]) + eps)
 
-    This is the mean of squares, not the square of the mean. Sparse and dense gradients give the
-    same weights. With sparse gradients, unused rows cost nothing. Deterministic if duplicates are
-    summed deterministically, as on the CPU. Non-finite gradients enter weights and accumulators, as
-    in torch's optimizers.
+    v accumulates the mean of squares, not the square of the mean. Sparse and dense gradients give
+    the same weights. With sparse gradients, unused rows cost nothing. Results are deterministic if
+    duplicates are summed deterministically, as on the CPU. Non-finite gradients enter weights and
+    accumulators, as in torch's optimizers.
 
     Args:
         params: weights [rows, d] of nn.Embedding or nn.EmbeddingBag, float32 or float64, or
             parameter groups, as for any optimizer.
         lr: learning rate, above 0.
-        eps: added to the root, above 0.
+        eps: added to the square root, above 0.
 
     The state of each weight is `sum` (v above), [rows] in the weight's dtype. It exists from the
     start, so that replicas that have used different rows can average it. `step` mutates weights and
@@ -109,7 +109,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def to_average(self, weight: Tensor) -> Tensor:
         """Return the state of `weight` [rows] that replicas average at a sync. Not a copy.
 
-        The state is `pending` with `delayed`, else `sum`.
+        With `delayed`, the state is `pending`. Otherwise, it is `sum`.
 
         Raises:
             ValueError: `weight` is not one of params.
@@ -187,22 +187,23 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
         w[r] -= lr * G / sqrt(v[r] / c + eps)
 
     Let g_i be the gradient of a row in replica i. A single group with all samples would accumulate
-    mean(g_i) ** 2, while averaged replicas accumulate mean(g_i ** 2). The latter is M times as
-    large if one replica at a time uses the row, or if gradients are independent noise. The two are
-    equal if all g_i are equal. So use c = M for rare and noisy rows, such as most rows of a
-    recommender, and c = 1 for frequent clean rows. c may change during training.
+    mean(g_i) ** 2, with means over i, while averaged replicas accumulate mean(g_i ** 2). The second
+    value is M times as large as the first if one replica at a time uses the row, or if gradients
+    are independent noise. The values are equal if all g_i are equal. So use c = M for rare and
+    noisy rows, such as most rows of a recommender, and c = 1 for frequent rows with little noise.
+    c may change during training.
 
     With `delayed`, all replicas divide by v of the last sync, and keep newer squares in a second
     accumulator until the next sync. The averaged weights are then exactly the last synced weights
     minus lr * mean(sum of gradients) / sqrt(v / c + eps). For rows with v = 0,
     which were not used before the last sync, the second accumulator replaces v.
 
-    Deterministic like `RowWiseAdagrad`.
+    Results are deterministic as in `RowWiseAdagrad`.
 
     Args:
         params, lr: see `RowWiseAdagrad`.
-        eps: added inside the root, above 0. The default is the square of the default of
-            `RowWiseAdagrad`, so both take the same step if v is 0.
+        eps: added inside the square root, above 0. The default is the square of the default of
+            `RowWiseAdagrad`, so both optimizers take the same step if v is 0.
         scale: c above, at least 1; M for M replicas of a table.
         delayed: whether to divide by the accumulator of the last sync.
 
@@ -212,7 +213,8 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
     Raises:
         ValueError, TypeError: an argument is out of range.
 
-    Source: two-dimensional sparse parallelism (arXiv 2508.03854); scale and delay are derived here.
+    Source: two-dimensional sparse parallelism (arXiv 2508.03854). This project derives scale and
+    delay.
     """
 
     @checks.names_keywords

@@ -52,11 +52,12 @@ class Compressor:
     """Packs a flat gradient into a payload of fixed size, and keeps the rest as a residual.
 
     `pack` samples a threshold from residual + gradient in every step (policy "fresh") or in every
-    `refresh_every`-th step ("fixed", as in the paper, arXiv 2010.08899). Entries that exceed the
-    capacity stay in the residual. If too many picks are not finite, a "fresh" threshold becomes
-    infinite, so only non-finite entries pass, and a "fixed" threshold is kept. If most elements are
-    0, all non-zero entries pass, up to the capacity. At density 1 the threshold is 0. The class is
-    deterministic and does not synchronize. A CUDA graph captures the seed of the picks, `step`.
+    `refresh_every`-th step ("fixed", as in the paper, arXiv 2010.08899). Entries that do not fit
+    into the payload stay in the residual. If the sampled threshold is infinite, because too many
+    samples are not finite, "fresh" packs only non-finite entries, and "fixed" keeps the last
+    threshold. If the non-zero fraction of the samples is below `density`, or the density is 1, all
+    non-zero entries pass, up to the capacity. The class is deterministic and does not synchronize.
+    A CUDA graph captures `step`, the seed of the samples.
 
     Args:
         numel: number of elements of the flat tensor.
@@ -64,9 +65,8 @@ class Compressor:
         value_dtype: dtype of the values in the payload, torch.bfloat16 or torch.float32.
         policy, refresh_every: see above.
         capacity: maximum entries per payload; default 1.25 * density * numel of the largest range.
-        ranges: number of equal ranges of whole blocks (16,384 elements), each with its own
-            threshold and payload.
-        max_samples: picks per range; default 4,096, or 16 / density below a density of 0.39 %.
+        ranges: number of equal ranges of whole blocks. Each has its own threshold and payload.
+        max_samples: samples per range; default 4,096, or 16 / density below a density of 0.39 %.
         row_of: if this tensor is one of several ranges, the number of elements of the longest
             range, which then determines the size of the payload.
         device: the device of all tensors.
@@ -141,9 +141,9 @@ class Compressor:
         self._mean: Tensor | None = None  # the buffer of `pack_mean`
 
     def pack(self, grad: Tensor, inv_scale: Tensor | None = None) -> Tensor:
-        """Add `grad` to the residual, move entries above the threshold into the payload, return it.
+        """Add `grad` to the residual, and pack the entries that reach the threshold.
 
-        Mutates every attribute of the class.
+        Mutates all attributes of this object.
 
         Args:
             grad: float32, bfloat16 or float16 [numel], not mutated.
@@ -179,7 +179,7 @@ class Compressor:
         return self._to_send()
 
     def unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
-        """Write the mean of P payloads into `out`. Deterministic: sums in the given order.
+        """Write the mean of P payloads into `out`. Sums are deterministic, in the given order.
 
         Args:
             payloads: uint8 [P, nbytes] or [P, ranges, nbytes], from compressors with the same
@@ -220,12 +220,13 @@ class Compressor:
     def take_back(self, mean: Tensor | None = None) -> None:
         """Return the last payload's values to the residual, as if they had not been sent.
 
-        Use it for a step that was exchanged but not applied. It is exact for finite entries,
-        because packed value + residual is the accumulated value. Non-finite entries are dropped. A
-        second call does nothing, because this clears the header. Allocates `numel` float32.
+        Use it for a step that was exchanged but not applied. The result is exact for finite
+        entries, because packed value + residual is the accumulated value. Non-finite entries are
+        dropped. A second call does nothing, because the first call clears the header. The call
+        allocates `numel` float32.
 
         Args:
-            mean: the mean that `pack_mean` packed, to be subtracted from the residual; or None.
+            mean: the mean that `pack_mean` packed, which is subtracted from the residual; or None.
         """
         # If both flags were set, unpacking would write a NaN to element 0.
         self.payload[..., FLAGS_BYTE].zero_()

@@ -34,7 +34,7 @@ def require_mesh(
 def node_mesh(local_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
     """Create the mesh of a cluster, with dimensions ("node", "local") and one row per node.
 
-    Every rank calls it after torch.distributed is initialized, because it creates process groups.
+    Call it on every rank after initializing torch.distributed, because it creates process groups.
     Ranks must be numbered node by node, as torchrun does. The groups have the timeout that
     `init_process_group` received.
 
@@ -46,7 +46,7 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
         A DeviceMesh [nodes, local_size] for `DCTState`.
 
     Raises:
-        ValueError, TypeError: an argument is unknown or out of range on this rank. All ranks raise
+        ValueError, TypeError: an argument is invalid on this rank. All ranks raise an error
             if nodes differ in size or `local_size` does not divide the number of ranks.
         RuntimeError: another rank raised an error, or did not call this within the group's timeout.
 

@@ -24,20 +24,20 @@ _PER_ROW = "per_row."
 class DynamicFeatureRows(SharedRows):
     """One row per feature seen in training, distributed over ranks by a hash of the id.
 
-    In training mode, a feature gets a row when it is first seen. Initial values are uniform within
-    `bound`, computed from a hash of id and column, so they do not depend on the number of ranks. In
-    eval mode the row of an unknown feature is 0. Rows are never evicted. Ids are any integers from
-    0 to 2^63 - 1, such as hashes, and take 8 bytes each in messages.
+    In training mode, a feature receives a row when it is first seen. Initial values are uniform
+    within `bound`, computed from a hash of id and column, so they do not depend on the number of
+    ranks. In eval mode the row of an unknown feature is 0. Rows are never evicted. Ids are any
+    integers from 0 to 2^63 - 1, such as hashes. An id takes 8 bytes in a message.
 
     `state_dict` contains the rows of this rank. `load_state_dict` takes this state or, on any
     number of ranks, the result of `merge_feature_rows`. If it raises an error, nothing is loaded. A
     copy (copy.deepcopy, AveragedModel) has the features known at that time, and shares the group.
-    Deterministic.
+    Results are deterministic.
 
     Args:
         width: the width d of a row.
-        capacity: maximum number of rows on this rank. Reserves memory for them; the CPU
-            allocates pages only when rows are created.
+        capacity: maximum number of rows on this rank. The constructor reserves memory for all of
+            them, but on the CPU, pages are allocated only when rows are created.
         bound: the bound of initial values, from 0 to the largest number of `dtype`.
         seed: the seed of initial values.
         dtype: float32 or float64.
@@ -50,8 +50,9 @@ class DynamicFeatureRows(SharedRows):
 
     Raises:
         ValueError, TypeError: an argument is out of range.
-        ValueError: ranks differ in width, dtype, bound or seed. In forward: a rank would exceed its
-            `capacity`, and no row is added. In both cases every rank raises.
+        ValueError: ranks differ in width, dtype, bound or seed. Every rank raises.
+        ValueError: in forward, a rank would exceed its `capacity`. No row is added, and every rank
+            raises.
         RuntimeError: an argument is out of range on another rank only.
     """
 
@@ -123,7 +124,7 @@ class DynamicFeatureRows(SharedRows):
         return (drawn.to(self.weight.dtype) * 2.0**-23 - 1) * self._bound
 
     def attach(self, name: str, optimizer: torch.optim.Optimizer, key: str) -> None:
-        """Save and load an optimizer's state together with the rows, as `name`.
+        """Save and load a state of an optimizer together with the rows, under the key `name`.
 
         The state is the tensor `optimizer.state[rows.weight][key]` [1 + capacity, ...] at the time
         of the save or load. A load overwrites it, with zeros for features without a row. If the

@@ -93,7 +93,7 @@ class FeatureRows(SharedRows):
 
     `state_dict` contains this rank's rows and `owner`, which is [rank, ranks, total rows]. Loading
     the state of a different rank, or one that does not match, raises an error before anything is
-    loaded. Deterministic.
+    loaded. Results are deterministic.
 
     Args:
         weight: the rows of all features [rows, d], float32 or float64, the same on every rank. Each

@@ -81,8 +81,8 @@ class SubstituteOperator(nn.Module, ABC):
 class LinearTerms(SubstituteOperator):
     """The linear terms of logistic regression: y[b] = sum of w[j] over the sample's features j.
 
-    The result is [batch], in the dtype of the rows. It sends one number per sample. Its width is 1;
-    for `first` see `SubstituteOperator`.
+    The result is [batch], in the dtype of the rows. The operator sends one number per sample. The
+    width is 1. For `first`, see `SubstituteOperator`.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -98,8 +98,8 @@ class LinearTerms(SubstituteOperator):
 class SumPooledEmbedding(SubstituteOperator):
     """An embedding bag per field: y[b, field] = sum of v[j] over the features j in the bag.
 
-    The result is [batch, fields, width], in the dtype of the rows. It sends fields x width numbers
-    per sample.
+    The result is [batch, fields, width], in the dtype of the rows. The operator sends fields x
+    width numbers per sample.
     """
 
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
@@ -113,9 +113,9 @@ class SumPooledEmbedding(SubstituteOperator):
 class FactorizationMachine(SubstituteOperator):
     """Second-order interactions: y[b] = sum of v[j].v[k] over pairs of the sample's features.
 
-    Computed with Rendle's identity, as half of |sum of v[j]|^2 - sum of |v[j]|^2. Features of all
-    fields count, and a repeated feature counts twice. The result is [batch], in the dtype of the
-    rows. It sends width + 1 numbers per sample.
+    The operator uses Rendle's identity: half of (|sum of v[j]|^2 - sum of |v[j]|^2). Features of
+    all fields are included, and each repetition of a feature counts. The result is [batch], in the
+    dtype of the rows. The operator sends width + 1 numbers per sample.
     """
 
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
@@ -129,11 +129,11 @@ class FactorizationMachine(SubstituteOperator):
 class FirstLayer(SubstituteOperator):
     """The first linear layer over the concatenated pooled embeddings of all fields, without bias.
 
-    y[b] = weight @ (bag sums of all fields), [batch, out_features]. It sends `out_features` numbers
-    per sample in each direction, while `SumPooledEmbedding` followed by a Linear sends fields x
-    width. Every rank holds the weight [out_features, fields * width]. It starts as float32 on the
-    CPU with torch's initial values; move it to the dtype and device of the rows with `to`. One
-    all-reduce sums its gradient over ranks.
+    y[b] = weight @ (bag sums of all fields), [batch, out_features]. The operator sends
+    `out_features` numbers per sample in each direction, while `SumPooledEmbedding` followed by a
+    Linear sends fields x width numbers. Every rank holds the weight [out_features, fields * width].
+    The weight starts as float32 on the CPU with torch's initial values. Use `to` to move it to the
+    dtype and device of the rows. One all-reduce sums the gradient of the weight over ranks.
 
     Args:
         fields: the number of fields in `lengths`.

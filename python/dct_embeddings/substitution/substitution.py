@@ -29,10 +29,10 @@ AGGREGATES = ("reduce_scatter", "all_reduce")
 class EquivalentSubstitution(CheckedModule):
     """Computes operators on shared rows of features, on the ranks that own the rows.
 
-    Each rank computes an operator's partial result from its rows, and the partial results are
-    summed. Their size grows with the number of samples, not with the number of features. Neither
-    rows nor their gradients are sent. Except for the order of sums, training is the same as in one
-    process with all samples. See docs/guide/des.md.
+    Each rank computes an operator's partial result from its rows, and ranks sum the partial
+    results. The size of a partial result grows with the number of samples, not with the number of
+    features. Ranks do not send rows or gradients of rows. Except for the order of sums, training is
+    the same as in one process with all samples. See docs/guide/des.md.
 
     Forward and backward are collective, with the same number of samples on every rank. The host
     waits for counts in forward, so CUDA graphs cannot capture it. Deterministic on the CPU.

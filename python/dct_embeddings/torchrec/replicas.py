@@ -36,9 +36,9 @@ def replica_sync(
 
     A sync sends the largest changes since the last sync, or all changes in a quantized format.
     Unsent changes are removed from the weights and kept in a residual (error feedback). Optimizer
-    states are averaged uncompressed. After each sync replicas are bitwise equal. This call copies
-    the first replica's weights to all replicas in place. Compression and the order of its sums are
-    deterministic. With one replica a sync changes nothing.
+    states are averaged uncompressed. After each sync, replicas are bitwise equal. `replica_sync`
+    copies the first replica's weights to all replicas in place. Compression and the order of its
+    sums are deterministic. With one replica a sync changes nothing.
 
     A sync takes a few passes over this rank's tables, and the host waits for it. Memory: two
     additional copies of the tables in float32, the weights of the last sync and the residual.
@@ -46,7 +46,8 @@ def replica_sync(
     project, with the compression of DCT (arXiv 2010.08899).
 
     Args:
-        dmp: with sharding_strategy DEFAULT or PER_MODULE. Its `sync()` gets an all-reduce hook.
+        dmp: a DMPCollection with sharding_strategy DEFAULT or PER_MODULE. This call sets
+            the all-reduce hook that `dmp.sync()` uses.
         density: fraction of the entries of this rank's tables to send, in (0, 1]; default 0.01, or
             1 with quantized formats.
         format, transport: see `DCTState`.

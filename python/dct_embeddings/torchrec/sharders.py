@@ -25,17 +25,18 @@ def compressed_sharders(
 ) -> list[ModuleSharder[Any]]:
     """Create sharders of EmbeddingBagCollection and EmbeddingCollection that compress rows.
 
-    For float32 tables with any plan. With table- and column-wise sharding, rows and their gradients
-    are compressed in all-to-alls. With row-wise sharding, each rank sends its part of each sum, the
-    receiver adds the parts in rank order in float32, and gradients are all-gathered. With
-    table-row-wise sharding, TorchRec sums in float32 within a node, and only the all-to-all between
-    nodes is compressed. Gradients are straight-through. Deterministic. See docs/guide/torchrec.md.
+    Tables are float32, with any plan. With table- and column-wise sharding, rows and their
+    gradients are compressed in all-to-alls. With row-wise sharding, each rank sends its part of
+    each sum, the receiver adds the parts in rank order in float32, and gradients are all-gathered.
+    With table-row-wise sharding, TorchRec sums in float32 within a node, and only the all-to-all
+    between nodes is compressed. Gradients are straight-through. Results are deterministic. See
+    docs/guide/torchrec.md.
 
     The entries of a group share one scale. The size of a group is the greatest common divisor of
     the shard widths, over the tables of a collection with the same sharding type.
 
     Args:
-        format: see `all_to_all_rows`; without a density, and the same on every rank. With
+        format: see `all_to_all_rows`. It has no density, and is the same on every rank. With
             "float32", results equal TorchRec's bit for bit, except for the order of sums over more
             than two ranks.
         fused_params: as for TorchRec's sharders.
@@ -50,7 +51,7 @@ def compressed_sharders(
         ValueError: `format` differs between ranks. The constructor of a model with row-wise tables
             raises this error on every rank, with the formats of all ranks.
 
-    Source: this project adds the row-wise exchange; the others use TorchRec's codec interface.
+    Source: this project adds the row-wise exchange. Other exchanges use TorchRec's codecs.
 
     >>> dmp = DistributedModelParallel(model, sharders=compressed_sharders(format="int4"))
     """

@@ -36,11 +36,11 @@ class ShardedEmbeddingBags(CheckedModule):
 
     The ranks of a mesh row own the tables together, table-wise or row-wise, and exchange pooled
     embeddings. The mesh rows are replicas, which `ReplicaSync` averages. A mesh with one row is
-    plain model parallelism. Every rank passes the bags of its own samples, the same number on each
-    rank. Forward and backward are collective in the sharding group. Gradients are divided by the
-    size of this group, as in a mean over the group's samples. The host waits for counts in forward,
-    so CUDA graphs cannot capture it. Shards of a table are summed in row order, so results are
-    deterministic on the CPU. See docs/guide/embeddings.md.
+    plain model parallelism. Every rank passes the bags of its own samples. The number of samples is
+    the same on every rank. Forward and backward are collective in the sharding group. Gradients are
+    divided by the size of this group, as in a mean over the group's samples. The host waits for
+    counts in forward, so CUDA graphs cannot capture it. Shards of a table are summed in row order,
+    so results are deterministic on the CPU. See docs/guide/embeddings.md.
 
     Do not wrap it in DistributedDataParallel, because that averages different shards. `state_dict`
     contains this rank's rows and, as `owned`, [table, first, end] of each shard. Loading a state
@@ -59,7 +59,7 @@ class ShardedEmbeddingBags(CheckedModule):
         exchange: the exchange of rows, such as `functools.partial(all_to_all_rows, format="int8")`;
             default: uncompressed. Pass the same one on every rank; this is not checked.
         dedup: whether to send each distinct row once instead of pooled rows.
-        sparse: whether the gradient of `weight` is sparse, as with nn.EmbeddingBag.
+        sparse: whether the gradient of `weight` is sparse, as in nn.EmbeddingBag.
 
     Attributes:
         weight: parameter [local rows, d], this rank's shards in the order of its plan.
@@ -126,9 +126,9 @@ class ShardedEmbeddingBags(CheckedModule):
 
         Raises:
             ValueError, TypeError: an argument is out of range on this rank. The other ranks of the
-                group also raise an error that names this rank.
+                group raise an error that names this rank.
             ValueError: batch, or whether gradients are enabled, differs between the ranks of the
-                group. All of them raise.
+                group. Every rank of the group raises.
             ValueError: received lengths do not add up to the received ids (without `dedup`).
         """
         try:

@@ -27,11 +27,12 @@ class Shard(NamedTuple):
 def plan_shards(
     rows: Sequence[int], ranks: int, row_wise: Collection[int] = ()
 ) -> list[list[Shard]]:
-    """Assign tables to ranks: those in `row_wise` are split evenly, the others stay whole.
+    """Assign tables to ranks: tables in `row_wise` are split evenly, and other tables stay whole.
 
     To balance traffic, the numbers of whole tables per rank differ by at most one. Whole tables are
-    assigned from the largest to the smallest, each to the rank with the fewest rows that may take
-    one more table. Deterministic: ties go to the lower table and rank. It needs no process group.
+    assigned from the largest to the smallest. Each goes to the rank that has the fewest rows among
+    the ranks that may take one more table. Ties go to the lower table and rank, so the result is
+    deterministic. No process group is needed.
 
     Args:
         rows: the number of rows of each table, at least 1.

@@ -23,11 +23,11 @@ _averaged: WeakSet[ShardedEmbeddingBags] = WeakSet()  # bags that have a Replica
 class ReplicaSync:
     """Averages the tables of all replicas, and row-wise AdaGrad states, every `every` steps.
 
-    A sync averages the rows that any replica's optimizer has changed since the last sync. After it,
-    all replicas are bitwise equal, but compressed changes may be pending. Call `flush()` before
-    evaluation, before saving a checkpoint, and before loading one into a running job. After a
-    flush, this object has no state to save. With a single replica a sync changes nothing.
-    Deterministic on the CPU. See docs/guide/embeddings.md.
+    A sync averages the rows that the optimizer of any replica has changed since the last sync.
+    After a sync, all replicas are bitwise equal, but compressed changes may be pending. Call
+    `flush()` before evaluation, before saving a checkpoint, and before loading one into a running
+    job. After a flush, this object has no state to save. With a single replica, a sync changes
+    nothing. Results are deterministic on the CPU. See docs/guide/embeddings.md.
 
     Args:
         bags: the bags to average. Create one ReplicaSync for them, before training and after
@@ -37,17 +37,17 @@ class ReplicaSync:
             weight decay, RowWiseAdagrad or MomentumScaledRowWiseAdagrad. A step hook collects the
             rows that have a gradient. A copy of the optimizer does not have the hook.
         every: number of steps between syncs.
-        density: fraction of the entries of changed rows to send per sync, the largest first, in
-            (0, 1]. 1: all entries, with a residual. None: all entries, with a residual only in
-            quantized formats. See `DCTState`.
-        format: a name or a torch dtype. "float32" sends whole rows; "bfloat16" sends rounded
-            changes; "int8", "int4" and "ternary" send quantized changes.
+        density: fraction of the entries of changed rows to send per sync, in (0, 1]. The largest
+            entries are sent. 1: all entries, with a residual. None: all entries, with a residual
+            only in quantized formats.
+        format: a name or a torch dtype. "float32" sends whole rows if density is None. "bfloat16"
+            sends rounded changes. "int8", "int4" and "ternary" send quantized changes.
         transport: the transport of sparse or quantized changes; see `DCTState`.
 
     Raises:
         ValueError, TypeError: an argument is out of range.
-        ValueError: ranks of the mesh differ in a setting or the type of optimizer. All raise.
-        TypeError: momentum or weight decay was set later; the optimizer's step raises this.
+        ValueError: ranks of the mesh differ in a setting or optimizer type. Every rank raises.
+        TypeError: momentum or weight decay was set later. The optimizer's step raises this error.
         RuntimeError: an argument is out of range on another rank.
     """
 
@@ -99,7 +99,7 @@ class ReplicaSync:
             self.sync()
 
     def sync(self) -> None:
-        """Average now. Every rank of the mesh must call this after the same step.
+        """Average the tables now. Every rank of the mesh must call this after the same step.
 
         Raises:
             RuntimeError: a replica is missing, or a payload was damaged in this or an earlier call.

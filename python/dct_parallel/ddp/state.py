@@ -49,8 +49,9 @@ class DCTState:
 
     Construct it on every rank and register it once. Residuals differ between ranks, so save
     `state_dict()` on every rank. The mean is deterministic and bitwise the same on every rank.
-    Memory: 4 bytes per parameter, and every rank's payload of each bucket. See docs/guide/ddp.md.
-    Source: Dynamic Communication Thresholding, data-parallel (arXiv 2010.08899).
+    Memory: 4 bytes per parameter, and for each bucket a payload from each rank (with
+    reduce-scatter, three payloads). See docs/guide/ddp.md. Source: Dynamic Communication
+    Thresholding, data-parallel (arXiv 2010.08899).
 
     Args:
         ddp: the DDP module, with dense gradients on one CPU or CUDA device. If it does not exist
@@ -58,25 +59,25 @@ class DCTState:
         density: fraction of the entries of each bucket sent per step, in (0, 1]; default 0.005, or
             1 with quantized formats. 1 % is 0.01.
         format: a name or a torch dtype. "bfloat16" (default) and "float32" send the largest
-            entries, or all of them at density 1. "int8", "int4" and "ternary" send all entries.
+            entries, or all entries at density 1. "int8", "int4" and "ternary" send all entries.
         transport: "all_gather" or "reduce_scatter"; None chooses by the number of ranks and the
             format (docs/guide/choosing.md).
-        process_group: the ranks to average over, including this one; default: those of `ddp`.
-        mesh: the ranks of `ddp` as a DeviceMesh with dimensions ("node", "local"): dense inside a
-            node, compressed between nodes. See `node_mesh` and docs/guide/cluster.md.
-        grad_scaler: the GradScaler of the loss, or None. If it skips a step, the entries that were
-            sent return to the residual.
+        process_group: the ranks to average over, including this one; default: the group of `ddp`.
+        mesh: the ranks of `ddp` as a DeviceMesh with dimensions ("node", "local"). Gradients are
+            dense inside a node and compressed between nodes. See `node_mesh`.
+        grad_scaler: the GradScaler of the loss, or None. If the scaler skips a step, the entries
+            that were sent return to the residual.
         optimizer: the optimizer of these parameters, or a list of optimizers. Required with an
-            enabled `grad_scaler`, to detect which steps it skips.
+            enabled `grad_scaler`, to detect which steps the scaler skips.
         start_step: number of dense steps, averaged in bfloat16, before compression starts.
-        policy: "fresh" samples the threshold in every step; "fixed", as in the paper, in every
-            `refresh_every`-th step and after a load. See `Compressor`.
+        policy: "fresh" samples the threshold in every step. "fixed" samples it in every
+            `refresh_every`-th step, as in the paper, and after a load. See `Compressor`.
         refresh_every: steps between samples of the threshold with policy "fixed".
 
     Attributes:
         step: number of steps taken.
         node_group: the intra-node process group when a mesh is used, else None.
-        copied: whether this is a copy by deepcopy or pickle, which has only the settings.
+        copied: whether deepcopy or pickle made this state. Such a copy has only the settings.
 
     Raises:
         ValueError, TypeError: an argument is out of range, a parameter cannot be compressed, or
@@ -235,8 +236,8 @@ class DCTState:
         - `threshold`: the threshold of the payload that holds the first element.
         - `residual_norm`: the Euclidean norm of the residual, in units of the unscaled gradient.
 
-        Empty before compression starts, and after a load until the next step. It allocates one
-        bucket in float32.
+        The result is empty before compression starts, and after a load until the next step. The
+        call allocates one bucket in float32.
 
         Raises:
             ValueError: the state is not bound yet.
@@ -248,8 +249,8 @@ class DCTState:
     def take_back(self) -> None:
         """Return the entries of the last step to the residuals, for a step that you do not apply.
 
-        Without this call, gradients of that step and of earlier steps are lost. Call it on every
-        rank between the backward pass and the next one. It waits for all ranks. Example:
+        Without this call, the sent entries are lost. They contain gradients of this and of earlier
+        steps. Call it on every rank before the next backward pass. It waits for all ranks. Example:
 
             norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             if not norm.isfinite():  # on all ranks, because their gradients are the same
@@ -257,12 +258,13 @@ class DCTState:
                 optimizer.zero_grad()
                 continue
 
-        This is exact for finite gradients, except that it rounds owners' residuals
-        ("reduce_scatter") to float32. NaN and Inf are dropped. In quantized formats, the other
-        gradients of their group of 64 are dropped. With a mesh, the entries of the node's other
-        ranks at that position are dropped. If several backward passes were exchanged, this takes
-        back all of them, because DDP adds them up. A second call does nothing, nor does a call
-        after a GradScaler skipped the step. If an exchange failed, this does not wait for ranks.
+        The result is exact for finite gradients, except that the residuals of owners (transport
+        "reduce_scatter") are rounded to float32. NaN and Inf are dropped. In quantized formats, the
+        whole group of 64 entries that contains a NaN or Inf is dropped. With a mesh, the entries of
+        all ranks of the node at the same position are dropped. If several backward passes were
+        exchanged, the call takes back all of them, because DDP accumulates them. A second call, or
+        a call after a GradScaler skipped the step, does nothing. After a failed exchange, the call
+        does not wait for the other ranks.
 
         Raises:
             ValueError: the state is not bound yet, or ranks have taken different steps.
@@ -278,13 +280,14 @@ class DCTState:
         """Return this rank's residuals by parameter name, and the step, as copies on the CPU.
 
         Call it between steps: after the optimizer's step and the scaler's update, before the next
-        backward pass. Use `torch.save` with one file per rank. torch.distributed.checkpoint takes
-        the state itself as {"dct": state}, or this result if it is nested deeper in a dict.
+        backward pass. Use `torch.save` with one file per rank, or pass the state itself to
+        torch.distributed.checkpoint as {"dct": state}. If the entry is nested deeper in the dict,
+        pass this result instead of the state.
 
         Raises:
             ValueError: the state is not bound yet.
-            RuntimeError: a payload was damaged. Or an exchange failed: call `take_back` first,
-                because the weights lack its entries.
+            RuntimeError: a payload was damaged, or an exchange failed. After a failed exchange,
+                call `take_back` first, because the weights lack the exchanged entries.
         """
         self._require_usable("state_dict")
         self._ledger.require_exchanged("state_dict")
@@ -301,7 +304,7 @@ class DCTState:
 
         Every rank must load before any rank takes a step. In the next step, ranks check that they
         loaded the same run and step, and wait for late ranks up to the group's timeout. If this
-        raises, the state is unchanged.
+        call raises an error, the state is unchanged.
 
         Raises:
             ValueError: the dict has a different version, density, number of ranks, mesh, rank or
@@ -423,22 +426,22 @@ class DCTState:
 def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average a bucket of gradients over all ranks with compression: a DDP communication hook.
 
-    Register it with `ddp.register_comm_hook(state, dct_hook)`. It overwrites the bucket with the
-    mean, which is deterministic and bitwise the same on every rank. Entries that are not sent stay
-    in the state's residual. With torch.compile, DDP's Python reducer is not supported.
+    Register it with `ddp.register_comm_hook(state, dct_hook)`. The hook overwrites the bucket with
+    the mean, which is deterministic and bitwise the same on every rank. Entries that are not sent
+    stay in the state's residual. With torch.compile, DDP's Python reducer is not supported.
 
     Args:
         state: the open DCTState of this DDP module.
         bucket: a bucket of float32, bfloat16 or float16 gradients, from DDP.
 
     Returns:
-        A future of the bucket's buffer, in its dtype.
+        A future of the bucket's buffer, in the dtype of the bucket.
 
     Raises:
         TypeError: `state` is not a DCTState, or `bucket` is not a GradBucket.
         ValueError: `state` is closed, not bound, or belongs to a different model.
         RuntimeError: this rank received a damaged payload in an earlier step. The weights lack
-            that payload or its damaged blocks: load a checkpoint into a new state.
+            that payload or its damaged blocks, so load a checkpoint into a new state.
     """
     if not isinstance(state, DCTState):
         raise TypeError(

@@ -22,7 +22,7 @@ _OP = "all_reduce_compressed"
 
 
 class CompressedWork:
-    """The handle of a pending all-reduce, like torch's Work. Call `wait`."""
+    """The handle of a pending all-reduce. Like the Work object of torch, it has `wait`."""
 
     def __init__(
         self, bucket: Bucket, tensor: Tensor, residual: Tensor | None, scale: Tensor | None
@@ -84,24 +84,24 @@ def all_reduce_compressed(
         residual = torch.zeros_like(tensor, dtype=torch.float32)  # kept from step to step
         all_reduce_compressed(tensor, residual, format="int4", op=dist.ReduceOp.AVG)
 
-    The rounding error of tensor + residual becomes the next residual (error feedback, as in DCT's
-    hook). The result is deterministic and bitwise the same on every rank, because ranks sum in
-    float32 in rank order. It uses one all-gather or, with three or more ranks, an all-to-all and an
-    all-gather if they send fewer bytes. In the latter case, ranks round parts of the mean and add
-    the error to their residuals. Each call allocates the messages and 4 bytes per entry.
+    The rounding error of tensor + residual becomes the new residual (error feedback, as in
+    `dct_hook`). The result is deterministic and bitwise the same on every rank, because ranks sum
+    in float32 in rank order. The call uses one all-gather. With three or more ranks, it uses an
+    all-to-all and an all-gather if they send fewer bytes. Each rank then also rounds its range of
+    the mean, and adds the error to its residual. A call allocates messages and 4 bytes per entry.
 
     Args:
         tensor: float32, bfloat16 or float16, contiguous, any shape, on the CPU or CUDA. All ranks
             have the same dtype and number of entries. Overwritten with the result.
-        residual: float32, contiguous, with the tensor's shape and device. Pass zeros at first, and
-            keep one for each tensor. Mutated. None: no error feedback.
-        format: "int8", "int4", "ternary", "bfloat16" or "float32" (which leaves no error); the same
-            on every rank.
+        residual: float32, contiguous, with the tensor's shape and device; mutated. Pass zeros in
+            the first call, and keep one residual for each tensor. None: no error feedback.
+        format: "int8", "int4", "ternary", "bfloat16" or "float32" (without a rounding error); the
+            same on every rank.
         op: ReduceOp.AVG, or ReduceOp.SUM, which is computed as AVG times the number of ranks.
         group: the ranks to reduce over, including this one; default: all.
-        async_op: return immediately. Do not touch `tensor` and `residual` before `wait` returns.
-            Every rank calls `wait` for all tensors in the same order. A different order of
-            equal-sized tensors is not detected.
+        async_op: return immediately. Do not use `tensor` and `residual` before `wait` returns.
+            Every rank must call `wait` for all tensors in the same order. If the order of
+            equal-sized tensors differs, the error is not detected.
 
     Returns:
         None, or with `async_op` an object with `wait()`.
@@ -112,10 +112,12 @@ def all_reduce_compressed(
         ValueError: ranks differ in size, dtype, format or op. Nothing has changed. Ranks compare
             each new combination through the group's store.
         RuntimeError: the group's timeout passed, because the combination is new on some ranks only.
-        RuntimeError: the collective failed. `residual` now holds tensor + residual. Or this rank
-            received a damaged message: the tensor is wrong, and the sent entries are lost. NaN and
-            Inf raise no error: in quantized formats their group of 64 entries becomes NaN on every
-            rank, and this rank's residual is unchanged there.
+        RuntimeError: the collective failed. `residual` now holds tensor + residual.
+        RuntimeError: this rank received a damaged message. The tensor is wrong, and the sent
+            entries are lost.
+
+    NaN and Inf raise no error. In quantized formats, all 64 entries of the group become NaN on
+    every rank. This rank's residual keeps the old values of these entries.
     """
     settings = Settings.checked(_OP, 1.0, require_format(_OP, "format", format, FORMATS))
     _require(tensor, residual)

@@ -338,13 +338,13 @@ def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -
     The result also loads with any mesh or without one. Its residuals are the mean over ranks, or
     over the nodes of a mesh. A step applies the mean of all messages, so the pending updates of the
     model are unchanged, except for float32 rounding. No process group is needed. Source: this
-    project; the paper does not change the number of ranks.
+    project, because the paper does not change the number of ranks.
 
     Args:
         states: the `DCTState.state_dict()` of every rank in any order, for example from
             `torch.load(path, weights_only=True)`, or a folder that `torch.distributed.checkpoint`
             wrote. A generator or a folder is read rank by rank, with two states in memory.
-            torch.distributed.checkpoint unpickles files, so read only folders that you trust.
+            Reading a folder unpickles files, so read only folders that you trust.
         key: the name of the state in a folder, as in {"dct": state}; dots separate nested keys.
 
     Raises:

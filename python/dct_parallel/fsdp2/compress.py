@@ -32,20 +32,20 @@ def compress_fully_shard(
         state = compress_fully_shard(model, weights="int8", gradients="int8")
 
     Call it on every rank after wrapping all modules. It replaces the all-gather and the
-    reduce-scatter of every module. All ranks compute with the same rounded weights, bit for bit, in
+    reduce-scatter of every module. All ranks compute with bitwise equal rounded weights in
     all passes between two optimizer steps. The sharded parameters and the optimizer are not
-    rounded, nor are parameters with fewer than two dimensions. Gradients are summed in float32 in
-    rank order, without error feedback. torch's collectives remain in use for a module if messages
-    would not be smaller, if its weights have several dtypes, or if some of its parameters have no
-    gradient. Deterministic. See docs/guide/fsdp2.md.
+    rounded. Parameters with fewer than two dimensions are never rounded. Gradients are summed in
+    float32 in rank order, without error feedback. torch's collectives remain in use for a module if
+    messages would not be smaller, if its weights have several dtypes, or if some of its parameters
+    have no gradient. Results are deterministic. See docs/guide/fsdp2.md.
 
     Args:
         model: modules that `fully_shard` was applied to, on a mesh of one or two dimensions. With
             two (HSDP), torch or `dct_fully_shard_hook` averages over replicas.
-        weights: format of the all-gathers: "int8", "int4", "bfloat16", "float32" or a torch dtype;
-            None: torch's all-gather. With "int4", messages contain changes of weights, and every
-            rank keeps a copy of the whole model in the dtype of the all-gather.
-        gradients: format of the reduce-scatters, as for `weights`; None: torch's reduce-scatter.
+        weights: format of the all-gathers: "int8", "int4", "bfloat16", "float32" or a torch dtype.
+            None: use torch's all-gather. With "int4", messages contain changes of weights, and
+            every rank keeps a copy of the whole model in the dtype of the all-gather.
+        gradients: format of the reduce-scatters, as for `weights`. None: torch's reduce-scatter.
 
     Returns:
         The state: `plan`, `stats`, `state_dict`, `load_state_dict`, `close`.

@@ -29,7 +29,9 @@ _STATE = {
 
 
 class CompressedShards:
-    """The state that `compress_fully_shard` returns. See there.
+    """The state that `compress_fully_shard` returns.
+
+    With "int4" weights, the state keeps a copy of the whole model, called the kept weights.
 
     Attributes:
         step: number of backward passes that reduced gradients.
@@ -101,7 +103,7 @@ class CompressedShards:
         """Return the number of steps and the bytes of the last step.
 
         - `step`: number of backward passes that reduced gradients.
-        - `wire_bytes`: bytes that this rank sent for the shards in the last step, including all
+        - `wire_bytes`: bytes that this rank sent between shards in the last step, including all
           passes since the previous step; None before the first step.
 
         Raises:
@@ -113,9 +115,9 @@ class CompressedShards:
     def state_dict(self) -> dict[str, Any]:
         """Return the step and, with "int4" weights, copies of the kept weights.
 
-        Call it on every rank, between steps. The kept weights are DTensors like the parameters. Use
-        torch.distributed.checkpoint, which takes the state itself, or torch.save with one file per
-        rank. A run that loads them together with the model resumes bit for bit.
+        Call it on every rank, between steps. The kept weights are DTensors like the parameters.
+        Pass the state itself to torch.distributed.checkpoint, or use torch.save with one file per
+        rank. A run that loads the kept weights together with the model resumes bit for bit.
 
         Raises:
             RuntimeError: this rank received a damaged message.
@@ -133,15 +135,15 @@ class CompressedShards:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a `state_dict`. Collective: every rank calls it before the next step.
 
-        Without this call, or with a different format of weights, the next gather sends whole
-        weights, and results are not bitwise equal. torch.distributed.checkpoint reshards the kept
-        weights. If this raises, nothing has changed.
+        Without this call, or with a different format of weights, the next gather sends weights
+        instead of changes, and results are not bitwise equal. torch.distributed.checkpoint reshards
+        the kept weights. If this call raises an error, nothing has changed.
 
         Raises:
             ValueError: the dict has a different version or model, a value is missing or has a wrong
                 type or shape, or ranks load different states.
             TypeError: `state` is not a state dict.
-            RuntimeError: this rank received a damaged message: load into a new state. Or another
+            RuntimeError: this rank received a damaged message (load into a new state), or another
                 rank raised an error.
         """
         op = "load_state_dict"

@@ -47,15 +47,15 @@ def dct_fully_shard_hook(
     Call it on every rank after moving the model to its device and wrapping all modules on the shard
     dimension only. FSDP reduces gradients densely over the shard dimension. Then the hook averages
     each rank's shards over the replicate dimension like `DCTState` (arXiv 2010.08899), with one
-    message per wrapped module. With AdamW pass `format="int4"`, with SGD a `density`. The mean is
-    bitwise the same on every replica, and overwrites FSDP's reduced gradients. Replicas must be
-    equal at the start, because FSDP does not broadcast. Save the state's `state_dict()` in the
-    checkpoint. Memory: 4 bytes per parameter *of a shard*, and the payload of each module from
-    every replica. See docs/guide/fsdp2.md.
+    message per wrapped module. With AdamW pass `format="int4"`, and with SGD a `density`. The mean
+    is bitwise the same on every replica, and overwrites FSDP's reduced gradients. Replicas must be
+    equal at the start, because FSDP does not broadcast parameters. Save the state's `state_dict()`
+    in the checkpoint. Memory: 4 bytes per parameter *of a shard*, and for each module a payload
+    from each replica (with reduce-scatter, three payloads). See docs/guide/fsdp2.md.
 
     Args:
-        model: all trainable parameters are in modules that `fully_shard` was applied to.
-        density: fraction of each rank's part of a module sent per step; see `DCTState`.
+        model: a module. All its trainable parameters are in units of `fully_shard`.
+        density: fraction of each rank's shard of a module to send per step; see `DCTState`.
         transport: the transport between replicas; see `DCTState`.
         mesh: a mesh of all ranks with dimensions "replicate" and "shard".
         format, grad_scaler, optimizer, start_step, policy, refresh_every: see `DCTState`.

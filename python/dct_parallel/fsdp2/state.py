@@ -52,7 +52,7 @@ def require_same_order(order: Sequence[int], group: dist.ProcessGroup) -> None:
 
 
 class FullyShardState:
-    """The state that `dct_fully_shard_hook` returns: residuals and process groups. See there."""
+    """The state that `dct_fully_shard_hook` returns: residuals and process groups."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class FullyShardState:
     def stats(self) -> dict[str, float | int | None]:
         """Return means over the last 100 steps, and the bytes per step; see `DCTState.stats`.
 
-        `wire_bytes` counts bytes sent per rank to other replicas in a compressed step. It excludes
-        FSDP's messages inside a shard group, and 16 bytes that all ranks reduce.
+        `wire_bytes` counts the bytes that each rank sends to other replicas in a compressed step.
+        It excludes FSDP's messages inside a shard group, and 16 bytes that all ranks reduce.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -156,8 +156,8 @@ class FullyShardState:
     def take_back(self) -> None:
         """Return the entries of the last step to the residuals, for a step that is not applied.
 
-        See `DCTState.take_back`. It is a collective over all ranks of the mesh unless an exchange
-        failed. If several backward passes were exchanged, it takes back only the last one.
+        See `DCTState.take_back`. The call is collective over all ranks of the mesh, unless an
+        exchange failed. If several backward passes were exchanged, it takes back only the last one.
 
         Raises:
             ValueError: ranks have taken different steps.
@@ -199,8 +199,8 @@ class FullyShardState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume each replica from its own `state_dict`. Call it on every rank before any step.
 
-        torch.distributed.checkpoint reshards residuals from any number of shards. The next step
-        compares run and step between ranks. If this raises, the state is unchanged.
+        torch.distributed.checkpoint reshards residuals from any number of shards. In the next step,
+        ranks compare their run and step. If this call raises an error, the state is unchanged.
 
         Raises:
             ValueError: the dict has a different version, density, number of replicas, replica,
@@ -217,8 +217,8 @@ class FullyShardState:
         Every replica starts from the mean of the saved residuals. A step applies the mean of the
         replicas' messages, so the pending updates of the model are unchanged, except for float32
         rounding. Owners' residuals (transport "reduce_scatter") are added to every replica. Call it
-        on every rank. It reads one replica's shard at a time. Source: this project; the paper does
-        not change the number of ranks.
+        on every rank. It reads one replica's shard at a time. Source: this project, because the
+        paper does not change the number of ranks.
 
         Args:
             folder: written by `torch.distributed.checkpoint`. Loading unpickles files, so read only

@@ -10,7 +10,7 @@ from .. import DCTAverager, DCTState, dct_hook
 
 
 class DCTCallback(Callback):
-    """Registers `dct_hook` on the DDP of Lightning's strategy; `state` is its `DCTState`.
+    """Registers `dct_hook` on the DDP of Lightning's strategy. `state` is the `DCTState`.
 
     Args:
         settings: arguments of `DCTState`. The callback adds the GradScaler and the optimizer.
@@ -38,7 +38,7 @@ class DCTCallback(Callback):
 
 
 class LocalStepsStrategy(DDPStrategy):
-    """Averages Lightning's weights every few steps; `averager` is its `DCTAverager`.
+    """Averages Lightning's weights every few steps. `averager` is the `DCTAverager`.
 
     Args:
         settings: arguments of `DCTAverager`, such as `period`.

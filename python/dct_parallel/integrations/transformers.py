@@ -30,7 +30,7 @@ class _RankFiles(TrainerCallback):
 
 
 class DCTCallback(_RankFiles):
-    """Registers `dct_hook` on the DDP that the HF Trainer makes; `state` is its `DCTState`.
+    """Registers `dct_hook` on the DDP that the HF Trainer creates. `state` is the `DCTState`.
 
     Args:
         trainer: the Trainer, with `ddp_find_unused_parameters=False`.
@@ -49,11 +49,11 @@ class DCTCallback(_RankFiles):
 
 
 class LocalStepsCallback(_RankFiles):
-    """Averages the HF Trainer's weights every few steps; `averager` is its `DCTAverager`.
+    """Averages the HF Trainer's weights every few steps. `averager` is the `DCTAverager`.
 
     Args:
         trainer: the Trainer, with `average_tokens_across_devices=False`. During training its DDP
-            exchanges no gradients, but the DDP's buckets still use memory.
+            exchanges no gradients, but the buckets of the DDP use memory.
         settings: arguments of `DCTAverager`, such as `period`.
     """
 

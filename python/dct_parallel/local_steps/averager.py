@@ -41,27 +41,27 @@ class DCTAverager(ModelAverager):
         base += mean of all ranks' sent
         weights = base  # with step_ahead: base + residual
 
-    Deterministic. Weights are then bitwise equal on all ranks; `step_ahead` requires a `flush` for
-    this. See docs/guide/transformers.md. Source: SparseLoCo (arXiv 2508.15706) without its outer
-    optimizer and decay, and with quantization or thresholds instead of top-k.
+    Results are deterministic. Weights are then bitwise equal on all ranks. With `step_ahead`, they
+    are equal only after `flush`. Source: SparseLoCo (arXiv 2508.15706) without its outer optimizer
+    and decay, and with quantization or thresholds instead of top-k.
 
     Args:
         module: parameters of float32, bfloat16 or float16, on one CPU or CUDA device. The averager
-            broadcasts all parameters of the first rank, then averages those that require grad.
-            This set must stay the same. For a module sharded by `fully_shard` on a one-dimensional
-            mesh, it averages this rank's shards.
+            broadcasts all parameters of the first rank, and then averages the parameters that
+            require grad. The set of these parameters must not change. For a module sharded by
+            `fully_shard` on a one-dimensional mesh, it averages this rank's shards.
         period: number of steps between averagings.
         density: fraction of all entries sent per averaging, in (0, 1]; default 1.
         format: see `DCTState`; default "ternary", or "bfloat16" with a density below 1.
         transport: see `DCTState`.
         process_group: the ranks to average over, including this one; default: all. With shards:
             the ranks that hold the same shard in other replicas (docs/guide/fsdp2.md).
-        policy, refresh_every: see `DCTState`; they count averagings.
+        policy, refresh_every: see `DCTState`. An averaging takes the place of a step.
         step_ahead: continue from base + residual, as in SAEF (arXiv 2008.05823).
 
     Attributes:
-        step: calls of `average_parameters`. It may be set on every rank to resume at that step.
-        wire_bytes: bytes per averaging, sent by the rank that sends the most.
+        step: number of calls of `average_parameters`. Set it on every rank to resume at a step.
+        wire_bytes: bytes per averaging that a rank sends, for the rank that sends the most.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or ranks differ.
@@ -155,15 +155,15 @@ class DCTAverager(ModelAverager):
         Raises:
             ValueError: at an averaging, the set of parameters that require grad has changed on this
                 rank. Nothing was averaged, and the step is not counted. Other ranks raise at the
-                group's timeout. Then load a checkpoint.
+                group's timeout. Load a checkpoint to continue.
             RuntimeError: a rank had NaN or infinite weights, or the sum of finite changes
                 overflows. Every rank raises, and training can continue from the base of the last
                 averaging, with the changes since then in the residual. Non-finite and overflowed
-                changes are dropped. In quantized formats, the group of 64 entries with a NaN or Inf
-                is also dropped.
+                changes are dropped. In quantized formats, the whole group of 64 entries that
+                contains a NaN or Inf is dropped.
             RuntimeError: a rank is gone. The other ranks raise, at the group's timeout at the
                 latest. They lose no changes and can call `state_dict`, but the group is unusable.
-            RuntimeError: this rank received a damaged payload. Every later call also raises: load a
+            RuntimeError: this rank received a damaged payload. Every later call also raises. Load a
                 checkpoint into a new averager. Other ranks raise as if this rank were gone.
         """
         self._ledger.require_intact()
@@ -179,9 +179,9 @@ class DCTAverager(ModelAverager):
     def flush(self) -> None:
         """Average weights and residuals densely in float32, for example at the end of training.
 
-        Call it on every rank, after any step. It does not count as a step. Afterwards weights are
-        bitwise the same on all ranks, and residuals are 0. A ring sends 8 (P - 1) / P bytes per
-        element.
+        Call it on every rank, after any step. It does not count as a step. Afterwards, weights
+        are bitwise the same on all ranks, and residuals are 0. With P ranks in a ring, each rank
+        sends 8 (P - 1) / P bytes per element.
 
         Raises:
             ValueError: ranks resumed from different steps, or have averaged a different number of
@@ -262,10 +262,10 @@ class DCTAverager(ModelAverager):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from this rank's `state_dict`, bit for bit, with the weights saved with it.
 
-        First construct the averager, which broadcasts weights, then load the weights, then call
-        this. With policy "fixed", bits may differ, because a new threshold is sampled. With
+        First construct the averager, which broadcasts weights. Then load the weights, and then call
+        this method. With policy "fixed", bits may differ, because a new threshold is sampled. With
         `step_ahead`, a state saved directly after an averaging also restores the weights. If this
-        raises, nothing has changed.
+        call raises an error, nothing has changed.
 
         Raises:
             ValueError: the dict has a different version, density, period, step_ahead, number of

@@ -35,14 +35,15 @@ def all_gather_rows(
 ) -> Tensor:
     """Concatenate the columns that each rank has of the same rows. Differentiable in x.
 
-    For tensor parallelism. Each rank sends its columns compressed, as in `all_to_all_rows`. A
-    density selects the k = ceil(density * d) largest entries of a part. As with torch's all-gather,
-    the gradient of a part is the sum over all ranks. If all ranks compute the same loss, divide the
-    loss by the number of ranks. The sum is in float32 in rank order, so it is deterministic.
+    This function is for tensor parallelism. Each rank sends its columns compressed, as in
+    `all_to_all_rows`. A density selects the k = ceil(density * d) largest entries of each row of x.
+    As with the all-gather of torch, the gradient of x is the sum over all ranks. If all ranks
+    compute the same loss, divide the loss by the number of ranks. The sum is in float32 in rank
+    order, so it is deterministic.
 
-    Forward is one all-gather, padded to the longest part. Backward is one all-to-all, which sends
-    the gradient of each part to its rank. Every rank must take part in both. `widths` has the same
-    effect as `output_splits` in `all_to_all_rows`.
+    The forward pass runs one all-gather, padded to the widest x. The backward pass runs one
+    all-to-all, which sends gradients to the rank of the columns. Every rank must run both passes.
+    `widths` has the same effect as `output_splits` in `all_to_all_rows`.
 
     Args:
         x: float32, bfloat16 or float16 [B, d], the same B on every rank; not mutated.
@@ -55,7 +56,7 @@ def all_gather_rows(
     Raises:
         ValueError, TypeError, RuntimeError: as in `all_to_all_rows`; also if B differs.
 
-    Source: as for `all_to_all_rows`; this project applies it to an all-gather.
+    Source: see `all_to_all_rows`. This project applies the method to an all-gather.
     """
     return all_gather_rows_async(x, widths, format=format, group=group).wait()
 

@@ -34,15 +34,15 @@ def all_to_all_rows(
 ) -> Tensor:
     """Send compressed rows to the ranks that they belong to. Differentiable in x.
 
-    Like torch.distributed.all_to_all_single with uneven splits, but with compressed rows and
+    It works like torch.distributed.all_to_all_single with uneven splits, but compresses rows and
     gradients. With a density, only sent entries receive a gradient. Otherwise gradients are
     straight-through and quantized. If all entries are sent in x's dtype, the result has the same
-    bits as the uncompressed exchange. Deterministic.
+    bits as the uncompressed exchange. Results are deterministic.
 
-    Forward and backward are one collective each. Every rank of the group must call this function,
-    even if it has no rows. If x needs a gradient, every rank must run the backward pass. Without
-    `output_splits`, ranks first compare their arguments in an all-to-all of 40 bytes to every rank.
-    The host waits for the result, so the call cannot be captured in a CUDA graph. With
+    The forward and backward pass run one collective each. Every rank of the group must call this
+    function, even if it has no rows. If x needs a gradient, every rank must run the backward pass.
+    Without `output_splits`, ranks first compare their arguments in an all-to-all of 40 bytes to
+    every rank. The host waits for this comparison, so CUDA graphs cannot capture the call. With
     `output_splits`, ranks with different arguments may hang or receive wrong values, but never read
     out of bounds.
 
@@ -84,10 +84,10 @@ def all_to_all_rows_async(
 ) -> Transfer:
     """Like `all_to_all_rows`, but returns a handle immediately; its `wait()` returns the rows.
 
-    Computation before `wait()` overlaps with the exchange, and its backward pass with the exchange
-    of gradients. Without `output_splits`, this call blocks until it has received the counts. Every
-    rank calls `wait()` once per handle, in the same order. Some ranks may call `all_to_all_rows`
-    instead. Arguments and errors are the same.
+    Computation before `wait()` overlaps with the exchange. The backward pass of this computation
+    overlaps with the exchange of gradients. Without `output_splits`, this call blocks until it has
+    received the counts. Every rank calls `wait()` once per handle, in the same order. Some ranks
+    may call `all_to_all_rows` instead. Arguments and errors are as in `all_to_all_rows`.
     """
     op = "all_to_all_rows"
     group = require_group(op, group)

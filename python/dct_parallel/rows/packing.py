@@ -34,12 +34,12 @@ def row_k(width: int, density: float) -> int:
 def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Return the k entries with the largest magnitude of each row, and their positions.
 
-    Differentiable in x. Rows are along the last dimension. The gradient of the values is written to
-    the same positions of x's gradient, with zeros elsewhere. So a transport sends both tensors in
-    the forward pass, and the gradient of the values in the backward pass. There is no error
-    feedback, because rows of different samples are unrelated. Deterministic, and bitwise the same
-    on every backend; ties go to the lower column. Safe in CUDA graphs and torch.compile like
-    `dct_kernels.row_pack`.
+    Differentiable in x. Rows are along the last dimension. The gradient of x is the gradient of
+    the values at the same positions, and 0 elsewhere. So a transport sends both tensors in the
+    forward pass, and only the gradient of the values in the backward pass. There is no error
+    feedback, because rows of different samples are unrelated. If magnitudes are equal, the lower
+    column is selected. The result is deterministic and bitwise the same on every backend. CUDA
+    graphs and torch.compile are supported as for `dct_kernels.row_pack`.
 
     Args:
         x: float32, bfloat16 or float16 [..., d], not mutated.
@@ -49,7 +49,7 @@ def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tup
             default: the dtype of x.
 
     Returns:
-        values [..., k] in that dtype, in column order, and positions uint8 [..., w]; see
+        values [..., k] in the dtype of `format`, in column order, and positions uint8 [..., w]; see
         `dct_kernels.row_pack`.
 
     Raises:
@@ -73,9 +73,9 @@ def unpack_rows(
 ) -> Tensor:
     """Restore rows from the result of `pack_rows`, with zeros in all other positions.
 
-    Differentiable in values, whose gradient is gathered from the same positions. Invalid positions
-    are ignored (see `dct_kernels.row_gather`). Deterministic. Safe in CUDA graphs and torch.compile
-    like `dct_kernels.row_unpack`.
+    Differentiable in values. Their gradient is gathered from the same positions. Invalid positions
+    are ignored (see `dct_kernels.row_gather`). The result is deterministic. CUDA graphs and
+    torch.compile are supported as for `dct_kernels.row_unpack`.
 
     Args:
         values: float32, bfloat16 or float16 [..., k].
@@ -108,7 +108,8 @@ class RowPack(nn.Module):
     """Applies `pack_rows` as the last module of a stage: [..., d] to (values, positions).
 
     It has no parameters and no state. It also compresses in eval mode, because a model that was
-    trained with it expects that. With `inference=False`, eval mode sends all entries in x's dtype.
+    trained with compressed rows expects compressed rows. With `inference=False`, eval mode sends
+    all entries in x's dtype.
 
     Args:
         density: fraction of each row to keep, in (0, 1]; k = ceil(density * d).

@@ -19,13 +19,14 @@ _CARRIER = torch.bfloat16
 class RowQuantize(nn.Module):
     """Quantizes rows as the last module of a stage: [..., d] to a message [..., m].
 
-    It quantizes all entries of a float32, bfloat16 or float16 tensor (not mutated), with one scale
-    per row. The gradient is straight-through and quantized. The message consists of bytes viewed as
-    bfloat16: send, receive or copy it, but do not compute with it. Pass it to exactly one module, a
-    `RowDequantize` with the same formats. The message's gradient is also a message. The module also
-    quantizes in eval mode. It has no parameters or state. Deterministic, and bitwise the same on
-    every backend. It works with torch.compile, torch.vmap and torch.func.grad, but not with a
-    torch.func transform inside torch.compile. There is no second derivative.
+    The module quantizes all entries of a float32, bfloat16 or float16 tensor (not mutated), with
+    one scale per row. The gradient is straight-through and quantized. The message consists of bytes
+    viewed as bfloat16. You can send, receive or copy a message, but do not compute with it. Pass it
+    to exactly one module, a `RowDequantize` with the same formats. The gradient of a message is
+    also a message. The module also quantizes in eval mode. It has no parameters or state. Results
+    are deterministic and bitwise the same on every backend. torch.compile, torch.vmap and
+    torch.func.grad are supported, but no torch.func transform inside torch.compile. There is no
+    second derivative.
 
     Args:
         format: a name, a torch dtype, or a `RowFormat` without a density, such as "int4" or

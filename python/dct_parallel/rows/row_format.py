@@ -20,12 +20,12 @@ class RowFormat:
 
     Args:
         forward: number format of rows: "float32", "bfloat16", "float16" or a torch dtype, or a
-            quantized format, "int8", "int4", "ternary" or "sign" (see `dct_kernels.row_quantize`).
+            quantized format: "int8", "int4", "ternary" or "sign" (see `dct_kernels.row_quantize`).
             None: the dtype of the rows.
         backward: number format of gradients; default: `forward`.
-        density: in (0, 1]; send only the k = ceil(density * d) largest entries of each row, and
-            only their gradients (DCT, model-parallel, arXiv 2010.08899). `forward` must then be a
-            dtype, which is used in both directions.
+        density: in (0, 1]. The exchange sends only the k = ceil(density * d) largest entries of
+            each row, and only their gradients (DCT, model-parallel, arXiv 2010.08899). `forward`
+            must then be a dtype or None and applies to both directions, and `backward` is None.
 
     Raises:
         ValueError, TypeError: an argument is out of range.
