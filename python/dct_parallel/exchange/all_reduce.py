@@ -58,7 +58,7 @@ class CompressedWork:
 
     @contextlib.contextmanager
     def _restoring_residual(self) -> Iterator[None]:
-        """If the exchange raises, return the sent entries to the residual."""
+        """If the exchange raises an error, return the sent entries to the residual."""
         try:
             yield
         except BaseException as error:
@@ -116,8 +116,8 @@ def all_reduce_compressed(
         RuntimeError: this rank received a damaged message. The tensor is wrong, and the sent
             entries are lost.
 
-    NaN and Inf raise no error. In quantized formats, all 64 entries of the group become NaN on
-    every rank. This rank's residual keeps the old values of these entries.
+    NaN and Inf raise no error. In quantized formats, the whole group of 64 entries that contains a
+    NaN or Inf becomes NaN on every rank. This rank's residual keeps the old values of the group.
     """
     settings = Settings.checked(_OP, 1.0, require_format(_OP, "format", format, FORMATS))
     _require(tensor, residual)
@@ -141,12 +141,12 @@ def all_reduce_compressed(
     return None
 
 
-# {group: the combinations that its ranks have compared}
+# {group: the combinations of values that this rank has compared with the other ranks}
 _compared: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 def _compare(values: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise on every rank if `values` differ. Values that this rank has compared are skipped."""
+    """Raise on every rank if `values` differ. Return if this rank has compared equal values."""
     known = _compared.setdefault(group, set())
     if tuple(values.values()) not in known:
         require_same(_OP, exchange(_OP, values, group, timeout_of(group, device)))

@@ -14,10 +14,11 @@ from ..user_warnings import warn_user
 from .loss_scale import LossScale
 from .settings import Settings
 
-# Keys of optimizer states that are running means of squared gradients, in this order: Adam, AdamW,
-# NAdam, RAdam and LAMB; Adamax; RMSprop and Adadelta; Adafactor of torch and of transformers;
-# bitsandbytes. AdaGrad's "sum" is not a mean: with AdaGrad on the embedding tables of a DLRM, the
-# sparse hook increased the loss by 0.001.
+# Keys of optimizer states with running means of squared gradients (Adamax: a running maximum). The
+# order of the optimizers is: Adam, AdamW, NAdam, RAdam and LAMB; Adamax; RMSprop and Adadelta;
+# Adafactor of torch (two keys) and of transformers; bitsandbytes. AdaGrad's "sum" is not a mean, so
+# it is not listed. With AdaGrad on the embedding tables of a DLRM, the sparse hook increased the
+# loss by 0.001.
 _SECOND_MOMENTS = {"exp_avg_sq", "exp_inf", "square_avg", "variance", "row_var", "exp_avg_sq_row"}
 _SECOND_MOMENTS |= {"state2"}
 

@@ -15,14 +15,14 @@ from dct_kernels.row_layout import position_bytes, row_bytes
 from ..formats import DTYPES
 from .packing import row_k
 
-# Dynamo does not trace the checks of dct_kernels.row_quantize in a backward pass.
+# Without the checks of dct_kernels.row_quantize, which Dynamo does not trace in a backward pass.
 _ops = torch.ops.dct
 
 
 class RowCodec:
     """Encodes rows [B, width] and their gradients. The base class leaves rows unchanged.
 
-    Subclasses encode them as uint8 [B, message_bytes] and [B, gradient_bytes].
+    Subclasses encode rows as uint8 [B, message_bytes], and gradients as [B, gradient_bytes].
     """
 
     message_bytes: int
@@ -58,7 +58,7 @@ class LargestEntries(RowCodec):
 
     def encode(self, x: Tensor) -> Tensor:
         values, self._sent = row_pack(x, self._k, self._value_dtype)
-        return torch.cat([_as_bytes(values), self._sent], 1)  # one collective, not two
+        return torch.cat([_as_bytes(values), self._sent], 1)  # for one collective instead of two
 
     def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
         self._received = message[:, self.gradient_bytes :].contiguous()
