@@ -12,7 +12,7 @@ def all_gather(
     output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
     """Gather every rank's `tensor` [n] into `output` [P, n]. Returns a Work if asynchronous."""
-    # From torch 2.13 on, the old name warns; before 2.13 the new name does not exist.
+    # From torch 2.13 on, the old name warns. Before 2.13, the new name does not exist.
     newer = hasattr(dist, "all_gather_single")
     collective = dist.all_gather_single if newer else dist.all_gather_into_tensor
     return collective(output.view(-1), tensor, group=group, async_op=async_op)
@@ -38,7 +38,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
 
 
 def any_rank(flag: bool, device: torch.device, *groups: dist.ProcessGroup) -> bool:
-    """Whether `flag` is true on any rank. `groups`: one per dimension of the grid of ranks."""
+    """Whether `flag` is true on any rank. Pass one group per dimension of the grid of ranks."""
     result = torch.tensor([int(flag)], dtype=torch.int64, device=device)
     for group in groups:
         dist.all_reduce(result, dist.ReduceOp.MAX, group)

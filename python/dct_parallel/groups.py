@@ -69,11 +69,11 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 
 def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Create a gloo group of the same ranks, with collectives independent of those of `group`.
+    """Create a gloo group of the same ranks, whose collectives are independent of `group`.
 
-    Only the ranks of `group` call it. `dist.new_group` is no alternative, because every rank of the
-    world has to call it. With `use_local_synchronization`, the name of the new group depends on the
-    number of groups in the process, and ranks with different numbers of groups hang.
+    Only the ranks of `group` call this function. `dist.new_group` is no alternative, because every
+    rank of the world has to call it. With `use_local_synchronization`, the name of the new group
+    depends on the number of groups in the process. Ranks with different numbers of groups hang.
 
     Args:
         name: a new name for this `group`, the same on all ranks.

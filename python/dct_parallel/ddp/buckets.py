@@ -1,4 +1,4 @@
-"""The buckets of a DDP module. When DDP rebuilds them, each parameter keeps its state."""
+"""The buckets of a DDP module. When DDP rebuilds its buckets, each parameter keeps its state."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -75,7 +75,7 @@ class Buckets:
         return None
 
     def bucket(self, number: int, step: int) -> Bucket:
-        """Return the bucket with this number; create it again if its layout has changed."""
+        """Return the bucket with this number, created again if its layout has changed."""
         parameters, plan = self._layouts[number]
         known = self._buckets.get(number)
         if known is not None and known.plan is plan:

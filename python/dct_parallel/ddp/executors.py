@@ -45,7 +45,7 @@ class Executor(ABC):
 
 
 class InlineExecutor(Executor):
-    """Runs jobs on the thread of the backward pass. For CPU tensors exchanged in one collective.
+    """Runs jobs with CPU tensors and one collective each, on the thread of the backward pass.
 
     A job starts when it is submitted, and its message is sent during the backward pass. `complete`
     completes the jobs in order. No separate thread is used, because it would contend for the GIL.
@@ -77,7 +77,7 @@ class InlineExecutor(Executor):
 
 
 class ThreadExecutor(Executor):
-    """Runs jobs on a separate thread. For CPU tensors exchanged in several collectives.
+    """Runs jobs with CPU tensors and several collectives each, on a separate thread.
 
     Only a separate thread can start the second collective of a bucket during the backward pass, in
     the same order on every rank. `close()` ends the thread after its last job, as does the garbage

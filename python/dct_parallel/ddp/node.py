@@ -188,7 +188,7 @@ class Topology:
         all_ranks: the group to average over.
         layout: the ranks of each node as text, or "none" without a mesh.
         node: this rank's node. Set by `open`, as are `between` and `close`.
-        between: the group that exchanges payloads: the ranks with the same local rank.
+        between: the group of ranks with the same local rank, which exchange payloads.
         close: destroys the groups that `open` created, as does garbage collection of this object.
     """
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 # Imported here because DDP's constructor would import this module later. If a default group exists
-# at that time, default arguments of the module's functions keep the group alive until Python exits,
-# and a gloo thread may abort at exit.
+# at that time, default arguments of the module's functions keep the group alive until Python exits.
+# A gloo thread may then abort.
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.amp import GradScaler

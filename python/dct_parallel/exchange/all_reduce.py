@@ -86,9 +86,9 @@ def all_reduce_compressed(
 
     The rounding error of tensor + residual becomes the new residual (error feedback, as in
     `dct_hook`). The result is deterministic and bitwise the same on every rank, because ranks sum
-    in float32 in rank order. The call uses one all-gather. With three or more ranks, it uses an
-    all-to-all and an all-gather if they send fewer bytes. Each rank then also rounds its range of
-    the mean, and adds the error to its residual. A call allocates messages and 4 bytes per entry.
+    in float32 in rank order. The call uses one all-gather. With three or more ranks, it instead
+    uses an all-to-all and an all-gather if this sends fewer bytes. Each rank then also rounds its
+    range of the mean, and adds the error to its residual. Allocates messages and 4 bytes per entry.
 
     Args:
         tensor: float32, bfloat16 or float16, contiguous, any shape, on the CPU or CUDA. All ranks

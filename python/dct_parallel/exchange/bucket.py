@@ -1,4 +1,4 @@
-"""Buckets: each packs, exchanges and unpacks one flat tensor in place."""
+"""Buckets. Each bucket packs, exchanges and unpacks one flat tensor in place."""
 
 import dataclasses
 from bisect import bisect_right
@@ -24,7 +24,7 @@ class SegmentState:
     Attributes:
         residual: float32 [numel], entries that this rank has not sent yet.
         owner: float32 [numel], the residual of this rank as the owner of a range of the bucket, in
-            units of the mean, and 0 outside that range. None if the transport has no owners.
+            units of the mean. It is 0 outside that range. None if the transport has no owners.
         base: float32 [numel], the base of a `DCTAverager`, else None.
     """
 
@@ -67,8 +67,8 @@ class Bucket:
 
     Attributes:
         transports: {name: class}. Simulations override it.
-        words: int32 results of the last exchange on the device, for `transport.result`. The next
-            `start` overwrites them. Empty during an exchange and after a failed one.
+        words: int32 tensors on the device, the results of the last exchange for `transport.result`.
+            The next exchange overwrites the tensors. Empty during an exchange and if it has failed.
     """
 
     transports: Mapping[str, type[Transport]] = {
@@ -216,8 +216,8 @@ def run_now(call: Callable[[], None]) -> None:
 class StepResults:
     """The results of the exchanges of one step, copied to the host together.
 
-    On CUDA this queues a kernel that concatenates the words of all buckets, and one copy to pinned
-    memory. `read` blocks until the copy is done.
+    On CUDA, a kernel concatenates the words of all buckets, and one asynchronous copy transfers
+    them to pinned memory. `read` blocks until the copy is done.
 
     Args:
         buckets: {number: bucket}.

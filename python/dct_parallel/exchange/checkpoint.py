@@ -222,7 +222,7 @@ class Run(NamedTuple):
         number: the number of this rank or replica.
         format: the format that the run sends, for error messages. Formats need not match.
         same: the {key: value} pairs that a loaded entry must match.
-        parameters: {name: how it is saved} for this model.
+        parameters: {name: how the parameter is saved} for this model.
     """
 
     holder: str
@@ -374,7 +374,7 @@ def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -
 
 
 def _ranks(op: str, states: Iterable[object]) -> Iterator[tuple[Entry, States]]:
-    """Yield the checked entry and states of each rank. Raise unless these are a run's ranks."""
+    """Yield each rank's checked entry and states. Raise unless all ranks of one run are given."""
     seen: dict[str, Entry] = {}
     sizes: dict[str, Flat] = {}
     for state_dict in states:

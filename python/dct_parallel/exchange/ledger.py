@@ -2,7 +2,7 @@
 
 The host reads the results of a step at the end of the next backward pass, or when the user requests
 them. If this rank received a damaged payload, that call and every later call raise an error.
-Other ranks are not notified: they fail when this rank exits, or when the process group times out.
+Other ranks are not notified. They fail when this rank exits, or when the process group times out.
 """
 
 import uuid
@@ -42,8 +42,8 @@ class StepLedger:
         loss_scale: the scale of the gradients, or None.
         start_step: number of steps before compression.
         step_name: the unit of `step`, for error messages.
-        shards: if `group` reduces one of several shards, the ranks that hold the other shards. They
-            compare everything except to_compare["shard"] with this rank.
+        shards: the ranks that hold the shards of this rank's replica, or None. These ranks also
+            compare everything, except to_compare["shard"].
 
     Attributes:
         rank: the rank of this process; valid after process groups are destroyed.
@@ -204,7 +204,7 @@ class StepLedger:
             raise RuntimeError(f"dct::{op}: {rule}, got a failed one")
 
     def end(self) -> None:
-        """End the backward pass: read the previous step's results, and post those of this step.
+        """End the backward pass. Reads the results of the previous step, and posts this step's.
 
         Waits for the exchanges of the previous step.
 
@@ -303,7 +303,7 @@ class StepLedger:
         self._resume_at(step)
 
     def load(self, entry: Mapping[str, Any], step: int | None = None) -> None:
-        """Resume from an entry of a checkpoint. `step` is given if the entry counts other steps.
+        """Resume from an entry of a checkpoint. Pass `step` if the entry counts other steps.
 
         All ranks must call this method. It does not communicate.
         """

@@ -37,7 +37,7 @@ def slices(sizes: Sequence[int], start: int, end: int) -> Iterator[Slice]:
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
-    """The messages of one bucket per step.
+    """The sizes of the messages of one bucket in a step.
 
     Attributes:
         names, sizes: the names and sizes of the bucket's parameters, in order.

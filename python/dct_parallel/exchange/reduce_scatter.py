@@ -80,7 +80,7 @@ class ReduceScatter(Transport):
         payloads = [*sent[:owners], *results[:owners]]
         return ExchangeResult(
             damaged=damaged,
-            # If an owner received a NaN or Inf, its mean has one as well.
+            # If an owner received a NaN or Inf, its mean also contains a NaN or Inf.
             non_finite=non_finite(results),
             counts=counts(sent),
             numel=self._plan.numel,

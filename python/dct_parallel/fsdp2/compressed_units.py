@@ -81,7 +81,7 @@ class CompressedUnit:
     def set(
         self, weights: str | None, gradients: str | None, count: Count, count_reduced: Count
     ) -> None:
-        """Replace torch's collectives with compressed ones."""
+        """Replace torch's collectives with compressed collectives."""
         gather, reduce = self._defaults
         self.gather = WeightGather(self.group, lambda: self._layout(weights), gather, count)
         self.reduce = GradientReduceScatter(
@@ -188,7 +188,7 @@ def units_of(model: nn.Module) -> list[CompressedUnit]:
     """Return the modules of a model that `fully_shard` was applied to, in module order.
 
     Raises:
-        TypeError, ValueError: there is no such module, or one cannot be compressed.
+        TypeError, ValueError: there is no such module, or a module cannot be compressed.
     """
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     modules = [(name, m) for name, m in named if isinstance(m, FSDPModule)]

@@ -151,8 +151,8 @@ class WeightGather(_Collective):
     def _send_change(
         self, layout: MessageLayout, kept: Tensor, part: Tensor, group: dist.ProcessGroup
     ) -> None:
-        # Non-finite kept weights restart from 0. Small parameters also do, because they are sent
-        # whole.
+        # Non-finite kept weights restart from 0. Small parameters also restart from 0, because each
+        # message contains their values instead of changes.
         kept.nan_to_num_(0, 0, 0)
         layout.zero_small(kept)
         base = kept[self._rank]

@@ -124,7 +124,7 @@ class FullyShardState:
     def plan(self) -> str:
         """Return a table of the bytes per rank and module in a compressed step.
 
-        A bucket is a module that fully_shard was applied to. Sizes are those of a shard.
+        A bucket is a module that fully_shard was applied to. Sizes are per shard.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -157,7 +157,7 @@ class FullyShardState:
         """Return the entries of the last step to the residuals, for a step that is not applied.
 
         See `DCTState.take_back`. The call is collective over all ranks of the mesh, unless an
-        exchange failed. If several backward passes were exchanged, it takes back only the last one.
+        exchange failed. If several backward passes were exchanged, only the last one is taken back.
 
         Raises:
             ValueError: ranks have taken different steps.

@@ -314,7 +314,7 @@ class DCTAverager(ModelAverager):
         return Bucket(self._plan, group, self._device, averagings, states)
 
     def _average(self) -> None:
-        """Average the weights. On an error, restore the last base, and add changes to residuals."""
+        """Average the weights. On an error, restore the last base and keep changes as residual."""
         moved = self._weights.change_from(self._start(self._base))
         self._compare("average_parameters")
         self._ledger.begin("average_parameters", self.step // self.period)

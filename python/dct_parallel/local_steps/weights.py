@@ -105,7 +105,7 @@ def _imported(module: str, name: str) -> Any:
 class FlatWeights:
     """The parameters of a module that require grad, concatenated in float32.
 
-    For a module that fully_shard has sharded, these are this rank's shards.
+    For a module that fully_shard has sharded, the tensor contains this rank's shards.
 
     Args:
         op: the entry point, for error messages.

@@ -49,7 +49,7 @@ class RowCodec:
 
 
 class LargestEntries(RowCodec):
-    """The k largest entries of a row with positions. Their gradients are sent without positions."""
+    """Sends the k largest entries of a row with positions, and gradients without positions."""
 
     def __init__(self, width: int, density: float, value_dtype: torch.dtype) -> None:
         self._width, self._k, self._value_dtype = width, row_k(width, density), value_dtype
@@ -74,7 +74,7 @@ class LargestEntries(RowCodec):
 
 
 class AllEntries(RowCodec):
-    """All entries of a row, in one number format for rows and one for gradients."""
+    """Sends all entries of a row. Rows and gradients may have different number formats."""
 
     def __init__(self, width: int, forward: str, backward: str) -> None:
         self._width, self._forward, self._backward = width, forward, backward
@@ -141,5 +141,5 @@ def _as_bytes(values: Tensor) -> Tensor:
 
 
 def _as_floats(message: Tensor, dtype: torch.dtype) -> Tensor:
-    # clone() copies even a single row, which may be misaligned; contiguous() would not copy it.
+    # clone() copies even a single row, which may be misaligned. contiguous() would not copy it.
     return message.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -197,7 +197,7 @@ class Transfer:
         self._token: Tensor | None = with_gradient(op, x, partial(self._start, send), self._finish)
 
     def wait(self) -> Tensor:
-        """Return the received rows. Call it once; a second call raises RuntimeError."""
+        """Return the received rows. Call this method once. A second call raises RuntimeError."""
         if self._token is None:
             raise RuntimeError(
                 "wait() must be called once, got a second call: keep the rows that it returned"
