@@ -31,7 +31,7 @@ POLICIES = ("fresh", "fixed")
 HEADROOM = 1.25  # capacity divided by the expected number of entries above the threshold
 # At least LEAST_PICKS entries are sampled, and enough that PICKS_THAT_PASS samples are expected
 # above the threshold. So the standard error of the density of a step is at most about a quarter of
-# the density, 1 / sqrt(16). Losses match exact top-k (docs/results/thresholds.md).
+# the density, 1 / sqrt(16). Losses match those of exact top-k (docs/results/thresholds.md).
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
 
 _sample_threshold = torch.ops.dct.sample_threshold.default

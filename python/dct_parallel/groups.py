@@ -114,7 +114,7 @@ class PeerError(RuntimeError):
 def _publish(group: dist.ProcessGroup, answer: Mapping[str, Any]) -> tuple[dist.Store, int]:
     """Store this rank's answer for its next comparison. Return the store and its number n.
 
-    The answers of a group's ranks for the same n are compared. Each rank counts its comparisons.
+    Each rank counts its comparisons in a group. Ranks compare answers with the same number.
     """
     store, rank = dist.PrefixStore("dct/agreement", group.get_group_store()), dist.get_rank()
     number = store.add(f"rounds/{rank}", 1)

@@ -58,7 +58,7 @@ class Transport(ABC):
         self._codec.take_back()
 
     def owner_state(self, index: int) -> Tensor | None:
-        """A copy of the owner's residual for one parameter, on the CPU. None without owners."""
+        """The owner's residual for one parameter, copied to the CPU. None if there is no owner."""
         return None
 
     def load_owner(self, index: int, owner: Tensor) -> Tensor:

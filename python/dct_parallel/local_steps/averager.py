@@ -325,7 +325,7 @@ class DCTAverager(ModelAverager):
                 self._bucket.start(moved)
             del moved  # `start` has added it to the residual, and the mean needs as much memory
             base = self._receive()
-            start = self._start(base)  # before ranks agree, because it may run out of memory
+            start = self._start(base)  # may run out of memory, so compute it before ranks agree
             self._agree()
             if self._ledger.non_finite:
                 raise RuntimeError(

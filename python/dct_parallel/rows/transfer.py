@@ -83,7 +83,7 @@ _Result = TypeVar("_Result")
 
 
 def exchange_of_rows(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorate an exchange. torch.compile runs the exchange eagerly, torch.export raises."""
+    """Decorate an exchange, so that torch.compile runs it eagerly and torch.export raises."""
     op = function.__name__
     rule = f"dct::{op}: the exchange must run eagerly"
     reason = f"{rule} (torch.compile without fullgraph=True breaks the graph here)"
