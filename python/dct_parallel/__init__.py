@@ -37,8 +37,8 @@ Or send all entries of each row in a quantized format.
     y = all_to_all_rows(x, splits, format="int4")
 
 The folder exchange averages a flat tensor over ranks. ddp, fsdp2 and local_steps use it. rows sends
-activations between the parts of a model. All folders use the modules formats, compressor,
-collectives, groups and mesh. docs/design/layer.md follows a bucket through them.
+activations between the parts of a model. The modules formats, compressor, collectives, groups and
+mesh are shared by these folders. docs/design/layer.md follows a bucket through the files.
 """
 
 from .compressor import Compressor

@@ -23,16 +23,17 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:  # because the import takes a second
     from torch.distributed.fsdp import FSDPModule
 
-# A context manager that names a span for the profiler. Without a profiler it costs less than 1 us;
-# torch.profiler.record_function costs 6 to 15 us.
+# A context manager that names a span for the profiler. Without a profiler it takes less than 1 us.
+# torch.profiler.record_function takes 6 to 15 us.
 span = torch._C._profiler._RecordFunctionFast
 
-# A context manager in which ops on tensors without gradients skip autograd's kernels. Those kernels
-# also increment version counters, so the caller must increment them.
+# A context manager in which ops on tensors that do not require grad skip autograd's kernels. The
+# skipped kernels would increment version counters, so the caller must increment the counters.
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-# Whether a torch.func transform is active. Function.apply also calls `unwrap_dead_wrappers`.
+# Whether a torch.func transform is active. If none is, `Function.apply` passes its arguments
+# through `unwrap_dead_wrappers`, and a caller that bypasses `Function.apply` must do the same.
 transforms_are_active = torch._C._are_functorch_transforms_active
 
 
@@ -87,7 +88,10 @@ _SCALER_STEP = GradScaler.step.__code__
 
 
 def optimizer_notes(scaler: GradScaler) -> dict[int, dict[str, Any]]:
-    """{id of an optimizer: its stage since the last `update`}. `update` replaces the dict."""
+    """{id of an optimizer: its record since the last `update`}. `update` replaces the dict.
+
+    A record contains the stage of the optimizer ("stage").
+    """
     return scaler._per_optimizer_states
 
 
@@ -120,7 +124,7 @@ def new_gloo_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
 
 
 def has_step_hooks(optimizer: object) -> bool:
-    """Whether this is an optimizer whose `step` calls hooks. A wrapper's may not."""
+    """Whether the `step` of this optimizer calls hooks. The `step` of a wrapper may not."""
     return isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
@@ -130,12 +134,12 @@ def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
 
 
 def expects_sparse_gradients(ddp: DistributedDataParallel) -> bool:
-    """Whether a submodule of this DDP module has sparse gradients."""
+    """Whether a submodule of this DDP module produces sparse gradients."""
     return any(ddp._build_params_for_reducer()[1])
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> set[Tensor]:
-    """The parameters whose dense gradients DDP reduces. Temporarily allocates all buckets."""
+    """The parameters whose dense gradients DDP reduces. Allocates all buckets temporarily."""
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     return {parameter for bucket in buckets for parameter in bucket.parameters()}
 
@@ -156,14 +160,17 @@ def fsdp_parameters(group: Any) -> list[nn.Parameter]:
 
 
 def fsdp_gathered_dtypes(group: Any) -> list[torch.dtype]:
-    """The dtype in which FSDP2 gathers each parameter of a group, as bytes if they differ."""
+    """The dtype in which FSDP2 gathers each parameter of a group.
+
+    If the dtypes of the parameters differ, FSDP2 gathers all of them as bytes.
+    """
     policy = group.mp_policy.param_dtype
     parameters = fsdp_parameters(group)
     return [policy if policy and p.is_floating_point() else p.dtype for p in parameters]
 
 
 def fsdp_reduced_dtype(group: Any) -> torch.dtype | None:
-    """The dtype in which FSDP2 reduces the gradients of a group, or None without gradients."""
+    """The dtype in which FSDP2 reduces a group's gradients, or None if no parameter is trained."""
     trained = [parameter.dtype for parameter in fsdp_parameters(group) if parameter.requires_grad]
     policy, first = group.mp_policy, next(iter(trained), None)
     dtype: torch.dtype | None = first and (policy.reduce_dtype or policy.param_dtype or first)
@@ -171,7 +178,7 @@ def fsdp_reduced_dtype(group: Any) -> torch.dtype | None:
 
 
 def fsdp_shard_numels(group: Any) -> list[int]:
-    """The padded size of each parameter's shard, which is the same on all ranks."""
+    """The number of elements of each parameter's padded shard, which is equal on all ranks."""
     return [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
 
 
@@ -182,7 +189,7 @@ def fsdp_has_extension(group: Any) -> bool:
 
 
 def fsdp_shard_group(group: Any) -> dist.ProcessGroup | None:
-    """The ranks that hold the shards of a group's parameters, or None if they are replicated."""
+    """The process group that shards a group's parameters, or None if they are replicated."""
     return getattr(group.mesh_info, "shard_process_group", None)
 
 
@@ -192,7 +199,7 @@ def fsdp_collectives(group: Any) -> tuple[Any, Any]:
 
 
 def fsdp_divide_factor(group: Any) -> float | None:
-    """The user's divide factor for gradients, or None for the number of ranks."""
+    """The user's divide factor for gradients, or None if FSDP2 chooses the factor."""
     factor: float | None = group.gradient_divide_factor
     return factor
 
@@ -203,5 +210,5 @@ def fsdp_hook(group: Any) -> object:
 
 
 def fsdp_in_backward(module: "FSDPModule") -> bool:
-    """Whether FSDP2 is in a backward pass, in which other passes may be nested."""
+    """Whether FSDP2 is in a backward pass. The end of a nested pass does not change the result."""
     return module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued

@@ -1,4 +1,4 @@
-"""The collectives that the package uses, and formulas for the bytes that rings send for them."""
+"""Collectives that several modules use, and the bytes that a rank sends for them in a ring."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ def all_gather(
     output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
     """Gather every rank's `tensor` [n] into `output` [P, n]. Returns a Work if asynchronous."""
-    # From torch 2.13 on, the old name warns; before 2.13 the new name does not exist.
+    # From torch 2.13 on, the old name warns. Before 2.13, the new name does not exist.
     newer = hasattr(dist, "all_gather_single")
     collective = dist.all_gather_single if newer else dist.all_gather_into_tensor
     return collective(output.view(-1), tensor, group=group, async_op=async_op)
@@ -30,7 +30,7 @@ def all_to_all(
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Write this rank's part of the sum of all ranks' `tensor` [P * n] into `output` [n]."""
-    # The old name also warns, as for all_gather.
+    # As in all_gather, the old name warns from torch 2.13 on.
     if hasattr(dist, "reduce_scatter_single"):
         dist.reduce_scatter_single(output, tensor, group=group)
     else:
@@ -38,7 +38,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
 
 
 def any_rank(flag: bool, device: torch.device, *groups: dist.ProcessGroup) -> bool:
-    """Whether `flag` is true on any rank. `groups`: one per dimension of the grid of ranks."""
+    """Whether `flag` is true on any rank. Pass one group per dimension of the grid of ranks."""
     result = torch.tensor([int(flag)], dtype=torch.int64, device=device)
     for group in groups:
         dist.all_reduce(result, dist.ReduceOp.MAX, group)
@@ -48,7 +48,7 @@ def any_rank(flag: bool, device: torch.device, *groups: dist.ProcessGroup) -> bo
 def dense_mean(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
     """Return the mean of all ranks' `tensor`, sent and returned in `dtype`.
 
-    It divides before it sums, as DDP does, which halves the chance of overflow.
+    Ranks divide before the sum, as DDP does, because the sum could overflow in float16.
     """
     mean = tensor.to(dtype, copy=True).div_(group.size())
     dist.all_reduce(mean, group=group)

@@ -1,8 +1,9 @@
 """Compresses one flat tensor on one device: residual, thresholds and payload.
 
-Dynamic Communication Thresholding, data-parallel (arXiv 2010.08899): large entries go into the
-payload, the others stay in the residual (error feedback). The threshold is a sampled quantile. The
-paper samples it once in thousands of steps; by default this class samples it in every step.
+The method is the data-parallel part of Dynamic Communication Thresholding (arXiv 2010.08899). The
+payload contains the entries that reach a threshold. All other entries stay in the residual (error
+feedback). The threshold is a quantile of sampled entries. The paper samples a new threshold once
+in thousands of steps. By default, `Compressor` samples a new threshold in every step.
 """
 
 import functools
@@ -28,9 +29,9 @@ from .user_warnings import warn_user
 
 POLICIES = ("fresh", "fixed")
 HEADROOM = 1.25  # capacity divided by the expected number of entries above the threshold
-# A sample has at least LEAST_PICKS picks, and enough that PICKS_THAT_PASS are expected above the
-# threshold. So the density of a step is off by about a quarter, 1 / sqrt(16). Losses match those
-# with the exact threshold (docs/results/thresholds.md).
+# At least LEAST_PICKS entries are sampled, and enough that PICKS_THAT_PASS samples are expected
+# above the threshold. So the standard error of the density of a step is at most about a quarter of
+# the density, 1 / sqrt(16). Losses match those of exact top-k (docs/results/thresholds.md).
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
 
 _sample_threshold = torch.ops.dct.sample_threshold.default
@@ -44,7 +45,7 @@ def default_capacity(numel: int, density: float) -> int:
 
 
 def default_samples(density: float) -> int:
-    """The number of picks for a threshold: 4,096, or 16 / density below a density of 0.39 %."""
+    """The number of samples for a threshold: 4,096, or 16 / density below a density of 0.39 %."""
     return min(max(LEAST_PICKS, math.ceil(PICKS_THAT_PASS / density)), 2**31 - 1)
 
 
@@ -57,7 +58,7 @@ class Compressor:
     samples are not finite, "fresh" packs only non-finite entries, and "fixed" keeps the last
     threshold. If the non-zero fraction of the samples is below `density`, or the density is 1, all
     non-zero entries pass, up to the capacity. The class is deterministic and does not synchronize.
-    A CUDA graph captures `step`, the seed of the samples.
+    A CUDA graph captures the value of `step`, which seeds the samples.
 
     Args:
         numel: number of elements of the flat tensor.
@@ -131,11 +132,11 @@ class Compressor:
         self._layout = payload_layout(numel, capacity, value_dtype, ranges)
         shape = (ranges, self._layout.nbytes) if ranges > 1 else (self._layout.nbytes,)
         self.payload = torch.zeros(shape, dtype=torch.uint8, device=device)
-        # A row has the layout of the longest range. A shorter range has fewer block starts, so its
-        # positions begin at a lower offset.
+        # All ranks send rows with the layout of the longest range. The payload of a shorter range
+        # has fewer block starts, so its positions begin at a lower offset.
         row = self._layout if row_of is None else payload_layout(row_of, capacity, value_dtype)
         self._row = self.payload.new_zeros(row.nbytes) if row != self._layout else None
-        # The parts of a row that the payload contains.
+        # The slices of a row into which `_to_send` copies the two halves of the payload.
         self._cuts = slice(self._layout.positions), slice(row.positions, row.nbytes)
         self._sampled = False
         self._mean: Tensor | None = None  # the buffer of `pack_mean`
@@ -222,13 +223,13 @@ class Compressor:
 
         Use it for a step that was exchanged but not applied. The result is exact for finite
         entries, because packed value + residual is the accumulated value. Non-finite entries are
-        dropped. A second call does nothing, because the first call clears the header. The call
-        allocates `numel` float32.
+        dropped. Without `mean`, a second call does nothing, because the first call clears the
+        header. The call allocates `numel` float32.
 
         Args:
             mean: the mean that `pack_mean` packed, which is subtracted from the residual; or None.
         """
-        # If both flags were set, unpacking would write a NaN to element 0.
+        # If both flags of a header are set, unpacking writes a NaN to the first element.
         self.payload[..., FLAGS_BYTE].zero_()
         sent = torch.empty_like(self.residual)
         self._unpack(self.payload.unsqueeze(0), sent)
@@ -236,10 +237,10 @@ class Compressor:
         if mean is not None:
             self.residual -= torch.where(mean.isfinite(), mean, 0.0)
         self.payload[..., :HEADER_BYTES].zero_()
-        self._sampled = False  # a fixed threshold may have been sampled from infinite values
+        self._sampled = False  # sample again, because the last samples may have been infinite
 
     def _to_send(self) -> Tensor:
-        """The payload, padded to the size of the longest range's payload."""
+        """The payload in the layout of the longest range's payload."""
         if self._row is None:
             return self.payload
         sizes = [len(self._row[cut]) for cut in self._cuts]
@@ -262,7 +263,7 @@ class Compressor:
             self.density,
             len(self.threshold),
             self.max_samples,
-            self.step,  # the seed: different picks in every sample
+            self.step,  # the seed, so that each call samples different entries
             inv_scale,
         )
         if self.policy == "fixed":

@@ -12,9 +12,9 @@ ROW_FORMATS = (*DTYPES, *FORMATS)
 def require_format(
     op: str, arg: str, format: str | torch.dtype, formats: tuple[str, ...], why: str = ""
 ) -> str:
-    """Return the name of `format`, a name or a torch dtype. Raise unless it is in `formats`.
+    """Return the name of `format`, which is a name or a torch dtype.
 
-    `why` is appended to the rule in the error message.
+    Raises an error unless the name is in `formats`. `why` is appended to the rule in the error.
     """
     if not isinstance(format, (str, torch.dtype)):
         raise TypeError(

@@ -21,8 +21,9 @@ from ._torch import timeout_of as timeout_of
 class GroupForBackward:
     """A weak reference to a process group, for an autograd graph.
 
-    A graph often lives until the process exits. If it kept the group alive, the group would join
-    its threads at exit, when they can no longer enter Python, and the process would abort.
+    A graph often lives until the process exits. If the graph kept the group alive, the group would
+    join its threads at exit. The threads can no longer enter Python then, so the process would
+    abort.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -41,7 +42,10 @@ class GroupForBackward:
 def require_group(
     op: str, group: dist.ProcessGroup | None, arg: str = "group"
 ) -> dist.ProcessGroup:
-    """Return `group`, or by default the group of all ranks. Raise if it lacks this rank."""
+    """Return `group`, or by default the group of all ranks.
+
+    Raises an error if this rank is not in the group, or if the group was destroyed.
+    """
     if group is None and not dist.is_initialized():
         raise ValueError(
             f"dct::{op}: {arg} must be a process group if torch.distributed is not initialized "
@@ -57,7 +61,7 @@ def require_group(
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Whether the group still exists. `destroy_process_group` destroys one group or all groups."""
+    """Whether the group exists. `destroy_process_group` destroys one group or all groups."""
     try:
         return bool(dist.get_process_group_ranks(group))
     except KeyError:
@@ -65,11 +69,11 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 
 def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Create a gloo group of the same ranks, with collectives independent of those of `group`.
+    """Create a gloo group of the same ranks, whose collectives are independent of `group`.
 
-    Only the ranks of `group` call it. `dist.new_group` is no alternative, because every rank of the
-    world has to call it. With `use_local_synchronization`, the name of the new group depends on the
-    number of groups in the process, and ranks with different numbers of groups hang.
+    Only the ranks of `group` call this function. `dist.new_group` is no alternative, because every
+    rank of the world has to call it. With `use_local_synchronization`, the name of the new group
+    depends on the number of groups in the process. Ranks with different numbers of groups hang.
 
     Args:
         name: a new name for this `group`, the same on all ranks.
@@ -84,10 +88,10 @@ def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
 
 
 def destroyer(owner: object, *groups: dist.ProcessGroup) -> Callable[[], object]:
-    """Return a function that destroys, once, these groups from `separate_group`.
+    """Return a function whose first call destroys these groups of `separate_group`.
 
-    The function is also called when `owner` is garbage-collected. It is not called at Python's
-    exit, because collectives may be running then. Groups that are already destroyed are skipped.
+    The function is also called when `owner` is garbage-collected. It is not called when Python
+    exits, because collectives may still be running. Groups that are already destroyed are skipped.
     """
     end = weakref.finalize(owner, _destroy, groups)
     end.atexit = False
@@ -100,7 +104,7 @@ def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
             dist.destroy_process_group(group)
 
 
-POLL_SECONDS = 0.02  # store.wait would block Ctrl-C, and other threads that use the store
+POLL_SECONDS = 0.02  # polling, because store.wait blocks Ctrl-C and other users of the store
 
 
 class PeerError(RuntimeError):
@@ -108,9 +112,9 @@ class PeerError(RuntimeError):
 
 
 def _publish(group: dist.ProcessGroup, answer: Mapping[str, Any]) -> tuple[dist.Store, int]:
-    """Store this rank's answer for its next comparison. Return the store and the number.
+    """Store this rank's answer for its next comparison. Return the store and its number n.
 
-    The n-th comparison of a rank in a group is compared with the n-th of every other rank.
+    Each rank counts its comparisons in a group. Ranks compare answers with the same number.
     """
     store, rank = dist.PrefixStore("dct/agreement", group.get_group_store()), dist.get_rank()
     number = store.add(f"rounds/{rank}", 1)
@@ -133,7 +137,7 @@ def exchange(
 
     Raises:
         PeerError: a different rank raised an error, or sent no values before the timeout.
-        ValueError: ranks run different operations. Every rank raises it.
+        ValueError: ranks run different operations. Every rank raises this error.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     store, number = _publish(group, {"op": op, "values": values})
@@ -160,9 +164,10 @@ def exchange(
 
 @contextlib.contextmanager
 def sharing_errors(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]:
-    """Send an error that is raised inside to the other ranks of these groups, which also raise it.
+    """Send an error that is raised inside to the other ranks of these groups.
 
-    Put it around the checks of each rank's arguments, and call `exchange` in each group afterwards.
+    The other ranks raise a PeerError in their next `exchange`. Put this context manager around the
+    checks of each rank's arguments, and call `exchange` in each group afterwards.
 
     Args:
         op: the name of the operation, for errors.
@@ -180,7 +185,10 @@ def sharing_errors(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]
 
 @contextlib.contextmanager
 def raising_together(op: str, group: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
-    """If one rank raises an error inside, raise it on every rank of the group. Collective."""
+    """If a rank raises an error inside, raise an error on every rank of the group. Collective.
+
+    The other ranks raise a PeerError at the end of the block.
+    """
     with sharing_errors(op, group):
         yield
     exchange(op, {}, group, timeout)

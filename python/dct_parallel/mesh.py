@@ -35,7 +35,7 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
     """Create the mesh of a cluster, with dimensions ("node", "local") and one row per node.
 
     Call it on every rank after initializing torch.distributed, because it creates process groups.
-    Ranks must be numbered node by node, as torchrun does. The groups have the timeout that
+    Ranks must be numbered node by node, as torchrun numbers them. The groups have the timeout that
     `init_process_group` received.
 
     Args:

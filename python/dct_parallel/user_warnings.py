@@ -9,7 +9,7 @@ logger = logging.getLogger("dct")
 
 
 def warn_user(text: str) -> None:
-    """Warn with the innermost line outside torch and these packages as the location."""
+    """Warn at the location of the innermost call outside torch and these packages."""
     frame: FrameType | None = sys._getframe(1)
     level = 2  # the stacklevel of `frame`
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):

@@ -1,4 +1,4 @@
-"""The buckets of a DDP module. When DDP rebuilds them, each parameter keeps its state."""
+"""The buckets of a DDP module. When DDP rebuilds its buckets, each parameter keeps its state."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -41,7 +41,7 @@ class Buckets:
         self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
         self._buckets: dict[int, Bucket] = {}
         self._parked: dict[str, SegmentState] = {}
-        # _loaded: the layouts were loaded and not yet used. _resumes: the current step uses them.
+        # _loaded: the layouts were loaded, and no step has used them. _resumes: this step does.
         self._loaded = self._resumes = False
 
     def begin(self) -> None:
@@ -51,9 +51,11 @@ class Buckets:
     def parts(self, index: int, bucket: dist.GradBucket) -> dict[int, list[Parameter]] | None:
         """Return {number: parameters} of the buckets to reduce instead of DDP's bucket, or None.
 
-        The first step after a load uses the buckets of the saved run, if DDP's bucket contains them
-        whole. DDP starts with all parameters in one bucket and rebuilds its buckets in the order in
-        which the gradients arrived.
+        The first step after a load uses the buckets of the saved run, if DDP's bucket consists of
+        whole saved buckets. By default, DDP starts with all parameters in one bucket, and later
+        rebuilds its buckets in the order in which the gradients arrived. With
+        `find_unused_parameters=True` and without a static graph, DDP starts with buckets of
+        limited size and does not rebuild them.
 
         Raises:
             ValueError: the hook belongs to a different model.
@@ -73,13 +75,13 @@ class Buckets:
         return None
 
     def bucket(self, number: int, step: int) -> Bucket:
-        """Return the bucket with this number; create it again if its layout has changed."""
+        """Return the bucket with this number, created again if its layout has changed."""
         parameters, plan = self._layouts[number]
         known = self._buckets.get(number)
         if known is not None and known.plan is plan:
             return known
-        # Buckets before this one are unchanged and may be in use. So this bucket and the later ones
-        # together hold the same parameters as before, in a different order.
+        # Buckets before this one are unchanged and may be in use. So this bucket and the later
+        # buckets together contain the same parameters as before, in a different order.
         for later in [i for i in self._buckets if i >= number]:
             self._parked |= self._buckets.pop(later).states()
         sizes = {self._names[p]: p.numel() for p in parameters}
@@ -95,7 +97,7 @@ class Buckets:
         return [bucket for _, bucket in sorted(self._buckets.items())]
 
     def plans(self) -> list[BucketPlan]:
-        """The plans of all buckets. Until DDP's buckets are known, one bucket is assumed."""
+        """The plans of all buckets, or of one bucket with all parameters if no bucket exists."""
         if self._buckets:
             return [bucket.plan for bucket in self.in_order()]
         return [self._plan_of(self._names)]
@@ -118,7 +120,7 @@ class Buckets:
         return [[self._names[p] for p in parameters] for parameters in layouts]
 
     def load(self, states: dict[str, SegmentState], names: Sequence[Sequence[str]]) -> None:
-        """Use these states for the buckets created next. `names` are the buckets of the saved run.
+        """Use these states for the next buckets. `names` lists the buckets of the saved run.
 
         Raises:
             ValueError: `names` has an unknown parameter or a duplicate. Nothing has changed.
@@ -148,7 +150,7 @@ class Buckets:
         return self._plan_of(parameters)
 
     def node_bytes(self) -> int:
-        """Bytes that a rank sends inside its node per step."""
+        """Bytes that this rank sends inside its node per step."""
         layouts = [parameters for parameters, _ in self._layouts.values()] or [list(self._names)]
         return sum(
             self._node.wire_bytes(sum(p.numel() for p in parameters), parameters[0].itemsize)
@@ -163,7 +165,7 @@ class Buckets:
             [piece.high - piece.low for piece in pieces],
             self._settings,
             self._group.size(),
-            # The longest part, so that all ranks of a node choose the same transport.
+            # The length of the longest part, so that all ranks of a node choose the same transport.
             -(-sum(sizes) // self._node.size),
         )
 
@@ -173,10 +175,12 @@ def reduce_parts(
     reductions: Sequence[tuple[Sequence[Tensor], Callable[[Tensor], Complete | None]]],
     buffer: Tensor,
 ) -> None:
-    """Reduce `buffer`, the gradients of the parameters in `order`, in place and part by part.
+    """Reduce DDP's buffer in place, as several buckets of a saved run.
 
     Args:
-        reductions: (parameters of a part, `Bucket.launch` for their gradients as one flat tensor).
+        order: the parameters in the order of `buffer`.
+        reductions: for each saved bucket, its parameters and `Bucket.launch`.
+        buffer: the gradients of all parameters.
     """
     pieces = dict(zip(order, buffer.split([p.numel() for p in order]), strict=True))
     for parameters, launch in reductions:

@@ -1,8 +1,9 @@
 """Executors, which run bucket jobs during the backward pass, in the order of submission.
 
-Every rank submits the same jobs in the same order, so it issues the same collectives in the same
-order. Callbacks of futures do not guarantee that: gloo runs them on its own threads in the order of
-arrival. That order differs between ranks, so a collective in a callback can hang.
+Every rank submits the same jobs in the same order, so all ranks issue the same collectives in the
+same order. Callbacks of futures do not guarantee this order, because gloo runs callbacks on its own
+threads in the order in which collectives complete. The order of completion differs between ranks,
+so a collective in a callback can hang.
 """
 
 import queue
@@ -44,10 +45,10 @@ class Executor(ABC):
 
 
 class InlineExecutor(Executor):
-    """Runs jobs on the thread of the backward pass: for CPU tensors exchanged in one collective.
+    """Runs jobs with CPU tensors and one collective each, on the thread of the backward pass.
 
     A job starts when it is submitted, and its message is sent during the backward pass. `complete`
-    completes the jobs in order. A separate thread would contend for the GIL.
+    completes the jobs in order. No separate thread is used, because it would contend for the GIL.
     """
 
     def __init__(self) -> None:
@@ -76,22 +77,24 @@ class InlineExecutor(Executor):
 
 
 class ThreadExecutor(Executor):
-    """Runs jobs on one thread, in order: for CPU tensors exchanged in several collectives.
+    """Runs jobs with CPU tensors and several collectives each, on a separate thread.
 
-    Only a thread can start the second collective of a bucket during the backward pass, in the same
-    order on every rank. `close()` ends the thread after its jobs; it also runs at Python's exit.
+    Only a separate thread can start the second collective of a bucket during the backward pass, in
+    the same order on every rank. `close()` ends the thread after its last job, as does the garbage
+    collection of the executor. Python's exit also ends the thread.
     """
 
     def __init__(self) -> None:
         self._jobs: _Jobs = queue.SimpleQueue()
-        # A daemon, so that a rank can exit while a collective waits for peers that are gone.
+        # A daemon, so that a rank can exit while a collective blocks because other ranks are gone.
         thread = threading.Thread(target=_serve, args=(self._jobs,), name="dct", daemon=True)
         thread.start()
         self._end = weakref.finalize(self, _stop, self._jobs, thread)  # also at exit
 
     def submit(self, start: Start, result: _Result) -> Future[_Result]:
         done: Future[_Result] = Future()
-        # DDP reads the future in C++, which recognizes an exception only if a callback raised it.
+        # DDP reads the future in C++. The C++ code recognizes an exception only if a callback
+        # raised it.
         value = done.then(Future.value)
         self._jobs.put((start, result, done))
         return value
@@ -101,7 +104,7 @@ class ThreadExecutor(Executor):
 
 
 class StreamExecutor(Executor):
-    """Runs jobs on a CUDA stream, to which the submitting thread queues them.
+    """Queues jobs on a CUDA stream, on the submitting thread.
 
     Waiting for a job's future makes the current stream wait for the job's stream.
     """
@@ -131,9 +134,9 @@ def executor_for(device: torch.device, sends_once: bool) -> Executor:
 
 def _stop(jobs: _Jobs, thread: threading.Thread) -> None:
     jobs.put(None)
-    # Python kills daemon threads at exit. The process would abort if this thread was then setting
-    # its last future, in C++. The garbage collector may also run this function on the thread
-    # itself, where join() would raise an error.
+    # Python kills daemon threads at exit. If the thread is setting its last future in C++ at that
+    # time, the process aborts, so join the thread. The garbage collector may run this function on
+    # the thread itself, where join() would raise an error.
     if thread is not threading.current_thread():
         thread.join(EXIT_SECONDS)
 

@@ -1,4 +1,7 @@
-"""The process groups that a state averages over: one group, or the two dimensions of a mesh."""
+"""Averages over a mesh of nodes: dense inside a node, compressed between nodes.
+
+Without a mesh, every rank is its own node.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,17 +19,17 @@ from ..exchange.bucket import Bucket, SegmentState
 from ..exchange.plan import BucketPlan, Slice, slices
 from ..mesh import NODES, require_mesh
 
-_ALIGNMENT = 8  # elements: 16 bytes or more of every dtype
+_ALIGNMENT = 8  # elements, at least 16 bytes in every dtype
 
 
 class Node:
-    """Splits each bucket into equal parts, so that each rank of the node exchanges one part.
+    """Splits each bucket into parts. Each rank of the node exchanges one part with other nodes.
 
-    A part is a multiple of 16 bytes, so the last parts may be short or empty. In a node of one rank
-    the part is the bucket itself, and nothing is sent.
+    The length of a part is a multiple of 16 bytes, so the last parts may be shorter or empty. In a
+    node of one rank, the part is the whole bucket, and nothing is sent inside the node.
 
     Args:
-        group: the ranks of this rank's node; None if this rank is the only one.
+        group: the process group of this rank's node; None if the node has no other rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -42,8 +45,8 @@ class Node:
     def sum_part(self, buffer: Tensor) -> Tensor:
         """Sum this rank's part of `buffer` [numel] over the node's ranks, in its dtype.
 
-        Returns a new tensor with the length of a full part, padded with zeros. In a node of one
-        rank it returns `buffer` itself.
+        Returns a new tensor with the length of the longest part, padded with zeros. In a node of
+        one rank, returns `buffer` itself.
         """
         if self.group is None or self.size == 1:
             return buffer
@@ -55,14 +58,14 @@ class Node:
         return part
 
     def mean_part(self, buffer: Tensor) -> Tensor:
-        """Like `sum_part`, for the mean. Overwrites `buffer`.
+        """Like `sum_part`, but computes the mean, and may overwrite `buffer`.
 
-        It divides before it sums, as DDP does, which halves the chance of overflow.
+        Ranks divide before the sum, as DDP does, because the sum could overflow in float16.
         """
         return self.sum_part(buffer if self.size == 1 else buffer.div_(self.size))
 
     def gather(self, part: Tensor, buffer: Tensor) -> None:
-        """Gather every rank's `part`, as `sum_part` returned it, into `buffer` [numel]."""
+        """Gather the parts of all ranks of the node, as `sum_part` pads them, into `buffer`."""
         if self.group is None or self.size == 1:
             return
         padded = part.new_empty(self.size, part.numel())
@@ -73,10 +76,11 @@ class Node:
     def wire_bytes(self, numel: int, itemsize: int) -> int:
         """Bytes that a rank sends inside its node per step for a bucket of `numel` elements."""
         part = self._length(numel) * itemsize
-        return all_reduce_bytes(self.size * part, self.size)  # as a reduce-scatter and a gather
+        # A reduce-scatter and an all-gather send as many bytes as an all-reduce.
+        return all_reduce_bytes(self.size * part, self.size)
 
     def sentence(self, nbytes: int) -> str:
-        """The sentences after a plan's table: this rank's part, and the bytes inside the node."""
+        """Text to append to a plan's table: this rank's part, and the bytes inside the node."""
         if self.size == 1:
             return ""
         return (
@@ -91,14 +95,15 @@ class Node:
 
 
 class NodeBucket(Bucket):
-    """A bucket that is summed and gathered inside the node; each rank exchanges one part of it.
+    """A bucket of which each rank of a node exchanges one part with other nodes.
 
-    The node's residual is the sum of its ranks' states. Each rank keeps one part. If a state also
-    has residuals for other ranks' parts, those ranks receive them once, before the first gradient.
+    The residual of a node is the sum of the residuals of its ranks. Each rank keeps the residual
+    of its own part. If the states also contain residuals for the parts of other ranks, a
+    reduce-scatter sends these residuals to the other ranks before the first gradient.
 
     Args:
         node: this rank's node.
-        sizes: {name: numel} of the bucket's parameters, in its order.
+        sizes: {name: numel} for the parameters, in the order of the bucket.
         plan: the plan of this rank's part.
         group, device, step, states: as for `Bucket`; the states cover whole parameters.
     """
@@ -123,7 +128,7 @@ class NodeBucket(Bucket):
     def launch(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
     ) -> None:
-        """Call `reduce`, which is complete on return because the node gathers its parts."""
+        """Call `reduce`. The exchange is then complete, because `reduce` also gathers the parts."""
         self.reduce(buffer, scale, inv_scale)
 
     def reduce(
@@ -141,7 +146,7 @@ class NodeBucket(Bucket):
         self._node.gather(part, buffer)
 
     def states(self) -> dict[str, SegmentState]:
-        """{name: a copy of the state, as long as the parameter, 0 outside this rank's part}."""
+        """{name: a copy of the state of the whole parameter, with 0 outside this rank's part}."""
 
         def placed(name: str, part: Tensor) -> Tensor:
             piece = self._pieces[name]
@@ -157,7 +162,7 @@ class NodeBucket(Bucket):
         return state.map(lambda whole: whole[piece.low : piece.high])
 
     def _pending_for_others(self, name: str, states: dict[str, SegmentState]) -> Tensor:
-        """The residuals of a state for other ranks' parts, as shares of the mean over nodes."""
+        """The pending entries in other ranks' parts, as contributions to the sum over nodes."""
         if name not in states:
             return torch.zeros(self._sizes[name], dtype=torch.float32, device="cpu")
         pending = states[name].share(self.plan.ranks).clone()
@@ -183,8 +188,8 @@ class Topology:
         all_ranks: the group to average over.
         layout: the ranks of each node as text, or "none" without a mesh.
         node: this rank's node. Set by `open`, as are `between` and `close`.
-        between: the group that exchanges payloads: the ranks with the same local rank.
-        close: destroys the groups that `open` made. Garbage collection does the same.
+        between: the group of ranks with the same local rank, which exchange payloads.
+        close: destroys the groups that `open` created, as does garbage collection of this object.
     """
 
     def __init__(
@@ -211,11 +216,11 @@ class Topology:
                     f"dct::{op}: mesh must be on {device.type} like ddp, got {mesh.device_type}"
                 )
         # The CPU needs separate groups, because collectives of the executor's thread must not
-        # interleave with those of the main thread. On CUDA one thread issues them all.
+        # interleave with collectives of the main thread. The executor on CUDA has no thread.
         self._separate = device.type == "cpu"
 
     def open(self, name: str) -> None:
-        """Create the groups for the exchange. Collective: call it after ranks compare settings.
+        """Create the groups for the exchange. Collective, after ranks have compared settings.
 
         Args:
             name: a new name for these groups, the same on all ranks.
@@ -234,7 +239,7 @@ class Topology:
         self.node = Node(*inside)
 
     def reduce_densely(self, buffer: Tensor) -> None:
-        """Replace `buffer` by its mean over all ranks. Between nodes it is sent in bfloat16."""
+        """Replace `buffer` by its mean over all ranks. Messages between nodes are in bfloat16."""
         part = self.node.mean_part(buffer)
         with span("dct::exchange_dense"):
             part.copy_(dense_mean(part, torch.bfloat16, self.between))

@@ -1,7 +1,7 @@
 """The parameters that DDP averages, and the order of their elements.
 
 DDP's buckets hold dense parameters in memory order, which differs from index order for formats such
-as channels_last. Residuals use the order of the bucket; checkpoints use index order.
+as channels_last. Residuals are in memory order, like the bucket. Checkpoints are in index order.
 """
 
 import torch

@@ -4,7 +4,7 @@
     ddp.register_comm_hook(state, dct_hook)
 
 Every bucket is packed, exchanged and unpacked during the backward pass, in the same order on every
-rank. The host reads the results of a step (damage, overflow) at the end of the next step.
+rank. The host reads the results of a step (damage, overflow) at the end of the next backward pass.
 """
 
 import warnings
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Imported here because DDP's constructor would import it later. If a default group exists by then,
-# default arguments keep that group alive until Python exits, and a gloo thread may then abort.
+# Imported here because DDP's constructor would import this module later. If a default group exists
+# at that time, default arguments of the module's functions keep the group alive until Python exits.
+# A gloo thread may then abort.
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.amp import GradScaler
@@ -167,7 +168,7 @@ class DCTState:
         self._hooks = comm_hooks(ddp)
 
     def _group_with(self, ddp: DistributedDataParallel | None) -> dist.ProcessGroup | None:
-        """The ranks to average over, or None as long as there is no DDP module."""
+        """The group to average over, or None if only a later DDP module determines the group."""
         default = getattr(ddp, "process_group", None)
         return default if self._process_group is None else self._process_group
 
@@ -207,7 +208,7 @@ class DCTState:
         table = plan_table(plans, device)
         table += self._topology.node.sentence(self._buckets.node_bytes())
         if not self._buckets.in_order():
-            table += "\nOne bucket is assumed: DDP's are known after the first compressed step."
+            table += "\nOne bucket is assumed until the first compressed step shows DDP's buckets."
         return table
 
     def stats(self) -> dict[str, float | int | None]:
@@ -355,10 +356,11 @@ class DCTState:
         if self._executor is None:
             self._require_usable("dct_hook")
             raise ValueError("dct::dct_hook: state must be open, got a closed one")
-        # Detached, because with create_graph=True DDP's buffer has a graph, and it is overwritten.
+        # Detached, because the hook overwrites the buffer, and create_graph=True gives it a graph.
         index, buffer = bucket.index(), bucket.buffer().detach()
         increment_version(buffer)
-        # DDP passes its buckets in order, so a lower index belongs to a new backward pass.
+        # DDP passes its buckets in order, so an index that is not higher than the last one belongs
+        # to a new backward pass.
         if not self._in_step or index < self._next_index:
             self._begin_step()
         self._next_index = index + 1
@@ -380,7 +382,7 @@ class DCTState:
     def _await_end(self, bucket: dist.GradBucket) -> None:
         """Call `_end_pass` at the end of the backward pass that this bucket belongs to."""
         if current_node() is None and self._executor is not None:
-            self._executor.complete()  # DDP waits for this bucket next
+            self._executor.complete()  # because DDP waits for this bucket next
         backward = backward_pass()
         if backward == NO_PASS:  # DDP.join calls the hook outside of a backward pass
             if bucket.is_last():
@@ -410,7 +412,7 @@ class DCTState:
         self._ledger.finish()
 
     def _warn_if_unused(self) -> None:
-        # A copied DDP module has copies of states. Their hooks are not called.
+        # A copied DDP module has copies of its states, but does not call hooks with these copies.
         registered = any(s is self or not isinstance(s, DCTState) for _, s in self._hooks)
         if self._warned or registered:
             return

@@ -58,7 +58,7 @@ class CompressedWork:
 
     @contextlib.contextmanager
     def _restoring_residual(self) -> Iterator[None]:
-        """If the exchange raises, return the sent entries to the residual."""
+        """If the exchange raises an error, return the sent entries to the residual."""
         try:
             yield
         except BaseException as error:
@@ -86,9 +86,9 @@ def all_reduce_compressed(
 
     The rounding error of tensor + residual becomes the new residual (error feedback, as in
     `dct_hook`). The result is deterministic and bitwise the same on every rank, because ranks sum
-    in float32 in rank order. The call uses one all-gather. With three or more ranks, it uses an
-    all-to-all and an all-gather if they send fewer bytes. Each rank then also rounds its range of
-    the mean, and adds the error to its residual. A call allocates messages and 4 bytes per entry.
+    in float32 in rank order. The call uses one all-gather. With three or more ranks, it instead
+    uses an all-to-all and an all-gather if this sends fewer bytes. Each rank then also rounds its
+    range of the mean, and adds the error to its residual. Allocates messages and 4 bytes per entry.
 
     Args:
         tensor: float32, bfloat16 or float16, contiguous, any shape, on the CPU or CUDA. All ranks
@@ -116,8 +116,8 @@ def all_reduce_compressed(
         RuntimeError: this rank received a damaged message. The tensor is wrong, and the sent
             entries are lost.
 
-    NaN and Inf raise no error. In quantized formats, all 64 entries of the group become NaN on
-    every rank. This rank's residual keeps the old values of these entries.
+    NaN and Inf raise no error. In quantized formats, the whole group of 64 entries that contains a
+    NaN or Inf becomes NaN on every rank. This rank's residual keeps the old values of the group.
     """
     settings = Settings.checked(_OP, 1.0, require_format(_OP, "format", format, FORMATS))
     _require(tensor, residual)
@@ -141,12 +141,12 @@ def all_reduce_compressed(
     return None
 
 
-# {group: the combinations that its ranks have compared}
+# {group: the combinations of values that this rank has compared with the other ranks}
 _compared: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 def _compare(values: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise on every rank if `values` differ. Values that this rank has compared are skipped."""
+    """Raise on every rank if `values` differ. Return if this rank has compared equal values."""
     known = _compared.setdefault(group, set())
     if tuple(values.values()) not in known:
         require_same(_OP, exchange(_OP, values, group, timeout_of(group, device)))

@@ -1,4 +1,4 @@
-"""Buckets: each packs, exchanges and unpacks one flat tensor in place."""
+"""Buckets. Each bucket packs, exchanges and unpacks one flat tensor in place."""
 
 import dataclasses
 from bisect import bisect_right
@@ -19,13 +19,13 @@ from .transport import AllGather, Transport
 
 @dataclasses.dataclass(frozen=True)
 class SegmentState:
-    """The state of a segment of a flat tensor: a parameter or a part of one.
+    """The state of a parameter, or of a slice of a parameter.
 
     Attributes:
         residual: float32 [numel], entries that this rank has not sent yet.
         owner: float32 [numel], the residual of this rank as the owner of a range of the bucket, in
-            units of the mean, and 0 outside that range. None if the transport has no owners.
-        base: the weights after the last averaging of a DCTAverager, else None.
+            units of the mean. It is 0 outside that range. None if the transport has no owners.
+        base: float32 [numel], the base of a `DCTAverager`, else None.
     """
 
     residual: Tensor
@@ -38,7 +38,7 @@ class SegmentState:
         return SegmentState(**{key: change(value) for key, value in found.items()})
 
     def share(self, ranks: int) -> Tensor:
-        """The pending entries as one rank's contribution to the sum over `ranks` ranks."""
+        """The pending entries, as this rank's contribution to the sum over `ranks` ranks."""
         return self.residual if self.owner is None else self.residual + ranks * self.owner
 
 
@@ -67,8 +67,8 @@ class Bucket:
 
     Attributes:
         transports: {name: class}. Simulations override it.
-        words: int32 results of the last exchange on the device, for `transport.result`. The next
-            `start` overwrites them. Empty during an exchange and after a failed one.
+        words: int32 tensors on the device, the results of the last exchange for `transport.result`.
+            The next exchange overwrites the tensors. Empty during an exchange and if it has failed.
     """
 
     transports: Mapping[str, type[Transport]] = {
@@ -91,7 +91,7 @@ class Bucket:
             if name in states:
                 self._load(index, states[name])
         self.words: Sequence[Tensor] = ()
-        self._packed = False  # whether this step's entries were packed
+        self._packed = False  # whether the current exchange has packed its entries
         self._first_step = step
 
     def launch(
@@ -123,7 +123,7 @@ class Bucket:
     def start(self, buffer: Tensor, inv_scale: Tensor | None = None) -> None:
         """Pack `buffer` and start to send the payload. `buffer` may be overwritten afterwards.
 
-        Call `finish` before the next `start`, because both use the same memory for the payload.
+        Call `finish` before the next `start`, because all exchanges use the same payload memory.
         """
         self.begin()
         with span("dct::pack"):
@@ -132,7 +132,7 @@ class Bucket:
         self.transport.start()
 
     def begin(self) -> None:
-        """Begin an exchange. If it fails before `start` packs, `take_back` does nothing."""
+        """Begin an exchange. If the exchange fails before it packs, `take_back` does nothing."""
         self.words, self._packed = (), False
 
     def finish(self, out: Tensor, scale: Tensor | None = None) -> None:
@@ -140,7 +140,7 @@ class Bucket:
         self.words = self.transport.finish(out, scale)
 
     def take_back(self) -> None:
-        """Return the entries of the last exchange to the residual, for a step not applied."""
+        """Return the entries of the last exchange to the residual, for a step that is dropped."""
         if self._packed:
             self.transport.take_back()
 
@@ -183,7 +183,8 @@ class Bucket:
         residual.copy_(state.residual)
         if state.owner is not None:
             rest = self.transport.load_owner(index, state.owner)
-            residual += (self.plan.ranks * rest).to(residual.device)  # each rank contributes 1 / P
+            # Each rank contributes 1 / P of its residual to the mean.
+            residual += (self.plan.ranks * rest).to(residual.device)
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
         """{name: figures of the last `reduce`}; see `DCTState.parameter_stats`."""
@@ -215,8 +216,8 @@ def run_now(call: Callable[[], None]) -> None:
 class StepResults:
     """The results of the exchanges of one step, copied to the host together.
 
-    On CUDA this queues a kernel that concatenates the words of all buckets, and one copy to pinned
-    memory. `read` blocks until the copy is done.
+    On CUDA, a kernel concatenates the words of all buckets, and one asynchronous copy transfers
+    them to pinned memory. `read` blocks until the copy is done.
 
     Args:
         buckets: {number: bucket}.
@@ -225,7 +226,7 @@ class StepResults:
 
     def __init__(self, buckets: Mapping[int, Bucket], submit: Submit) -> None:
         self._buckets = sorted(buckets.items())
-        self._exchanged: list[tuple[int, Transport, int]] = []  # number, transport, rows of words
+        self._exchanged: list[tuple[int, Transport, int]] = []  # bucket, transport, rows of words
         self._words: HostCopy | None = None
         self._posted = submit(self._post)
 

@@ -2,9 +2,9 @@
 
     {"version": 6, "ranks": {"0": {"run_id": ..., "step": ..., "parameters": {name: {...}}}}}
 
-Every rank saves its own entry, because residuals differ between ranks. With FSDP2 the ranks of a
-replica share one entry, under "replicas" and the replica's number. Its tensors are DTensors that
-are sharded like their parameters, so torch.distributed.checkpoint can reshard them.
+Every rank saves its own entry, because residuals differ between ranks. With FSDP2, the ranks of a
+replica share one entry, under "replicas" and the replica's number. The tensors of this entry are
+DTensors that are sharded like their parameters, so torch.distributed.checkpoint can reshard them.
 """
 
 import os
@@ -29,7 +29,7 @@ from .settings import TRANSPORTS
 
 VERSION = 6  # the version of all saved states; versions 1 to 5 were never released
 WHOLE = "whole"  # the "shard" of a rank that holds whole parameters
-_MEAN = "mean"  # instead of a rank's number: an entry of merge_states, for every rank
+_MEAN = "mean"  # replaces the rank's number in the result of merge_states, which any rank loads
 _RESIDUAL, _OWNER, _BASE = "residual", "owner_residual", "base"  # keys of a parameter
 
 Entry = dict[str, Any]  # the part of a saved state that belongs to one rank or replica
@@ -47,7 +47,7 @@ class Field(NamedTuple):
 def checked(
     op: str, values: object, table: Mapping[str, Field], suffix: str = ""
 ) -> dict[str, Any]:
-    """Return the values that the table has rules for. Raise if one is missing or invalid.
+    """Return the values that the table has rules for. Raise if a value is missing or invalid.
 
     In error messages `op` is the name of the call, and `suffix` follows the name of a value.
     """
@@ -144,7 +144,7 @@ class Flat(NamedTuple):
 
     def saved(self, state: SegmentState) -> dict[str, Any]:
         # torch.distributed.checkpoint treats a tuple as one value, even an empty tuple. So a state
-        # of one transport can be loaded with the other.
+        # of one transport can be loaded with the other transport.
         owner = () if state.owner is None else (state.owner,)
         base = {} if state.base is None else {_BASE: state.base}
         return {_RESIDUAL: state.residual, _OWNER: owner, **base}
@@ -163,18 +163,21 @@ class Flat(NamedTuple):
 
 
 class Sharded(NamedTuple):
-    """A parameter that is saved in shards: each rank of a replica saves one.
+    """A parameter of which each rank of a replica saves one shard.
 
     Attributes:
         piece: this rank's shard, an `fsdp2.units.Piece`.
-        packed: how many times its bucket was packed, the same for all shards.
+        packed: how many times the parameter's bucket was packed, which is equal for all shards.
     """
 
     piece: Any
     packed: int = 0
 
     def saved(self, state: SegmentState) -> dict[str, Any]:
-        """DTensors like the parameter, and "shard", which holds the shard's number for each row."""
+        """Return DTensors that are sharded like the parameter, and how often it was packed.
+
+        "shard" contains the number of the shard for each row.
+        """
         from torch.distributed.tensor import Shard, zeros  # slow to import
 
         parameter, mesh = self.piece.parameter, self.piece.parameter.device_mesh
@@ -219,7 +222,7 @@ class Run(NamedTuple):
         number: the number of this rank or replica.
         format: the format that the run sends, for error messages. Formats need not match.
         same: the {key: value} pairs that a loaded entry must match.
-        parameters: {name: how it is saved} for this model.
+        parameters: {name: how the parameter is saved} for this model.
     """
 
     holder: str
@@ -234,7 +237,7 @@ class Run(NamedTuple):
         return _made(self.holder, self.number, {**self.same, **others, "parameters": saved})
 
     def find(self, state: object) -> tuple[Entry, States]:
-        """Return this rank's or replica's entry and the states of its parameters, checked.
+        """Check and return the entry of this rank or replica, and the states of its parameters.
 
         Raises an error if the state is damaged, or was saved by a different rank or replica, with
         different settings or for a different model. The residuals of a merged state are divided
@@ -259,7 +262,7 @@ class Run(NamedTuple):
     ) -> tuple[Entry, States]:
         """Like `find`, for the mean of all replicas in a folder. Collective over `group`.
 
-        If one rank's part of a replica is damaged, every rank raises the error.
+        If the shard of one rank is damaged, every rank raises an error.
         """
         op = "load_merged"
         with raising_together(op, group, timeout):
@@ -314,7 +317,10 @@ def _states(op: str, entry: Entry, parts: _Parameters, suffix: str = "") -> Stat
 
 
 def _mean(found: Iterable[tuple[Entry, States]]) -> tuple[int, Entry, States]:
-    """Return the number of entries, the last entry, and the mean of all states (in float64)."""
+    """Return the number of entries, the last entry, and the mean of all states.
+
+    The mean is computed in float64 and returned in float32.
+    """
     totals: dict[str, dict[str, Any]] = {}
     count, last = 0, Entry()
     for entry, states in found:
@@ -324,7 +330,9 @@ def _mean(found: Iterable[tuple[Entry, States]]) -> tuple[int, Entry, States]:
             for part, value in vars(state).items():
                 if value is not None:
                     total[part] = total.get(part, 0) + value.to("cpu", torch.float64)
-    mean = {}  # over the nodes of a mesh, like the residuals of owners
+    # The mean over nodes. The residual of a node is the sum over its ranks. Residuals of owners are
+    # in units of the mean, so their sum is added.
+    mean = {}
     for name, total in totals.items():
         residual = total["residual"] / count * last.get("local_size", 1) + total.get("owner", 0)
         base = (total["base"] / count).float() if "base" in total else None
@@ -338,7 +346,7 @@ def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -
     The result also loads with any mesh or without one. Its residuals are the mean over ranks, or
     over the nodes of a mesh. A step applies the mean of all messages, so the pending updates of the
     model are unchanged, except for float32 rounding. No process group is needed. Source: this
-    project, because the paper does not change the number of ranks.
+    project, because the DCT paper (arXiv 2010.08899) does not change the number of ranks.
 
     Args:
         states: the `DCTState.state_dict()` of every rank in any order, for example from
@@ -366,7 +374,7 @@ def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -
 
 
 def _ranks(op: str, states: Iterable[object]) -> Iterator[tuple[Entry, States]]:
-    """Yield the checked entry and states of each rank. Raise unless they are all ranks of a run."""
+    """Yield each rank's checked entry and states. Raise unless all ranks of one run are given."""
     seen: dict[str, Entry] = {}
     sizes: dict[str, Flat] = {}
     for state_dict in states:
@@ -392,9 +400,9 @@ def _ranks(op: str, states: Iterable[object]) -> Iterator[tuple[Entry, States]]:
 def _loads(
     op: str, folder: _Folder, key: str, holder: str, parameters: _Parameters
 ) -> list[Callable[[], dict[str, Any]]]:
-    """Return one function per rank or replica in a DCP folder, which reads its saved state.
+    """Return a function for each rank or replica in a DCP folder, which reads the saved state.
 
-    The functions reshard the parameters that are `Sharded`, which is collective.
+    The functions reshard `Sharded` parameters, so with such parameters each call is collective.
     """
     import torch.distributed.checkpoint as dcp  # slow to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

@@ -14,10 +14,15 @@ from ..user_warnings import warn_user
 from .loss_scale import LossScale
 from .settings import Settings
 
-# Keys of optimizer states that are running means of squared gradients, in this order: Adam, AdamW,
-# NAdam, RAdam and LAMB; Adamax; RMSprop and Adadelta; Adafactor of torch and of transformers;
-# bitsandbytes. AdaGrad's "sum" is not a mean: with AdaGrad on the embedding tables of a DLRM, the
-# sparse hook increased the loss by 0.001.
+# Keys of optimizer states with running means of squared gradients (or a maximum, in Adamax):
+# - exp_avg_sq: Adam, AdamW, NAdam, RAdam, LAMB
+# - exp_inf: Adamax
+# - square_avg: RMSprop, Adadelta
+# - variance, row_var: Adafactor of torch
+# - exp_avg_sq_row: Adafactor of transformers
+# - state2: bitsandbytes
+# AdaGrad's "sum" is not listed, because it is not a mean. With AdaGrad on the embedding tables of a
+# DLRM, the sparse hook increased the loss by 0.001.
 _SECOND_MOMENTS = {"exp_avg_sq", "exp_inf", "square_avg", "variance", "row_var", "exp_avg_sq_row"}
 _SECOND_MOMENTS |= {"state2"}
 

@@ -1,8 +1,8 @@
 """The cycle of a step for all entry points: begin, reduce the buckets, read the results.
 
-The host reads the results of a step at the end of the next backward pass, or when the user calls
-for them. If this rank received a damaged payload, that call and every later one raise an error.
-Other ranks are not notified: they fail when this rank exits, or when the process group times out.
+The host reads the results of a step at the end of the next backward pass, or when the user requests
+them. If this rank received a damaged payload, that call and every later call raise an error.
+Other ranks are not notified. They fail when this rank exits, or when the process group times out.
 """
 
 import uuid
@@ -36,14 +36,14 @@ class StepLedger:
     Args:
         op: the entry point, for error messages.
         group: the ranks, all of which construct a ledger.
-        device: selects the backend of `group` whose timeout bounds the wait for other ranks.
+        device: selects the backend of `group`, whose timeout bounds the wait for other ranks.
         settings: the settings of the codecs.
-        to_compare: {name: JSON value}; like `settings` the same on every rank.
+        to_compare: {name: JSON value}, which must be the same on every rank, like `settings`.
         loss_scale: the scale of the gradients, or None.
         start_step: number of steps before compression.
         step_name: the unit of `step`, for error messages.
-        shards: if `group` reduces one of several shards, the ranks that hold the other shards. They
-            compare everything except to_compare["shard"] with this rank.
+        shards: the ranks that hold the shards of this rank's replica, or None. These ranks also
+            compare everything, except to_compare["shard"].
 
     Attributes:
         rank: the rank of this process; valid after process groups are destroyed.
@@ -54,7 +54,7 @@ class StepLedger:
         scales: the scale of the step's gradients and its inverse, or None and None.
         first_step: checks the first step of each optimizer; None afterwards.
         submit: runs a function after the exchanges of the step so far.
-        non_finite: whether the step that was read last had a non-finite gradient.
+        non_finite: whether the results that were read since `begin` report a NaN or Inf.
 
     Raises:
         ValueError: settings differ between ranks.
@@ -145,9 +145,9 @@ class StepLedger:
         self.step += 1
 
     def compare(self, op: str, note: Callable[[], int] = int) -> list[int]:
-        """Raise on every rank if they do not resume from the same step of the same run.
+        """Raise on every rank if the ranks do not resume from the same step of the same run.
 
-        The first call, and the first after `load` or `resume_at`, wait for all ranks up to the
+        The first call, and the first call after `load` or `resume_at`, wait for all ranks up to the
         group's timeout and return the result of `note` on each rank. Other calls do nothing and
         return []. `op` is the call that every rank made, for error messages.
         """
@@ -164,10 +164,10 @@ class StepLedger:
         return notes
 
     def compare_step(self, op: str) -> bool:
-        """Raise on every rank if they call `op` after different steps. Waits for all ranks.
+        """Raise on every rank if the ranks call `op` after different steps. Waits for all ranks.
 
-        If an exchange failed on this rank, other ranks may be gone. In that case it returns False,
-        without a comparison.
+        Returns True after a comparison. If an exchange failed on this rank, other ranks may be
+        gone, so the method returns False without a comparison.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -198,13 +198,13 @@ class StepLedger:
         return watched
 
     def require_exchanged(self, op: str) -> None:
-        """Raise if an exchange of the step failed, because the weights lack its entries."""
+        """Raise if an exchange of the step failed, because the weights lack the sent entries."""
         if self._open:
             rule = "every exchange of the last step must succeed (call take_back first)"
             raise RuntimeError(f"dct::{op}: {rule}, got a failed one")
 
     def end(self) -> None:
-        """End the backward pass: read the previous step's results, and post those of this step.
+        """End the backward pass. Reads the results of the previous step, and posts this step's.
 
         Waits for the exchanges of the previous step.
 
@@ -224,7 +224,7 @@ class StepLedger:
     def _post(self) -> None:
         """Start to copy the results of the last step to the host, unless the copy has started.
 
-        Results are posted twice if a call reads them between two buckets of the step.
+        If a call reads the results between two buckets of a step, the step is posted twice.
         """
         if len(self.sent) > self._posted:
             self.read()  # the previous step, if `end` was not called
@@ -295,17 +295,17 @@ class StepLedger:
         }
 
     def resume_at(self, step: int, start: int) -> None:
-        """Continue this run at `step` without a checkpoint. The caller's step number is `start`.
+        """Continue this run at `step` without a checkpoint. `start` is the caller's step number.
 
-        All ranks must call it. It does not communicate.
+        All ranks must call this method. It does not communicate.
         """
         self._start = start
         self._resume_at(step)
 
     def load(self, entry: Mapping[str, Any], step: int | None = None) -> None:
-        """Resume from a checkpoint's entry, at `step` if the entry does not count these steps.
+        """Resume from an entry of a checkpoint. Pass `step` if the entry counts other steps.
 
-        All ranks must call it. It does not communicate.
+        All ranks must call this method. It does not communicate.
         """
         self.run_id = entry["run_id"]
         self._checkpoint = f"one of {entry['world_size']} ranks"

@@ -1,4 +1,4 @@
-"""The scale of a GradScaler, and whether it skipped the last step."""
+"""The scale of a GradScaler, and whether the GradScaler skipped the last step."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -51,9 +51,10 @@ def loss_scale_of(
 class LossScale:
     """The scale of each step, on the device, and whether the scaler skipped a step.
 
-    A scaler skips an optimizer if any of its gradients overflowed, including gradients of other
-    modules. So the averaged gradients cannot show whether a step was skipped. The scaler's records
-    show whether `scaler.step` was called, and an optimizer hook shows whether the optimizer ran.
+    A scaler skips the step of an optimizer if any gradient of the optimizer is NaN or Inf,
+    including gradients of other modules. So the averaged gradients cannot show whether a step was
+    skipped. The scaler's records show whether `scaler.step` was called, and an optimizer hook shows
+    whether the optimizer ran.
 
     Args:
         op: the entry point, for error messages.
@@ -65,7 +66,7 @@ class LossScale:
         self._op, self.scaler, self._optimizers = op, scaler, optimizers
         self._notes: dict[int, dict[str, Any]] | None = None  # the scaler's records of this pass
         self._before: dict[int, object] = {}  # the optimizers' stages when the pass began
-        # {id of an optimizer that ran: whether a fused one skipped its step on the device}
+        # {id of an optimizer that ran: whether its step was skipped on the device (if fused)}
         self._stepped: dict[int, HostCopy] = {}
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
@@ -95,7 +96,7 @@ class LossScale:
         return {p for group in groups for p in group["params"]}.issuperset(parameters)
 
     def begin(self) -> tuple[Tensor | None, Tensor | None]:
-        """Begin a backward pass. Returns the scale of its gradients and the inverse, or None."""
+        """Begin a backward pass. Returns the scale of its gradients and the inverse, if known."""
         self._notes = optimizer_notes(self.scaler)
         self._before = {key: note["stage"] for key, note in self._notes.items()}
         self._stepped = {}
@@ -105,8 +106,8 @@ class LossScale:
     def skipped(self) -> bool:
         """Whether the scaler skipped the step after this pass. Returns True once per skipped step.
 
-        Returns False before `scaler.step`, and if the gradients of this pass accumulate. Waits for
-        the device if an optimizer is fused.
+        Returns False before `scaler.step`, and if the user accumulates the gradients of this pass.
+        Waits for the device if an optimizer is fused.
 
         Raises:
             RuntimeError: some optimizers stepped and others did not. Raised once.

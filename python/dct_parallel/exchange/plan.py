@@ -21,7 +21,7 @@ from .settings import TRANSPORTS, Settings
 
 
 class Slice(NamedTuple):
-    """The part of a parameter that lies in a range. Offsets are relative to the parameter."""
+    """The entries of a parameter that lie in a range or part, as offsets in the parameter."""
 
     index: int  # type: ignore[assignment]  # overrides tuple.index
     low: int
@@ -37,10 +37,10 @@ def slices(sizes: Sequence[int], start: int, end: int) -> Iterator[Slice]:
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
-    """The messages of one bucket per step.
+    """The sizes of the messages of one bucket in a step.
 
     Attributes:
-        names, sizes: the names and sizes of its parameters, in order.
+        names, sizes: the names and sizes of the bucket's parameters, in order.
         transport: "all_gather" or "reduce_scatter".
         ranks: the number of ranks.
     """
@@ -77,7 +77,7 @@ class BucketPlan:
 
     @cached_property
     def owners(self) -> int:
-        """The number of ranges that are not empty. A small bucket has fewer blocks than ranks."""
+        """The number of ranges that are not empty. In a small bucket, the last ranges are empty."""
         return sum(low < high for low, high in pairwise(self.range_bounds))
 
     @cached_property
@@ -96,7 +96,8 @@ class BucketPlan:
         gathered = all_gather_bytes(self.payload_bytes, self.ranks)
         if self.transport == "all_gather":
             return gathered
-        # Before the gather, a rank sends to all other owners. A rank without a range sends most.
+        # Before the all-gather, each rank sends a payload to every other owner. A rank that owns no
+        # range sends the most payloads.
         return min(self.owners, self.ranks - 1) * self.payload_bytes + gathered
 
     def slices(self, index: int) -> Iterator[Slice]:
@@ -141,9 +142,9 @@ def plan_table(plans: Sequence[BucketPlan], device: torch.device, each: str = "s
     return "\n".join(lines)
 
 
-# Defaults for sparse payloads: up to GATHER_RANKS ranks use all-gather. More ranks reduce-scatter
-# buckets with at least LEAST_BLOCKS blocks per rank, because a second collective does not pay off
-# for smaller ones. For dense payloads the transport that sends fewer bytes is used.
+# By default, up to GATHER_RANKS ranks all-gather sparse payloads. More ranks reduce-scatter buckets
+# with at least LEAST_BLOCKS blocks per rank. For smaller buckets, a second collective does not pay
+# off. For dense payloads, the default is the transport that sends fewer bytes.
 GATHER_RANKS, LEAST_BLOCKS = 8, 4
 
 
@@ -218,7 +219,7 @@ def _least_numel(ranks: int) -> int:
 
 _AnyTensor = TypeVar("_AnyTensor", bound=Tensor)
 
-# Parts of parameter names that torch.compile and checkpoint_wrapper insert.
+# Components of parameter names that torch.compile and checkpoint_wrapper insert.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 

@@ -1,4 +1,4 @@
-"""A codec that sends all entries, and keeps the rounding error as residual."""
+"""A codec that sends all entries, and keeps the rounding error as the residual."""
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ _dequantize_sum_pack = torch.ops.dct.dequantize_sum_pack.default
 
 
 class Quantized:
-    """Packs all entries of a flat tensor, and keeps the rounding error as residual: a `Codec`.
+    """A `Codec` that packs all entries of a flat tensor, and keeps the rounding error as residual.
 
-    Sent value + new residual is exactly the accumulated value; "ternary" rounds the residual once.
-    See `dct_kernels.quantize_pack` for non-finite entries.
+    Sent value + new residual is exactly the accumulated value, except that "ternary" rounds the
+    residual once. See `dct_kernels.quantize_pack` for non-finite entries.
 
     Args:
         numel: number of elements of the flat tensor.
@@ -32,7 +32,7 @@ class Quantized:
     Attributes:
         residual: float32 [numel], the rounding errors, in units of the unscaled gradient.
         threshold: float32 [ranges], always 0, because all entries are sent.
-        payload: uint8 [nbytes], or [ranges, nbytes] with several ranges; the last result.
+        payload: uint8 [nbytes], or [ranges, nbytes] with several ranges; the last packed payload.
         step: number of times that entries were packed.
     """
 

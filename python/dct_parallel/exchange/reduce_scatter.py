@@ -15,15 +15,16 @@ from .transport import Transport
 
 
 class ReduceScatter(Transport):
-    """Every rank owns a range of the bucket, and compresses the mean of that range again.
+    """Each owner averages one range of the bucket, and compresses the mean again.
 
     Each rank sends one payload to each owner. An owner averages the payloads in rank order, adds
-    its residual, which is in units of the mean, and packs the entries above its own threshold. All
-    ranks gather the results. So each rank sends 2 (P - 1) payloads, each for 1 / P of the bucket,
-    and bytes do not grow with P. This project extends the paper's parameter server in this way.
+    its residual, which is in units of the mean, and packs the sum. All ranks gather the results.
+    With P ranks, each rank sends 2 (P - 1) payloads, each for 1 / P of the bucket. So bytes per
+    rank hardly grow with P. This project replaces the parameter server of the DCT paper
+    (arXiv 2010.08899) in this way.
 
-    Ranges are whole blocks. If a bucket has fewer than P blocks, some ranks own no range. They
-    receive no payloads, and send an empty payload in the all-gather.
+    Ranges consist of whole blocks. In a small bucket, the last ranges may be empty. The ranks of
+    empty ranges receive no payloads, and send an empty payload in the all-gather.
     """
 
     def __init__(self, plan: BucketPlan, codec: Codec, group: dist.ProcessGroup) -> None:
@@ -79,7 +80,7 @@ class ReduceScatter(Transport):
         payloads = [*sent[:owners], *results[:owners]]
         return ExchangeResult(
             damaged=damaged,
-            # If an owner received a NaN or Inf, its mean has one as well.
+            # If an owner received a NaN or Inf, its mean also contains a NaN or Inf.
             non_finite=non_finite(results),
             counts=counts(sent),
             numel=self._plan.numel,
@@ -90,7 +91,7 @@ class ReduceScatter(Transport):
     def _damaged_results(self, code: int) -> list[str]:
         """Describe the owners' damaged payloads, given their combined status.
 
-        Unless the payloads were overwritten, they are unpacked one by one to find the owners.
+        Unless the payloads were overwritten, the method unpacks them one by one to find the owners.
         """
         if self._overwritten:
             ranks = ", ".join(map(str, self._ranks))
@@ -108,9 +109,9 @@ class ReduceScatter(Transport):
         return self._plan.settings.codec(high - low, 1, device, step, row_of=longest)
 
     def take_back(self) -> None:
-        """Exact for the senders' residuals, and up to float32 rounding for the owner's residual."""
+        """Restore senders' residuals exactly, and the owner's residual up to float32 rounding."""
         super().take_back()
-        if self._packed and len(self._arrived):  # false if the first exchange failed
+        if self._packed and len(self._arrived):  # not packed if the all-to-all failed
             mean = torch.empty_like(self._owner.residual)
             self._owner.unpack(self._arrived, mean)
             self._owner.take_back(mean)

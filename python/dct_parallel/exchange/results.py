@@ -12,8 +12,9 @@ from dct_kernels.layout import FLAG_NON_FINITE, FLAG_OVERFLOW
 
 RECENT_STEPS = 100
 
-# A sampled threshold has an error. With a headroom of a quarter, 10 to 20 % of the payloads
-# overflow slightly, and different ones in each step. More than half indicates a problem.
+# Sampled thresholds are inexact. With the default headroom of a quarter and a density of 0.5 % or
+# less, 10 to 20 % of the payloads overflow slightly. Different payloads overflow in each step. If
+# more than half of the payloads overflow, there is a problem.
 OVERFLOW_WARNING = 0.5
 
 _OVERFLOW, _NON_FINITE = FLAG_OVERFLOW << 24, FLAG_NON_FINITE << 24

@@ -1,7 +1,8 @@
-"""The user's settings, which create the codec: the interface between compression and transports.
+"""The user's settings. They create the codec, the interface between compression and transports.
 
-There are two codecs: Compressor sends the largest entries, Quantized sends all entries. A third
-codec needs a payload that begins with the header of dct_kernels.layout, and a case in Settings.
+There are two codecs. `Compressor` sends the largest entries, and `Quantized` sends all entries. A
+new codec must pack a payload that begins with the header of `dct_kernels.layout`, and requires a
+case in `Settings`.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from ..user_warnings import warn_user
 from . import quantized
 
 FORMATS = quantized.FORMATS
-DENSITY, FORMAT = 0.005, "bfloat16"  # the default density of formats that are not quantized
+DENSITY, FORMAT = 0.005, "bfloat16"  # defaults; the density is for formats without quantization
 TRANSPORTS = ("all_gather", "reduce_scatter")
 
 # A codec packs a flat tensor, or each of its ranges, and keeps the residual.
@@ -26,7 +27,7 @@ Codec = Compressor | quantized.Quantized
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The user's settings, the same for every bucket. Creates codecs and computes their sizes.
+    """The user's settings, the same for every bucket. Creates codecs, computes payload sizes.
 
     Attributes:
         format: one of FORMATS.

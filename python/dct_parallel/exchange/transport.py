@@ -45,27 +45,27 @@ class Transport(ABC):
         """Write the mean of all ranks' payloads into `out`.
 
         Returns:
-            int32 words on the device for `result`: status [n] and headers [n, 2]. The next `start`
-            overwrites them.
+            int32 words on the device for `result`, as tensors of statuses [n] and headers [n, 2].
+            The next exchange overwrites the headers.
         """
 
     @abstractmethod
     def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
-        """Return the result, given the words of `finish` after a copy to the host, as rows."""
+        """Return the result, given the rows of the words of `finish` after a copy to the host."""
 
     def take_back(self) -> None:
         """Return the entries of the last exchange to residuals, for a step that was not applied."""
         self._codec.take_back()
 
     def owner_state(self, index: int) -> Tensor | None:
-        """A copy of the owner's residual for one parameter, on the CPU, or None."""
+        """The owner's residual for one parameter, copied to the CPU. None if there is no owner."""
         return None
 
     def load_owner(self, index: int, owner: Tensor) -> Tensor:
         """Resume from the `owner_state` of any transport.
 
         Returns:
-            The part that this rank does not own, in units of the mean.
+            `owner` with zeros in the range that this rank owns, in units of the mean.
         """
         return owner
 
@@ -85,8 +85,8 @@ class Transport(ABC):
 class AllGather(Transport):
     """Uses one all-gather of the payloads. Every rank sums all payloads in rank order.
 
-    Each rank sends its payload P - 1 times, so bytes grow with P. This is efficient if the density
-    is well below 1 / P.
+    With P ranks, each rank sends its payload P - 1 times, so bytes grow with P. This transport is
+    efficient if the density is well below 1 / P.
     """
 
     sends_once = True

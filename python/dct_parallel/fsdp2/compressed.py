@@ -1,4 +1,4 @@
-"""The state of `compress_fully_shard`: counts bytes, and reports damaged messages."""
+"""The state of `compress_fully_shard`: counts bytes, reports damage and saves the kept weights."""
 
 import uuid
 from typing import Any
@@ -45,7 +45,7 @@ class CompressedShards:
         self._bytes = 0  # sent since the last step ended
         self._step_bytes: int | None = None  # sent in the last step
         self._pass, self._reduced, self._open = NO_PASS, False, True
-        # (sender, description) of all messages, and their status when the last step ended.
+        # (sender, description) of all messages, and the statuses when the last step ended.
         self._posted: tuple[list[tuple[int, str]], HostCopy] | None = None
         self._damage: str | None = None  # the error that every later call raises
         formats = {"weights": weights, "gradients": gradients}
@@ -187,7 +187,7 @@ class CompressedShards:
         if backward != self._pass:
             self._pass = backward
             # FSDP2 may reduce gradients in a callback at the end of the backward pass. A callback
-            # that is queued inside a callback runs last.
+            # that is queued inside a callback runs after all others.
             at_end_of_backward(lambda nested: at_end_of_backward(self._end_backward))
 
     def _end_backward(self, nested: bool) -> None:
@@ -195,7 +195,10 @@ class CompressedShards:
             self._end_step()
 
     def _end_step(self) -> None:
-        """End the step if it has not ended. A step whose passes are all nested ends here later."""
+        """End the step, if gradients were reduced since the last step ended.
+
+        A step that consists only of nested passes ends when weights are gathered or results read.
+        """
         if self._reduced:
             self._reduced = False
             self.step += 1

@@ -47,7 +47,7 @@ class CompressedUnit:
         name: the name of the module.
         group: the ranks that hold its shards.
         ranks: the global ranks of `group`.
-        device: the device of the messages. Parameters may be offloaded.
+        device: the device of the messages. Offloaded parameters are on a different device.
         names: the names of the parameters, in the order of the gathered flat tensor.
         numels: the padded size of each parameter's shard.
     """
@@ -81,7 +81,7 @@ class CompressedUnit:
     def set(
         self, weights: str | None, gradients: str | None, count: Count, count_reduced: Count
     ) -> None:
-        """Replace torch's collectives with compressed ones."""
+        """Replace torch's collectives with compressed collectives."""
         gather, reduce = self._defaults
         self.gather = WeightGather(self.group, lambda: self._layout(weights), gather, count)
         self.reduce = GradientReduceScatter(
@@ -103,7 +103,7 @@ class CompressedUnit:
         self._module.set_custom_reduce_scatter(reduce)
 
     def _sent(self, trained: bool) -> list[tuple[nn.Parameter, int]]:
-        """The parameters that are gathered, or reduced (`trained`), with their shard sizes."""
+        """The parameters that are gathered (or reduced, if `trained`), and their shard sizes."""
         sent = zip(fsdp_parameters(self._fsdp_group), self.numels, strict=True)
         return [(p, numel) for p, numel in sent if p.requires_grad or not trained]
 
@@ -161,7 +161,10 @@ class CompressedUnit:
         return saved
 
     def flat_part(self, op: str, saved: dict[str, Any]) -> Tensor:
-        """This rank's part [numel] of `kept_parameters`. Raise if a DTensor does not match."""
+        """Return this rank's part [numel] of `saved`, an earlier result of `kept_parameters`.
+
+        Raises an error if a DTensor does not match its parameter.
+        """
         parts, dtype = [], self.gathered_dtype
         for (name, parameter), numel in zip(self.parameters().items(), self.numels, strict=True):
             value, shape = saved[name], _local(parameter).shape
@@ -185,7 +188,7 @@ def units_of(model: nn.Module) -> list[CompressedUnit]:
     """Return the modules of a model that `fully_shard` was applied to, in module order.
 
     Raises:
-        TypeError, ValueError: there is no such module, or one cannot be compressed.
+        TypeError, ValueError: there is no such module, or a module cannot be compressed.
     """
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     modules = [(name, m) for name, m in named if isinstance(m, FSDPModule)]

@@ -1,4 +1,4 @@
-"""The entry point `dct_fully_shard_hook`. It imports FSDP2, which takes seconds, when called."""
+"""The entry point `dct_fully_shard_hook`. It imports FSDP2 when called, which takes a second."""
 
 from typing import TYPE_CHECKING
 

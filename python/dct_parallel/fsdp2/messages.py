@@ -1,8 +1,9 @@
 """The messages that FSDP2 sends between shards.
 
 FSDP2 gathers the shards of all parameters of a module as one flat tensor, and reduces their
-gradients in the same order. A rank's part of that tensor becomes one message: matrices in a
-quantized format, and parameters with fewer than two dimensions unchanged.
+gradients in the same order. A message contains one rank's part of this tensor. Parameters with
+fewer than two dimensions ("small" parameters) are sent unchanged. All other parameters are sent in
+the format that the user chose.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ class MessageLayout:
     """The layout of a message for a rank's part of a flat tensor: a payload, then small parameters.
 
     Args:
-        parameters: the number of elements of each parameter, in order, and whether it is small.
+        parameters: for each parameter, the number of elements and whether the parameter is small.
         format: the format of the payload, as for `dct_kernels.quantize_pack`.
 
     Attributes:
@@ -67,7 +68,7 @@ class MessageLayout:
         """Write the sum of the messages times `scale` into `out` [numel], in order and in float32.
 
         Returns:
-            status int32 [messages], not 0 for a damaged message, which the sum omits.
+            status int32 [number of messages], not 0 for a damaged message, which the sum omits.
         """
         payloads, tails = messages.tensor_split([self._payload_bytes], dim=1)
         status: Tensor = _dequantize_sum(payloads.contiguous(), out, self.format, scale)
@@ -84,5 +85,5 @@ class MessageLayout:
 
 @cache
 def message_layout(parameters: tuple[tuple[int, bool], ...], format: str) -> MessageLayout:
-    """Return the layout for these parameters. Equal modules share one, because it has no state."""
+    """Return the layout for these parameters. Equal modules share one layout object."""
     return MessageLayout(parameters, format)

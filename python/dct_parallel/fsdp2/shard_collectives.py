@@ -27,7 +27,8 @@ class _Collective:
         count: counts the bytes that this rank sends.
 
     Attributes:
-        status: int32 [P], not 0 for ranks that sent a damaged message; None before any message.
+        status: int32 [number of ranks], not 0 for ranks that sent a damaged message. None before
+            the first message.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class _Collective:
         return layout if layout.nbytes(dtype) < layout.numel * self._itemsize(dtype) else None
 
     def _matching_layout(self, part: Tensor) -> MessageLayout | None:
-        """The layout, or None if `part` has other parameters or is for a different group."""
+        """The layout, or None if `part` contains other parameters or has a different group."""
         layout = self.layout_for(part.dtype)
         return layout if layout is not None and part.numel() == layout.numel else None
 
@@ -69,11 +70,11 @@ class _Collective:
 class WeightGather(_Collective):
     """The all-gather of the weights of a module.
 
-    Every rank unpacks all shards from messages, including its own, so weights are bitwise equal on
-    all ranks. With "int4", a message contains the change since the last gather, and every rank adds
-    it to the weights that it keeps. The rounding error becomes part of the next change. If the
-    weights of a rank have not changed, it sends zeros. So all gathers between two optimizer steps
-    are bitwise equal, in training and in evaluation.
+    Every rank unpacks all shards from messages, including its own shard, so weights are bitwise
+    equal on all ranks. With "int4", a message contains the change since the last gather, and every
+    rank adds this change to the weights that it keeps. The rounding error becomes part of the next
+    change. If the weights of a rank have not changed, the rank sends zeros. So all gathers between
+    two optimizer steps are bitwise equal, in training and in evaluation.
 
     Attributes:
         kept: [P * numel], the weights of the last gather, with "int4".
@@ -91,7 +92,7 @@ class WeightGather(_Collective):
     def kept_part(self) -> Tensor | None:
         """This rank's part of the kept weights [numel], to save. None before the first gather.
 
-        It clears `_sent`, which a resumed run also lacks, so both runs send the same messages.
+        Clears `_sent`. A resumed run also starts without `_sent`, so both runs send equal messages.
         """
         self._sent = None
         return self.resumed if self.kept is None else self.kept.chunk(self._ranks)[self._rank]
@@ -134,7 +135,7 @@ class WeightGather(_Collective):
     ) -> None:
         sends = backward_pass() == NO_PASS  # the backward pass uses the weights of the forward pass
         if self.kept is None:
-            with torch.inference_mode(False):  # the first gather may be in an evaluation
+            with torch.inference_mode(False):  # the first gather may run in inference mode
                 self.kept = torch.empty_like(output)
             sends = self.resumed is not None
             whole = self.resumed if self.resumed is not None else part
@@ -150,7 +151,8 @@ class WeightGather(_Collective):
     def _send_change(
         self, layout: MessageLayout, kept: Tensor, part: Tensor, group: dist.ProcessGroup
     ) -> None:
-        # Weights that are no longer finite restart from 0, like small parameters.
+        # Non-finite kept weights restart from 0. Small parameters also restart from 0, because each
+        # message contains their values instead of changes.
         kept.nan_to_num_(0, 0, 0)
         layout.zero_small(kept)
         base = kept[self._rank]
@@ -197,7 +199,7 @@ class GradientReduceScatter(_Collective):
 
     @staticmethod
     def _itemsize(dtype: torch.dtype) -> int:
-        return 4  # messages of any dtype are summed in float32
+        return 4  # compare with a dense float32 collective, because the sum is in float32
 
     def __call__(
         self,

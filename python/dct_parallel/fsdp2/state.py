@@ -1,8 +1,8 @@
 """The state of `dct_fully_shard_hook`: averages gradients between replicas in every step.
 
 FSDP reduces each module's gradient over the ranks that share the model's shards, and calls the hook
-with this rank's shard. The hook exchanges it with the ranks that hold the same shard in other
-replicas. The host reads the results of a step at the end of the next step.
+with the gradient of this rank's shard. The hook averages this gradient over the ranks that hold the
+same shard in other replicas. The host reads the results of a step at the end of the next step.
 """
 
 import os
@@ -70,8 +70,8 @@ class FullyShardState:
         self._shards = mesh["shard"].size()
         self._open, self._in_step = True, False
         self._pass = NO_PASS  # the backward pass that has a callback queued for its end
-        self._order: list[int] = []  # the units of this step
-        self._last_order: list[int] = []  # the units of the last step, until they are compared
+        self._order: list[int] = []  # the numbers of this step's units
+        self._last_order: list[int] = []  # the numbers of the last step's units, until compared
 
         world = groups.require_group(OP, None)
         to_compare = {
@@ -124,7 +124,7 @@ class FullyShardState:
     def plan(self) -> str:
         """Return a table of the bytes per rank and module in a compressed step.
 
-        A bucket is a module that fully_shard was applied to. Sizes are those of a shard.
+        A bucket is a module that fully_shard was applied to. Sizes are per shard.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -157,7 +157,7 @@ class FullyShardState:
         """Return the entries of the last step to the residuals, for a step that is not applied.
 
         See `DCTState.take_back`. The call is collective over all ranks of the mesh, unless an
-        exchange failed. If several backward passes were exchanged, it takes back only the last one.
+        exchange failed. If several backward passes were exchanged, only the last one is taken back.
 
         Raises:
             ValueError: ranks have taken different steps.
@@ -217,8 +217,8 @@ class FullyShardState:
         Every replica starts from the mean of the saved residuals. A step applies the mean of the
         replicas' messages, so the pending updates of the model are unchanged, except for float32
         rounding. Owners' residuals (transport "reduce_scatter") are added to every replica. Call it
-        on every rank. It reads one replica's shard at a time. Source: this project, because the
-        paper does not change the number of ranks.
+        on every rank. It reads one replica's shard at a time. Source: this project, because the DCT
+        paper (arXiv 2010.08899) does not change the number of ranks.
 
         Args:
             folder: written by `torch.distributed.checkpoint`. Loading unpickles files, so read only
@@ -258,7 +258,7 @@ class FullyShardState:
             packed = max(saved[name]["packed"] for name in selected)
             self._buckets[index] = self._bucket(unit, packed, selected)
 
-    # The methods below run in the backward pass.
+    # The methods below begin, perform and end a step.
 
     def _reduce(self, index: int, flat: Tensor) -> None:
         """Replace the gradient of a unit's shard by its mean over replicas."""
@@ -291,20 +291,20 @@ class FullyShardState:
         if backward != self._pass:
             self._pass = backward
             # FSDP may reduce gradients in a callback at the end of the backward pass. A callback
-            # that is queued inside a callback runs last.
+            # that is queued inside a callback runs after all others.
             at_end_of_backward(lambda nested: at_end_of_backward(self._end_step))
 
     def _end_step(self, nested: bool) -> None:
         if nested or not self._in_step:  # called twice if passes are nested
             return
-        # Reentrant checkpointing nests backward passes, so this may be the end of an inner one.
+        # Reentrant checkpointing nests backward passes, so this may be the end of a nested pass.
         self._in_step = any(unit.in_backward for unit in self._units)
         if not self._in_step:
             self._end_order()
             self._ledger.end()
 
     def _end_order(self) -> None:
-        """Compare the units of the previous step, and store those of this step. Collective."""
+        """Compare the units of the previous step, and store the units of this step. Collective."""
         self._in_step = False
         if self._order:
             self._compare_last_step()
@@ -314,7 +314,8 @@ class FullyShardState:
         """Compare the units of the last step. Collective unless the groups were destroyed.
 
         Raises:
-            RuntimeError: this rank received a damaged payload. The other ranks then wait here.
+            RuntimeError: this rank received a damaged payload, so the other ranks block here until
+                the group's timeout. Or ranks exchanged different units.
         """
         self._ledger.read()
         self._ledger.require_intact()

@@ -20,15 +20,15 @@ from .hook import OP
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A parameter's part on this rank, in the flat gradient of its unit.
+    """This rank's shard of a parameter, in the flat gradient of a unit.
 
-    A gradient is split into equal chunks along one dimension. The last chunks are padded with
-    zeros, which are never sent.
+    FSDP splits a gradient into shards of equal length along one dimension. The last shards are
+    padded with zeros.
 
     Attributes:
         name: the name of the parameter in the model without wrappers.
         parameter: the sharded parameter.
-        dim: the dimension along which it is sharded.
+        dim: the dimension along which the parameter is sharded.
     """
 
     name: str
@@ -37,14 +37,14 @@ class Piece:
 
     @property
     def padded(self) -> int:
-        """The number of elements of a chunk, which is the same on every rank."""
+        """The number of elements of a padded shard, which is the same on every rank."""
         shape, ranks = self.parameter.shape, self.parameter.device_mesh.size()
         rows = shape[self.dim]
         return -(-rows // ranks) * (shape.numel() // max(rows, 1))
 
     @property
     def local(self) -> torch.Size:
-        """The shape of this rank's chunk, without the padding."""
+        """The shape of this rank's shard, without the padding."""
         return self.parameter.to_local().shape
 
 
@@ -54,7 +54,7 @@ class Unit:
 
     Attributes:
         name: the name of the module.
-        pieces: its parameters, in the order in which their gradients are concatenated.
+        pieces: the module's parameters, in the order in which their gradients are concatenated.
     """
 
     name: str
@@ -68,20 +68,21 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """The device of the gradients. Parameters may be offloaded."""
+        """The device of the gradients. Offloaded parameters are on a different device."""
         device: torch.device = self._group.device
         return device
 
     @property
     def in_backward(self) -> bool:
-        """Whether FSDP is in a backward pass, in which other passes may be nested."""
+        """Whether FSDP is in a backward pass. The end of a nested pass changes nothing."""
         return fsdp_in_backward(self._module)
 
     @property
     def reduction(self) -> str:
-        """The reduction of the hook's gradient over the shards, "mean" by default.
+        """The reduction over the shards, which FSDP applies before the hook. By default "mean".
 
-        For other reductions FSDP divides after the hook, by a number that depends on the shards.
+        With other reductions, FSDP may also divide the gradient after the hook, by a number that
+        depends on the number of shards.
         """
         group = self._group
         policy = group.mp_policy

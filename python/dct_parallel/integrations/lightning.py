@@ -44,13 +44,13 @@ class LocalStepsStrategy(DDPStrategy):
         settings: arguments of `DCTAverager`, such as `period`.
     """
 
-    restore_checkpoint_after_setup = True  # a new averager sets all weights to those of rank 0
+    restore_checkpoint_after_setup = True  # a new averager broadcasts the weights of rank 0
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         self._settings = settings
 
-    def configure_ddp(self) -> None:  # there is none
+    def configure_ddp(self) -> None:  # the averager replaces DDP
         self.averager = DCTAverager(self.model, **self._settings)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ class LocalStepsStrategy(DDPStrategy):
         return output
 
     def on_train_end(self) -> None:
-        self.averager.flush()  # all ranks have the same weights
+        self.averager.flush()  # so that all ranks have the same weights
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         checkpoint["averager"] = self.averager.state_dict()  # on every rank
@@ -68,7 +68,7 @@ class LocalStepsStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> Any:
         return super().load_checkpoint(self._path(checkpoint_path), weights_only)
 
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:  # only in fit
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:  # Lightning calls it only in fit
         super().load_optimizer_state_dict(checkpoint)
         self.averager.load_state_dict(checkpoint["averager"])
 

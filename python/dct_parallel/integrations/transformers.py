@@ -1,4 +1,4 @@
-"""Callbacks for the HF Trainer (docs/guide/recipes.md). Each checkpoint gets a file per rank."""
+"""Callbacks for the HF Trainer (docs/guide/recipes.md). They save one file per rank."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .. import DCTAverager, DCTState, dct_hook
 
 
 class _RankFiles(TrainerCallback):
-    """Saves and loads the state that differs between ranks."""
+    """Saves and loads the state that differs between ranks, in one file per rank."""
 
     def __init__(self, trainer: Any, **settings: Any) -> None:
         self._trainer, self._settings = trainer, settings
@@ -39,7 +39,7 @@ class DCTCallback(_RankFiles):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         ddp, scaler = self._trainer.model_wrapped, self._trainer.accelerator.scaler
-        optimizer = self._trainer.optimizer.optimizer  # the one inside Accelerate's
+        optimizer = self._trainer.optimizer.optimizer  # inside the wrapper of Accelerate
         self.state = DCTState(ddp, grad_scaler=scaler, optimizer=optimizer, **self._settings)
         ddp.register_comm_hook(self.state, dct_hook)
         self._begin(hook=self.state)
@@ -69,4 +69,4 @@ class LocalStepsCallback(_RankFiles):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._no_sync.__exit__(None, None, None)
-        self.averager.flush()  # all ranks have the same weights, as trainer.save_model() requires
+        self.averager.flush()  # trainer.save_model() requires equal weights on all ranks

@@ -279,7 +279,7 @@ class DCTAverager(ModelAverager):
         entry, states = self._run().find(state)
         owned = any(s.owner is not None and s.owner.any() for s in states.values())
         if self._step_ahead and owned and self._plan.transport == "all_gather":
-            # This would add the owner's residual to this rank's residual but not to its weights.
+            # Loading would add the owner's residual to this rank's residual but not to its weights.
             raise ValueError(
                 "dct::load_state_dict: transport must be reduce_scatter, as in the saved run, "
                 "with step_ahead (or flush, and start a new averager), got all_gather"
@@ -314,7 +314,7 @@ class DCTAverager(ModelAverager):
         return Bucket(self._plan, group, self._device, averagings, states)
 
     def _average(self) -> None:
-        """Exchange the changes of the weights. If that fails, undo it."""
+        """Average the weights. On an error, restore the last base and keep changes as residual."""
         moved = self._weights.change_from(self._start(self._base))
         self._compare("average_parameters")
         self._ledger.begin("average_parameters", self.step // self.period)
@@ -323,9 +323,9 @@ class DCTAverager(ModelAverager):
             self._ledger.sent[0] = self._bucket
             with self._collective("average_parameters"):
                 self._bucket.start(moved)
-            del moved  # the residual contains it, and the mean needs as much memory
+            del moved  # `start` has added it to the residual, and the mean needs as much memory
             base = self._receive()
-            start = self._start(base)  # before ranks agree, because it may run out of memory
+            start = self._start(base)  # may run out of memory, so compute it before ranks agree
             self._agree()
             if self._ledger.non_finite:
                 raise RuntimeError(
@@ -343,7 +343,7 @@ class DCTAverager(ModelAverager):
         self._unaveraged = 0
 
     def _compare(self, op: str) -> None:
-        """Call `StepLedger.compare`, and warn if something like DDP still averages gradients."""
+        """Call `StepLedger.compare`. Warn if all ranks have equal gradients, as with DDP."""
         digests = self._ledger.compare(op, self._weights.gradient_digest)
         if len(digests) > 1 and set(digests) == {digests[0]} != {0}:
             warn_user(
@@ -353,14 +353,14 @@ class DCTAverager(ModelAverager):
             )
 
     def _start(self, base: Tensor) -> Tensor:
-        """The weights after an averaging: the base, plus the residual if `step_ahead` is set."""
+        """The weights after an averaging: `base`, plus the residual if `step_ahead` is set."""
         if not self._step_ahead:
             return base
         ahead = base + self._bucket.codec.residual
         return torch.where(self._weights.is_representable(ahead), ahead, base, out=ahead)
 
     def _receive(self) -> Tensor:
-        """Receive the payloads and return the new base. Changes no weights."""
+        """Receive the payloads and return the new base. Does not change the weights."""
         mean = torch.empty_like(self._base)
         with self._collective("average_parameters"):
             self._bucket.finish(mean)
@@ -391,7 +391,7 @@ class DCTAverager(ModelAverager):
             ) from error
 
     def _drop_overflow(self, base: Tensor) -> None:
-        """Drop the residual entries that would overflow the weights again."""
+        """Drop the residual entries that would make the weights infinite again."""
         bound = torch.zeros_like(self._base)
         self._bucket.add_pending(bound)
         bound.mul_(2 * self._plan.ranks).add_(self._base)  # rounding at most doubles a value

@@ -45,14 +45,18 @@ def reshard(module: nn.Module) -> None:
 
 
 def shard_groups(module: object) -> list[dist.ProcessGroup]:
-    """A list with this rank's shard group, if the parameters are sharded on one dimension."""
+    """A list with this rank's shard group, or an empty list without a one-dimensional mesh."""
     found = _sharded(module) if isinstance(module, nn.Module) else {}
     meshes = [parameter.device_mesh for parameter in found.values()]
     return [meshes[0].get_group()] if meshes and meshes[0].ndim == 1 else []
 
 
 def require_mesh(op: str, module: nn.Module) -> DeviceMesh | None:
-    """The mesh on which all parameters are sharded, or None if none is. Otherwise raise."""
+    """Return the mesh on which all parameters are sharded, or None if no parameter is sharded.
+
+    Raises an error if sharded parameters have different meshes or several placements, or if a
+    parameter that requires grad is not sharded.
+    """
     found = _sharded(module)
     if not found:
         return None
@@ -76,7 +80,7 @@ def require_mesh(op: str, module: nn.Module) -> DeviceMesh | None:
 
 
 def require_replicas(op: str, group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
-    """Raise if `group`, which averages equal shards, contains ranks of other shards."""
+    """Raise if `group` contains ranks that hold other shards of the same replica."""
     others = set(dist.get_process_group_ranks(mesh.get_group())) - {dist.get_rank()}
     shared = sorted(others & set(dist.get_process_group_ranks(group)))
     if shared:
@@ -101,18 +105,19 @@ def _imported(module: str, name: str) -> Any:
 class FlatWeights:
     """The parameters of a module that require grad, concatenated in float32.
 
-    For a module that fully_shard has sharded, these are this rank's shards.
+    For a module that fully_shard has sharded, the tensor contains this rank's shards.
 
     Args:
         op: the entry point, for error messages.
-        module: has float32, bfloat16 or float16 parameters on one CPU or CUDA device, and no DDP.
+        module: has float32, bfloat16 or float16 parameters on one CPU or CUDA device. Contains no
+            DDP module.
         group: the ranks that average the parameters.
 
     Attributes:
         names: {parameter: name} for the parameters that require grad.
-        frozen: {parameter: name} for the others.
-        shard: the shard's number and the number of shards, as text.
-        shard_group: the ranks that hold the other shards, or None.
+        frozen: {parameter: name} for all other parameters.
+        shard: the number of this rank's shard and the number of shards, as text.
+        shard_group: the process group that shards the parameters, or None.
         sizes: the number of elements of each parameter on this rank.
         device: the device of all parameters.
 
@@ -198,9 +203,9 @@ class FlatWeights:
             tensor.copy_(part.view_as(tensor))
 
     def change_from(self, base: Tensor) -> Tensor:
-        """Return the weights minus `base`, after `base` is rounded to their dtype.
+        """Return the weights minus `base`, after `base` is rounded to the dtypes of the weights.
 
-        So the rounding error of the base is not part of the change.
+        Without this rounding, the rounding error of the base would be part of the change.
         """
         moved = torch.empty_like(base)
         parts = zip(self._tensors(), moved.split(self.sizes), base.split(self.sizes), strict=True)
@@ -221,7 +226,7 @@ class FlatWeights:
         return torch.cat([part.to(tensor.dtype).isfinite() for tensor, part in parts])
 
     def all_representable(self, flat: Tensor) -> bool:
-        """Whether every element is representable. It checks the minimum and the maximum."""
+        """Whether every element is representable. Checks the minimum and maximum per dtype."""
         ends = []
         for dtype, run in itertools.groupby(self._tensors(), key=lambda tensor: tensor.dtype):
             part, flat = flat.tensor_split([sum(tensor.numel() for tensor in run)])

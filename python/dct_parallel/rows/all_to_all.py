@@ -101,14 +101,14 @@ def all_to_all_rows_async(
         counts, settings = [[n] for n in splits], {"d": width, **row_format.settings_to_compare(x)}
         output_splits = [n for [n] in exchange_numbers(op, counts, settings, x.device, group)]
     require_counts(op, "output_splits", output_splits, group.size())
-    if width == 0:  # raised on every rank, because the ranks have compared the width
+    if width == 0:  # checked after the comparison, so that every rank raises
         raise ValueError(f"dct::{op}: x must have at least 1 column, got 0")
     return _start(op, x, row_format.codec(width, x.dtype), splits, output_splits, group)
 
 
 # A collective that is differentiable in x, like functools.partial(all_to_all_rows, format="int8").
-# It maps (x [sum(splits), d] ordered by destination, splits, output_splits, group=...) to rows
-# [sum(output_splits), d] ordered by source.
+# Its arguments are x [sum(splits), d] ordered by destination, splits, output_splits and group=...
+# It returns rows [sum(output_splits), d] ordered by source.
 RowExchange = Callable[..., Tensor]
 
 

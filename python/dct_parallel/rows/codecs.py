@@ -15,14 +15,14 @@ from dct_kernels.row_layout import position_bytes, row_bytes
 from ..formats import DTYPES
 from .packing import row_k
 
-# Dynamo does not trace the checks of dct_kernels.row_quantize in a backward pass.
+# Without the checks of dct_kernels.row_quantize, which Dynamo does not trace in a backward pass.
 _ops = torch.ops.dct
 
 
 class RowCodec:
     """Encodes rows [B, width] and their gradients. The base class leaves rows unchanged.
 
-    Subclasses encode them as uint8 [B, message_bytes] and [B, gradient_bytes].
+    Subclasses encode rows as uint8 [B, message_bytes], and gradients as [B, gradient_bytes].
     """
 
     message_bytes: int
@@ -49,7 +49,7 @@ class RowCodec:
 
 
 class LargestEntries(RowCodec):
-    """The k largest entries of a row with positions. Their gradients are sent without positions."""
+    """Sends the k largest entries of a row with positions, and gradients without positions."""
 
     def __init__(self, width: int, density: float, value_dtype: torch.dtype) -> None:
         self._width, self._k, self._value_dtype = width, row_k(width, density), value_dtype
@@ -58,7 +58,7 @@ class LargestEntries(RowCodec):
 
     def encode(self, x: Tensor) -> Tensor:
         values, self._sent = row_pack(x, self._k, self._value_dtype)
-        return torch.cat([_as_bytes(values), self._sent], 1)  # one collective, not two
+        return torch.cat([_as_bytes(values), self._sent], 1)  # for one collective instead of two
 
     def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
         self._received = message[:, self.gradient_bytes :].contiguous()
@@ -74,7 +74,7 @@ class LargestEntries(RowCodec):
 
 
 class AllEntries(RowCodec):
-    """All entries of a row, in one number format for rows and one for gradients."""
+    """Sends all entries of a row. Rows and gradients may have different number formats."""
 
     def __init__(self, width: int, forward: str, backward: str) -> None:
         self._width, self._forward, self._backward = width, forward, backward
@@ -141,5 +141,5 @@ def _as_bytes(values: Tensor) -> Tensor:
 
 
 def _as_floats(message: Tensor, dtype: torch.dtype) -> Tensor:
-    # clone() copies even a single row, which may be misaligned; contiguous() would not copy it.
+    # clone() copies even a single row, which may be misaligned. contiguous() would not copy it.
     return message.clone(memory_format=torch.contiguous_format).view(dtype)

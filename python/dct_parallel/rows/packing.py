@@ -12,7 +12,7 @@ from ..formats import DTYPES, require_format
 
 
 def require_rows(op: str, x: Tensor) -> Tensor:
-    """Return `x` [B, d] as a contiguous tensor. Raise if it has a wrong type, shape or device."""
+    """Return `x` [B, d] as a contiguous tensor. Raise if its type, shape or device is wrong."""
     checks.require_dense(op, "x", x)
     if x.device.type not in ("cpu", "cuda"):
         checks.fail(op, "x", "on the CPU or CUDA", x.device)

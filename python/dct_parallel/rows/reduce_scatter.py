@@ -24,10 +24,10 @@ def reduce_scatter_rows_async(
 ) -> Transfer:
     """Sum the rows of each rank over all ranks, with compression. Differentiable in x.
 
-    A reduce-scatter of parts with different sizes. Messages in a quantized format cannot be added,
-    so one all-to-all sends each row to its rank, which adds the rows in float32 and in rank order.
-    The result is deterministic. The gradient is straight-through: one all-gather, padded to the
-    longest part, sends the quantized gradients of all ranks to every rank.
+    This is a reduce-scatter of parts that may differ in size. Messages in a quantized format cannot
+    be added. So one all-to-all sends each row to its rank, which adds the rows in float32 and in
+    rank order. The result is deterministic. Gradients are straight-through and quantized. One
+    all-gather, padded to the longest part, sends the gradients of all ranks to every rank.
 
     Ranks do not compare their arguments. Every rank must call this function with the same `splits`,
     `format` and width. If x needs a gradient, every rank must run the backward pass.

@@ -45,7 +45,7 @@ class RowFormat:
             if self.backward is not None:
                 checks.fail(op, "backward", "None with a density", repr(self.backward))
             formats, why = tuple(DTYPES), " with a density"
-            # A float, so that ranks compare equal strings.
+            # A float, so that errors show the densities of other ranks as fractions.
             object.__setattr__(self, "density", float(self.density))
         for arg in ("forward", "backward"):
             given = getattr(self, arg)

@@ -18,7 +18,8 @@ from ..collectives import all_gather
 from ..formats import ROW_FORMATS
 from ..groups import GroupForBackward, named
 
-# All "format" settings of `RowFormat.settings_to_compare`: of rows and, if different, of gradients.
+# All "format" settings of `RowFormat.settings_to_compare`: the format of the rows and, if it is
+# different, of the gradients.
 _FORMAT_PAIRS = [", ".join(dict.fromkeys(pair)) for pair in product(ROW_FORMATS, repeat=2)]
 
 Setting = bool | int | float | str | None  # a string is one of _FORMAT_PAIRS
@@ -44,8 +45,8 @@ def exchange_numbers(
     """Send numbers[r] to rank r, and return the numbers received from each rank.
 
     All ranks send equally many numbers. If `settings` differ between ranks, or if a rank has
-    `refused` its input, every rank raises before any rank waits for a message of the wrong size.
-    This takes one all-to-all with 8 bytes per number and setting. The host waits for its result.
+    `refused` its input, every rank raises an error, before any rank sends rows. The function
+    performs one all-to-all with 8 bytes per number and setting. The host waits for the result.
     """
     width = len(numbers[0])
     encoded = [math.nan if refused else _encode(value) for value in settings.values()]
@@ -82,7 +83,7 @@ _Result = TypeVar("_Result")
 
 
 def exchange_of_rows(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorate an exchange. torch.compile then runs it eagerly; torch.export raises an error."""
+    """Decorate an exchange, so that torch.compile runs it eagerly and torch.export raises."""
     op = function.__name__
     rule = f"dct::{op}: the exchange must run eagerly"
     reason = f"{rule} (torch.compile without fullgraph=True breaks the graph here)"
@@ -91,7 +92,7 @@ def exchange_of_rows(function: Callable[_Parameters, _Result]) -> Callable[_Para
     def exchange(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         if torch.compiler.is_exporting():
             raise RuntimeError(f"{rule}, got torch.export")
-        if is_functionalizing():  # a collective would end the process
+        if is_functionalizing():  # a collective would abort the process
             raise RuntimeError(f"{rule}, got torch.func.functionalize")
         return function(*args, **kwargs)
 
@@ -105,11 +106,11 @@ TensorFunction = Callable[[Tensor], Tensor]
 def with_gradient(
     op: str, x: Tensor, forward: TensorFunction, backward: TensorFunction, row_wise: bool = False
 ) -> Tensor:
-    """Return forward(x). If its gradient is g, the gradient of `x` is backward(g).
+    """Return forward(x). If the gradient of this result is g, the gradient of `x` is backward(g).
 
     torch.func.grad and torch.func.vjp work. A second derivative, forward mode and torch.vmap raise
     an error, and so does every transform of torch.func inside torch.compile. The graph keeps
-    `backward` and all its references alive, so it must refer to a process group through a
+    `backward` and all its references alive. So `backward` must refer to a process group through a
     `GroupForBackward`.
 
     Args:
@@ -185,7 +186,7 @@ class Transfer:
     Args:
         op: the public name, for errors.
         send: starts the exchange of `x`.
-        send_gradient: starts the exchange of the result's gradient, which yields x's gradient.
+        send_gradient: starts the exchange of the result's gradient, which returns x's gradient.
     """
 
     _receive: Receive
@@ -196,7 +197,7 @@ class Transfer:
         self._token: Tensor | None = with_gradient(op, x, partial(self._start, send), self._finish)
 
     def wait(self) -> Tensor:
-        """Return the received rows. Call it once; a second call raises RuntimeError."""
+        """Return the received rows. Call this method once. A second call raises RuntimeError."""
         if self._token is None:
             raise RuntimeError(
                 "wait() must be called once, got a second call: keep the rows that it returned"
