@@ -1,6 +1,6 @@
 """Shared device functions for arithmetic with the same bits as in the other backends.
 
-They use integer arithmetic where casts differ. NaNs differ between devices, and Triton's
+Integer arithmetic replaces casts that would differ: NaNs depend on the device, and Triton's
 interpreter truncates to bfloat16 instead of rounding.
 """
 

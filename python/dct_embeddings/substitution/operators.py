@@ -12,10 +12,11 @@ MOST = 2**31 - 1
 
 
 class Bags:
-    """The bags of all samples. A bag holds the rows of a sample's field.
+    """The bags of all samples, one per sample and field. A bag is a list of rows.
 
     Args:
         lengths: int [sources, fields, batch], the number of rows in each bag, in the order of rows.
+            A source is a rank that passed samples.
 
     Attributes:
         samples: the number of samples of all sources.

@@ -149,13 +149,13 @@ class EquivalentSubstitution(CheckedModule):
             _, tight = self._compare([0] * ranks, lengths.shape, len(local), checksum)
             return local, Bags(lengths_of[rank].view(1, *lengths.shape)), tight
         counts, tight = self._compare([len(part) for part in names_of], lengths.shape, len(ids))
-        group, always = self._ids_group.get(), [-1] * ranks  # lengths are always sent
+        group, always = self._ids_group.get(), [-1] * ranks  # -1: always send lengths
         arriving = list(zip(counts, always, strict=True))
         received, local = exchange_bags(_OP, lengths_of, names_of, always, arriving, group)
         return local, Bags(received.view(ranks, *lengths.shape)), tight
 
     def _require_usable(self, ids: Tensor, lengths: Tensor) -> None:
-        """Raise if the arguments are not usable. The other ranks also raise."""
+        """Raise if the arguments are invalid. The other ranks also raise."""
         try:
             require_bags(_OP, ids, lengths, self.rows.weight)
             if len(lengths) == 0:
@@ -190,11 +190,12 @@ class EquivalentSubstitution(CheckedModule):
         """Send counts[r] to rank r. Raise on every rank if other arguments differ between ranks.
 
         Args:
-            ids: the number of ids in this rank's part of the global batch.
+            ids: the number of ids that this rank contributes to the global batch.
+            refused: whether this rank's arguments are invalid, so that every rank must raise.
 
         Returns:
-            The counts received from each rank, and whether the batch has more ids than some rank
-            has free rows. The second value is the same on every rank.
+            The counts received from each rank, and whether any rank has fewer free rows than the
+            batch has ids. The second value is the same on every rank.
         """
         fields, batch = shape
         trained = [name for name, p in self.named_parameters() if p.requires_grad]

@@ -175,14 +175,14 @@ class ShardedEmbeddingBags(CheckedModule):
         return bags.view(*lengths.shape, self.weight.shape[1]).transpose(0, 1)
 
     def _look_up(self, rows: Tensor) -> Tensor:
-        """Look up rows of `weight`. Divide their summed gradients by the number of ranks."""
+        """Look up rows of `weight`, and divide their gradients by the number of ranks."""
         looked_up = F.embedding(rows, self.weight, sparse=self.sparse)
         if looked_up.requires_grad:
             looked_up.register_hook(lambda grad: grad / len(self.plan))
         return looked_up
 
     def _exchange_counts(self, counts: _Pairs, batch: int, refused: bool = False) -> _Pairs:
-        """Send counts[r] to rank r: its number of ids, and the common length of its bags or -1.
+        """Send counts[r] to rank r: the ids for it, and the length of each of its bags or -1.
 
         Returns the pairs from all ranks. If a rank has `refused` its input, every rank raises.
         """
@@ -194,7 +194,7 @@ class ShardedEmbeddingBags(CheckedModule):
     def _locate(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the bag of each id, the place of its shard, and its row in the owner's weight.
 
-        The host waits, to check the ids.
+        `_index_rows` defines the place of a shard. The host waits, because this checks the ids.
         """
         bags = torch.arange(lengths.numel(), dtype=torch.int64, device=ids.device)
         bag = torch.repeat_interleave(bags, lengths.flatten(), output_size=len(ids))
