@@ -2,8 +2,8 @@
 
 Each pass finds one digit of 8 bits of the threshold, the most significant digit first. A pass is
 one launch. The programs of a range count the current digit of the picks that have the digits found
-so far. Every program derives these digits from the counts of the earlier passes, so no program waits
-for others. Each pass reads the picks again, because they are few and in the cache.
+so far. Every program derives these digits from the counts of the earlier passes, so no program
+waits for others. Each pass reads the picks again, because they are few and in the cache.
 """
 
 import struct
