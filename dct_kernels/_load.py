@@ -87,7 +87,7 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
     built_with = "unknown"
     try:
         built_with, schemas = _built_with(file)
-        if schemas != schemas_digest() and built_with != "unknown":  # would misread arguments
+        if schemas != schemas_digest() and built_with != "unknown":  # would misread its arguments
             return f"{file.name} was compiled for other schemas of the ops: rebuild it"
         if backend == "cuda" and not _is_for_cuda(file, cuda):
             return f"{file.name} was built for another CUDA version than this torch ({cuda})"

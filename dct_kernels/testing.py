@@ -15,7 +15,7 @@ def backends() -> dict[str, SimpleNamespace]:
     """{backend: a namespace with its ops and `.device`, the device of their tensors}.
 
     The result contains only backends that can run. `eager` supports any device, but its `.device`
-    is the CPU. `triton` has the CPU if its kernels are interpreted (TRITON_INTERPRET=1).
+    is the CPU. The `.device` of `triton` is the CPU with TRITON_INTERPRET=1, else a GPU.
     """
 
     def python(backend: object, device: str) -> SimpleNamespace:

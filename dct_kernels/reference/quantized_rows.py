@@ -75,13 +75,13 @@ def _fixed_point(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean(fixed: Tensor, count: Tensor) -> Tensor:
-    """The mean of magnitudes [B, d], truncated to integers so that their order has no effect."""
+    """The mean of truncated magnitudes [B, d]. Integer sums do not depend on the order."""
     total = fixed.to(torch.int64).sum(1, keepdim=True)
     return _divide(total.to(torch.float32), count.clamp(min=1))
 
 
 def _divide(x: Tensor, by: Tensor | int) -> Tensor:
-    """Divide with correct rounding. For a number `by`, torch on CUDA multiplies by 1 / `by`."""
+    """Divide with correct rounding. On CUDA, x / number would multiply by the reciprocal."""
     return x / (torch.zeros_like(x) + by)
 
 

@@ -19,7 +19,7 @@ def scale_bits(exact):
 
 @triton.jit
 def units(top):
-    """Return units per 1.0, and one unit. `top` holds the bits of the largest magnitude."""
+    """Return 1 / unit and unit, normal powers of two. `top`: the bits of the largest magnitude."""
     exponent = tl.maximum(top >> 23, UNIT_BITS)
     in_one = (-exponent + (253 + UNIT_BITS)) << 23
     unit = (exponent - (UNIT_BITS - 1)) << 23
@@ -37,7 +37,7 @@ def ternary_weight(digit):
 def ternary_code(byte, digit):
     # The byte is a balanced base-3 number. Adding 121 turns its digits -1, 0, 1 into 0, 1, 2.
     byte = tl.minimum((byte + 121) & 255, 242)
-    # Multiply by 65,536 / 3^digit, rounded up, instead of dividing. This is exact below 243.
+    # Multiply by 65,536 / 3^digit, rounded up, instead of dividing. The result is exact.
     first = tl.where(digit == 0, 65536, tl.where(digit == 1, 21846, 7282))
     inverse = tl.where(digit < 3, first, tl.where(digit == 3, 2428, 810))
     return (byte * inverse >> 16) % 3 - 1

@@ -45,7 +45,7 @@ def elements():
 
 @triton.jit
 def _present(length):
-    """[GROUPS, 1]: whether the group's row contains one of the first `length` elements."""
+    """[GROUPS, 1]: whether the group's row contains any of the first `length` elements."""
     return tl.arange(0, GROUPS)[:, None] // SCALES * ROW < length
 
 

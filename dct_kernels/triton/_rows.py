@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(width: int, elements: int = PROGRAM_ELEMENTS) -> Tiles:
-    """Choose tiles: each has several short rows, one row, or some columns of a wide row."""
+    """Choose tiles. A tile has several short rows, one row, or some columns of a wide row."""
     block = min(max(triton.next_power_of_2(width), 8), WIDEST)
     count = triton.cdiv(width, block)
     rows = max(elements // block, 1) if count == 1 else 1
@@ -95,8 +95,8 @@ def load_columns(positions, row, rows, slot, width, k, COLUMN_BYTES: tl.constexp
         column |= tl.load(entry + 1, mask=inside, other=0).to(tl.int32) << 8
     candidate = inside & (column < width)
     # Keys are ordered by column. For equal columns, the earlier slot has the larger key. If a key
-    # equals the running maximum, its column is larger than all columns in earlier slots. A list has
-    # fewer than 4096 slots.
+    # equals the running maximum, its column is larger than all valid columns in earlier slots. A
+    # list has fewer than 4096 slots.
     key = tl.where(candidate, column << 12 | (4095 - slot), -1)
     accepted = candidate & (tl.associative_scan(key, 1, _larger) == key)
     return tl.where(accepted, column, -1)

@@ -1,8 +1,8 @@
 """mask_pack: error feedback, threshold and ordered compaction, in three kernels.
 
-mark   per tile: writes acc to the residual, one bit per element (1: passes), and the count of 1s.
+mark   per tile: sets the residual to acc, and writes a bit per element (1: it passes) and a count.
 scan   per range: turns the counts into the offsets of tiles, and writes header, starts and `seen`.
-pack   per tile: finds the entries that pass by their bits, packs them and corrects their residuals.
+pack   per tile: finds passing entries by their bits, packs them and corrects their residuals.
 
 In a tile with a non-finite entry, the mark kernel does not change residuals of passing entries.
 No program waits for another. Compared with a single pass, this moves two more bits per element, and

@@ -1,6 +1,7 @@
 """row_dequantize: dequantizes rows.
 
-Each element loads the byte of its code. Elements that share a byte load it again, from the cache.
+The kernel loads the byte of a code for each element, so a byte with several codes is loaded
+several times, mostly from the cache.
 """
 
 import torch

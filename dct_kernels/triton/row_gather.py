@@ -58,7 +58,7 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
         kernel, tiles = _bitmap_kernel, _rows.tiles(width)
         constants = {"BLOCK": tiles.block, "TILES": tiles.count}
     else:
-        # Even in the interpreter, programs have few rows, because it runs a scan one by one.
+        # Few rows per program, even in the interpreter, which runs scans element by element.
         kernel, tiles = _list_kernel, _rows.tiles(k, _rows.WARP_ELEMENTS)
         constants = {"SLOTS": tiles.block, "COLUMN_BYTES": column_bytes}
     launch(

@@ -36,10 +36,10 @@ def _store_chosen(
     values, positions, elements, keys, cut, ties, above_before, equal_before,
     row, rows, start, width, k, COLUMN_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile's elements with keys above the cut, and the row's first `ties` with equal keys.
+    """Store the elements with keys above `cut`, and the row's first `ties` elements with key `cut`.
 
-    `above_before` and `equal_before` [ROWS, 1] count the keys above and equal to the cut in earlier
-    tiles of the row. Return the counts for the next tile.
+    `above_before` and `equal_before` [ROWS, 1] count the keys above `cut` and equal to `cut` in
+    earlier tiles of the row. Return the counts for the next tile.
     """
     column = start + tl.arange(0, BLOCK)[None, :]
     above = keys > cut

@@ -1,6 +1,6 @@
 """scatter_unpack: sums the payloads of all ranks into a dense tensor, in two kernels.
 
-check  per rank and block of the output: validates the entries, writes status and number of entries.
+check  per rank and block of the output: validates entries, writes status and number of valid ones.
 add    per block of the output: clears it, adds the valid entries rank by rank, writes the result.
 
 A program owns the 16,384 elements of a block. A barrier between ranks keeps their order, so no
@@ -125,7 +125,7 @@ def _finish(
 def _look_up(
     payloads, verdicts, rank, ranks, ranges, range_index, range_blocks, block, nbytes
 ):  # fmt: skip
-    """The message of a rank, its first entry for a block, and its verdict (0 past all ranks)."""
+    """The message of a rank, its first entry for a block, and its verdict (0 if rank >= ranks)."""
     row = tl.minimum(rank, ranks - 1).to(tl.int64) * ranges + range_index
     verdict = tl.load(verdicts + row * range_blocks + block, mask=rank < ranks, other=0)
     message = payloads + row * nbytes

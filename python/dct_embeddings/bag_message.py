@@ -59,8 +59,8 @@ def exchange_bags(
 ) -> tuple[Tensor, Tensor]:
     """Send lengths[r] and names[r] to rank r. Return the received values, source by source.
 
-    This takes one all-to-all, with 4 bytes per length and 4 or 8 bytes per name. A rank does not
-    send lengths to a rank if all bags for that rank have the same length. The host waits.
+    This takes one all-to-all, with 4 bytes per length and 4 or 8 bytes per name. Lengths for a rank
+    are not sent if all bags for that rank have the same length. The host waits.
 
     Args:
         lengths: for each rank, the lengths of its bags (int32), from `by_rank`. All ranks send the

@@ -42,7 +42,7 @@ class TouchedRows:
             self._before.append(weight[new])
 
     def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows in any order, int32 [n], and their kept values [n, d], else [0, d]."""
+        """Return the rows in any order, int32 [n], and the kept values [n, d], or [0, d] if none."""
         rows = torch.cat([self._known.new_empty(0, dtype=torch.int32), *self._rows])
         before = torch.cat([weight[:0], *self._before])
         self._known[rows] = False
@@ -94,7 +94,7 @@ class MeanOfChanges(Average):
 
     Attributes:
         rows: int32 [n], ascending, the rows with a residual; the same on every replica.
-        residual: [n, d], the residual of this replica, including that of a range that it owns.
+        residual: [n, d], the residual of this replica, including the residual of its own range.
     """
 
     rows: Tensor

@@ -182,7 +182,7 @@ class ShardedEmbeddingBags(CheckedModule):
         return looked_up
 
     def _exchange_counts(self, counts: _Pairs, batch: int, refused: bool = False) -> _Pairs:
-        """Send counts[r] to rank r: the ids for it, and the length of each of its bags or -1.
+        """Send counts[r] to rank r: the number of ids, and the length of every bag or -1.
 
         Returns the pairs from all ranks. If a rank has `refused` its input, every rank raises.
         """
