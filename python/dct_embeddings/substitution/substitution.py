@@ -35,10 +35,10 @@ class EquivalentSubstitution(CheckedModule):
     the same as in one process with all samples. See docs/guide/des.md.
 
     Forward and backward are collective, with the same number of samples on every rank. The host
-    waits for counts in forward, so CUDA graphs cannot capture it. Deterministic on the CPU.
-    Do not wrap it in DistributedDataParallel. A copy (copy.deepcopy, AveragedModel) shares the
-    process groups. Save `state_dict()`, because the module itself cannot be saved. Loading a state
-    that does not match raises an error before anything is loaded.
+    waits for counts in forward, so CUDA graphs cannot capture it. Results are deterministic on the
+    CPU. Do not wrap the module in DistributedDataParallel. A copy (copy.deepcopy, AveragedModel)
+    shares the process groups. Save `state_dict()`, because the module itself cannot be saved.
+    Loading a state that does not match raises an error before anything is loaded.
 
     Args:
         rows: FeatureRows or DynamicFeatureRows, on the ranks that share the features.
@@ -106,9 +106,9 @@ class EquivalentSubstitution(CheckedModule):
         Raises:
             ValueError, TypeError: an argument is out of range on some rank. Every rank raises.
             ValueError: batch, fields, training mode of the rows, the set of parameters with
-                gradients, or with "all_reduce" the ids differ between ranks. Or a rank has too
-                little capacity for the rows of new features; then no row is added. Every rank
-                raises.
+                gradients, or with "all_reduce" the ids differ between ranks. Every rank raises.
+            ValueError: a rank has too little capacity for the rows of new features. No row is
+                added, and every rank raises.
             ValueError: received lengths do not add up to the received ids.
         """
         names, bags, tight = self._bags(ids, lengths)

@@ -42,7 +42,7 @@ class TouchedRows:
             self._before.append(weight[new])
 
     def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows in any order, int32 [n], and the kept values [n, d], or [0, d] if none."""
+        """Return the rows in any order, int32 [n], and the kept values, [n, d] or [0, d]."""
         rows = torch.cat([self._known.new_empty(0, dtype=torch.int32), *self._rows])
         before = torch.cat([weight[:0], *self._before])
         self._known[rows] = False

@@ -42,7 +42,7 @@ class ShardedEmbeddingBags(CheckedModule):
     counts in forward, so CUDA graphs cannot capture it. Shards of a table are summed in row order,
     so results are deterministic on the CPU. See docs/guide/embeddings.md.
 
-    Do not wrap it in DistributedDataParallel, because that averages different shards. `state_dict`
+    Do not wrap it in DistributedDataParallel, which would average different shards. `state_dict`
     contains this rank's rows and, as `owned`, [table, first, end] of each shard. Loading a state
     that does not match raises an error before anything is loaded. Copies (copy.deepcopy,
     AveragedModel) share the process groups of the mesh. A pickle of the module loads only on ranks
@@ -51,7 +51,7 @@ class ShardedEmbeddingBags(CheckedModule):
     Args:
         tables: the weight of every table [rows, d], float32 or float64, with the same d and dtype
             for all, on the mesh's device type; not mutated. Only rows of this rank's shards are
-            read, so tables may be mapped from files. Replicas start from the rows of the first one.
+            read, so tables may be mapped from files. Replicas start with the first replica's rows.
         plan: the shards of every rank of the sharding group, with each row of each table in one
             shard; see `plan_shards`.
         mesh: DeviceMesh with dimensions ("replicate", "shard"). The timeout of its groups bounds
