@@ -34,8 +34,8 @@ HEADER = struct.Struct("<IHBBQII40s")  # magic, version, value dtype, flags, num
 QUANTIZED_VERSION = 4
 QUANTIZED_CODES = {"float32": 0, "bfloat16": 1, "int8": 4, "int4": 5, "ternary": 6}
 ROW = 1024  # elements; a block consists of whole rows
-SCALED = 64  # elements of a group; in formats with scales, a group has one scale
-# Bytes of the codes of a group.
+SCALED = 64  # elements of a group, which has one scale in the formats with scales
+# The bytes of the codes of a group, for each format.
 CODE_BYTES = {"float32": 256, "bfloat16": 128, "int8": 64, "int4": 32, "ternary": 13}
 UNSCALED = ("float32", "bfloat16")
 

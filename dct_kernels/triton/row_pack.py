@@ -3,9 +3,9 @@
 A program holds the keys of a few narrow rows in registers. It finds the k-th largest key of each
 row by bisection. To get a first lower bound, it splits the keys of a row into more than k groups.
 The smallest group maximum is the bound, because more than k keys reach it. The search of a row ends
-when exactly k keys are selected, or when only equal keys remain. Of equal keys, those in lower
-columns are selected. A wide row is read tile by tile, once per 8 bits of its keys, and again to
-store the selected entries.
+when exactly k keys are selected, or when only equal keys remain. If keys are equal, lower columns
+are selected. A wide row is read tile by tile, once per 8 bits of its keys, and again to store the
+selected entries.
 """
 
 import torch
