@@ -46,7 +46,7 @@ class EquivalentSubstitution(CheckedModule):
             parameters of the first rank, and gradients are summed over ranks. Freeze the same
             parameters on all ranks.
         aggregate: "reduce_scatter": every rank passes the bags of its own samples and receives
-            their results. "all_reduce", as in the paper: all ranks pass the same global batch and
+            their results. "all_reduce", as in DES: all ranks pass the same global batch and
             receive all results.
         ids_group: a process group of the same ranks for ids and counts, to measure their bytes
             separately; default: the group of `rows`.
