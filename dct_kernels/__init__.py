@@ -11,8 +11,8 @@ Common to all ops
   in CUDA graphs and in torch.compile(fullgraph=True). The eager backend is an exception: it may
   synchronize, so CUDA graphs cannot capture it.
 - `row_pack`, `row_gather` and `row_unpack` support reverse-mode autograd. Forward mode raises an
-  error. An op that writes to an argument raises an error in torch.vmap, and also outside
-  torch.no_grad() if that argument requires grad.
+  error. An op that writes to an argument raises an error in torch.vmap. It also raises an error
+  outside torch.no_grad() if that argument requires grad.
 - Meta and fake tensors are supported.
 - Empty tensors and tensors of more than 2**31 elements work. Subnormals are kept. The results for
   NaN and Inf are defined.
@@ -54,7 +54,7 @@ from .row_ops import (
     row_unpack,
 )
 
-_load.setup()  # every op is defined
+_load.setup()  # after the imports above have defined every op
 
 __version__ = "0.3.0"
 

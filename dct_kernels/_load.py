@@ -1,8 +1,8 @@
 """Loads the backends, and reports which ones are available and why others are missing.
 
 `DCT_BACKEND=eager|cpp|cuda|triton` selects one backend, and the import fails if that backend is not
-available. Otherwise the dispatcher uses the best backend: compiled kernels on the devices they were
-built for, and eager PyTorch on other devices.
+available. Otherwise the dispatcher uses compiled kernels on the devices that they were built for.
+Without CUDA kernels, CUDA tensors use Triton if it is installed. Other devices use eager PyTorch.
 """
 
 import importlib
@@ -60,7 +60,7 @@ def backend_of(device: torch.device | str) -> str:
 
 
 def setup() -> None:
-    """Load the compiled kernels and register the eager ones. Called once, on import."""
+    """Load or register the kernels of the selected backends. Called once, on import."""
     if REQUESTED not in (None, *BACKENDS):
         raise ImportError(f"DCT_BACKEND must be one of {', '.join(BACKENDS)}, got {REQUESTED!r}")
     for backend, file in _FILES.items():
@@ -87,7 +87,7 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
     built_with = "unknown"
     try:
         built_with, schemas = _built_with(file)
-        if schemas != schemas_digest() and built_with != "unknown":  # it would read wrong arguments
+        if schemas != schemas_digest() and built_with != "unknown":  # would misread its arguments
             return f"{file.name} was compiled for other schemas of the ops: rebuild it"
         if backend == "cuda" and not _is_for_cuda(file, cuda):
             return f"{file.name} was built for another CUDA version than this torch ({cuda})"
@@ -98,13 +98,13 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
 
 
 def _is_for_cuda(file: Path, version: str | None) -> bool:
-    """Whether the library needs this version of the CUDA runtime. A process cannot use two."""
+    """Whether the library uses the CUDA runtime with the same major version as `version`."""
     runtime = f"libcudart.so.{str(version).partition('.')[0]}\0"
     return runtime.encode() in file.read_bytes()
 
 
 def _built_with(file: Path) -> tuple[str, str]:
-    """The torch version and the schemas of a library, from csrc/bindings/built_with.cpp."""
+    """The torch version and the schema digest in a library, from csrc/bindings/built_with.cpp."""
     text = rb"dct_kernels built with torch ([\w.+]+)(?: for schemas (\w+))?"
     found = re.search(text, file.read_bytes())
     return (found[1].decode(), (found[2] or b"").decode()) if found else ("unknown", "")

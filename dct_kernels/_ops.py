@@ -4,12 +4,12 @@ Schemas are defined in Python, so the ops exist and run eagerly without a compil
 are SymInt, because torch.compile would recompile for every new value of a plain int.
 
 The Python backends run after the same checks as the public functions. The compiled backends repeat
-the checks that memory safety needs, with short messages (csrc/bindings/ops.cpp).
+the checks that prevent invalid memory accesses, with short messages (csrc/bindings/ops.cpp).
 
-For fixed positions the row ops are linear, and their gradients are row ops at the same positions:
-unpack for pack and gather, gather for unpack. So the message of the backward pass has k values per
-row and no positions (DCT, arXiv 2010.08899, also uses one mask in both directions). Quantized rows
-have no gradient, because their bytes are integers.
+For fixed positions, row_pack, row_gather and row_unpack are linear. Their gradients are ops at the
+same positions: row_unpack for row_pack and row_gather, and row_gather for row_unpack. So messages
+of the backward pass have k values per row and no positions. DCT (arXiv 2010.08899) also uses one
+mask in both directions. Quantized rows have no gradient, because their bytes are integers.
 """
 
 import functools
@@ -36,14 +36,14 @@ OPS = CHECKS.keys()
 
 
 def schemas_digest() -> str:
-    """The digest of the schemas. A compiled library contains the digest that it was built for."""
+    """The digest of the schemas. A compiled library contains the digest at its build time."""
     return f"{zlib.crc32(' '.join(SCHEMAS).encode()):08x}"
 
 
 def define(
     schema: str, fake: Callable[..., Any] = lambda *_: None, differentiable: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Define an op. The decorated function checks its arguments; the returned one runs the op."""
+    """Define an op from a function that checks its arguments. The result also runs the op."""
 
     def with_check(check: Callable[P, R]) -> Callable[P, R]:
         name = check.__name__
@@ -76,12 +76,12 @@ class _RowOp(_torch.SingleLevelFunction):
     """One level of autograd for a row op whose first argument requires grad.
 
     torch.func does not support torch.library.register_autograd. With this class, the dispatcher
-    calls the kernel below once per transform.
+    calls the kernel of `_differentiate` once per transform.
     """
 
     @staticmethod
     def forward(ctx: Any, keyset: DispatchKeySet, op: Op, x: Tensor, *args: Any) -> Any:
-        # Autograd has disabled grad mode, but an outer transform needs it.
+        # Autograd has disabled grad mode, but an outer transform needs grad mode.
         with torch.enable_grad(), BelowInplace():
             output = op.redispatch(keyset & AFTER_INPLACE, x, *args)
         ctx.save_for_backward(output[1] if isinstance(output, tuple) else args[0])

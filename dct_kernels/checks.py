@@ -1,7 +1,7 @@
 """Argument checks of the ops. The message is `dct::<op>: <arg> must be <rule>, got <value>`.
 
 The public functions, the Python backends and packages that use the ops share these checks.
-torch.compile traces the metadata checks. `memory` needs addresses, which exist only at run time.
+torch.compile traces the metadata checks. `memory` is not traced, because it needs addresses.
 """
 
 import functools
@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 def names_keywords(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorate a public function: its error lists keyword-only arguments passed by position."""
+    """Decorate a function to raise a clear error for keyword-only arguments passed by position."""
     parameters = inspect.signature(function).parameters.values()
     positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -110,8 +110,7 @@ def require_tensor(
     dims: tuple[int, ...] = (1,),
     like: tuple[str, torch.Tensor] | None = None,
 ) -> None:
-    """Check that `tensor` is contiguous, has one of `dtypes` and `dims`, and the device of
-    `like`."""
+    """Check that `tensor` is contiguous, on the device of `like`, with allowed dtype and dims."""
     require_dense(op, arg, tensor)
     if tensor.dtype not in dtypes:
         fail(op, arg, either([_name(dtype) for dtype in dtypes]), tensor.dtype, TypeError)
@@ -139,7 +138,7 @@ def require_plain(op: str, arg: str, value: object) -> None:
 
 
 def require_numel(op: str, arg: str, tensor: torch.Tensor, numel: int, why: str) -> None:
-    """Check that `tensor` has `numel` elements. `why`: text such as "like x"."""
+    """Check that `tensor` has `numel` elements. `why` ends the rule, as in "like x"."""
     if tensor.numel() != numel:
         elements = "1 element" if numel == 1 else f"{numel} elements"
         fail(op, arg, f"{elements} {why}", tensor.numel(), verb="have")
@@ -160,7 +159,7 @@ def memory(
     read: Mapping[str, torch.Tensor | None],
     aligned: Sequence[str] = (),
 ) -> None:
-    """Check that `written` tensors share no memory, and that `aligned` ones are 16-byte aligned."""
+    """Check that no `written` tensor overlaps another, and that 16 divides `aligned` addresses."""
     given = [(name, tensor) for name, tensor in {**written, **read}.items() if tensor is not None]
     if torch.compiler.is_compiling() or not all(_has_memory(tensor) for _, tensor in given):
         return
@@ -184,7 +183,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     """False for meta and fake tensors, and for those that transforms such as torch.vmap wrap."""
     if tensor.is_meta or _torch.is_wrapped(tensor) or _torch.is_functional(tensor):
         return False
-    return type(tensor) is torch.Tensor or not _torch.is_fake(tensor)  # is_fake takes a microsecond
+    # The type is compared first, because is_fake takes a microsecond.
+    return type(tensor) is torch.Tensor or not _torch.is_fake(tensor)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -192,7 +192,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def shown(value: object) -> str:
-    """The value for an error message: numbers, strings, dtypes, devices and None, else the type."""
+    """Format a value for an error message: its repr if that is short, else the name of its type."""
     short = isinstance(value, (Number, str, torch.dtype, torch.device, type(None)))
     return repr(value) if short else type(value).__name__
 

@@ -34,8 +34,9 @@ HEADER = struct.Struct("<IHBBQII40s")  # magic, version, value dtype, flags, num
 QUANTIZED_VERSION = 4
 QUANTIZED_CODES = {"float32": 0, "bfloat16": 1, "int8": 4, "int4": 5, "ternary": 6}
 ROW = 1024  # elements; a block consists of whole rows
-SCALED = 64  # elements that share a scale, in the formats that have scales
-CODE_BYTES = {"float32": 256, "bfloat16": 128, "int8": 64, "int4": 32, "ternary": 13}  # of these
+SCALED = 64  # elements of a group, which has one scale in the formats with scales
+# The bytes of the codes of a group, for each format.
+CODE_BYTES = {"float32": 256, "bfloat16": 128, "int8": 64, "int4": 32, "ternary": 13}
 UNSCALED = ("float32", "bfloat16")
 
 
@@ -76,7 +77,7 @@ class PayloadInfo(NamedTuple):
 
 
 def range_blocks(numel: int, ranges: int) -> int:
-    """The blocks in one of `ranges` equal ranges. The last ranges may have fewer, or none."""
+    """The number of blocks per range. The last ranges may have fewer blocks, or none."""
     blocks = (numel + BLOCK - 1) // BLOCK
     return (blocks + ranges - 1) // ranges
 
@@ -88,7 +89,7 @@ def range_bounds(numel: int, ranges: int, index: int) -> tuple[int, int]:
 
 
 def header_kind(value_dtype: torch.dtype) -> int:
-    """The first 8 bytes of a header as a number: magic, version and value dtype, no flags."""
+    """The first 8 bytes of a header as a number: magic, version and value dtype, without flags."""
     return MAGIC | VERSION << 32 | VALUE_DTYPE_CODES[value_dtype] << 48
 
 

@@ -1,6 +1,6 @@
-"""The ops on payloads: sparse ones with the entries that pass a threshold, and dense ones.
+"""The ops on payloads: sparse ones with entries that pass a threshold, dense ones with all entries.
 
-The body of each function checks its arguments; `define` then runs the op and returns its result.
+The body of each function only checks its arguments. The decorator `define` adds the call of the op.
 """
 
 # mypy: disable-error-code="return"
@@ -333,7 +333,7 @@ def _require_sum(
 
 
 def _require_ranges(op: str, arg: str, payload: Tensor, dims: int) -> int:
-    """The number of ranges of a payload. A payload with ranges has `dims` dimensions."""
+    """Return the number of ranges: 1 if the payload has fewer than `dims` dimensions."""
     ranges = payload.shape[-2] if payload.dim() == dims else 1
     if ranges < 1:
         checks.fail(op, arg, "at least 1 range", ranges, verb="have")

@@ -1,7 +1,7 @@
-"""The bytes of a row in a message: the positions of its k entries, or all its entries quantized.
+"""Encodings of a row in a message: the positions of k entries, or all entries quantized.
 
 Positions use the smallest of three encodings, which depends on (width, k) only. The size of a
-quantized row depends on (width, format) only. The receiver has these numbers.
+quantized row depends on (width, format) only. So messages do not contain encodings or sizes.
 """
 
 import enum
@@ -9,8 +9,8 @@ import enum
 
 class Encoding(enum.Enum):
     BITMAP = "bitmap"  # ceil(width / 8) bytes, least significant bit first
-    UINT8 = "uint8"  # k columns of one byte, width <= 256
-    UINT16 = "uint16"  # k columns of two bytes, little-endian, width <= 65,536
+    UINT8 = "uint8"  # k column indices of one byte each, if width <= 256
+    UINT16 = "uint16"  # k column indices, little-endian, if width <= 65,536
 
 
 def position_encoding(width: int, k: int) -> Encoding:
@@ -29,7 +29,7 @@ def position_bytes(width: int, k: int) -> int:
     return sizes[position_encoding(width, k)]
 
 
-FORMATS = ("int8", "int4", "ternary", "sign")  # codes, then one bfloat16 scale
+FORMATS = ("int8", "int4", "ternary", "sign")  # a row has codes, then one bfloat16 scale
 
 CODES_PER_BYTE = {"int8": 1, "int4": 2, "ternary": 5, "sign": 8}
 

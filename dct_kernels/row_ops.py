@@ -1,6 +1,6 @@
 """The ops on rows: the k largest entries of each row, or all entries quantized.
 
-The body of each function checks its arguments; `define` then runs the op and returns its result.
+The body of each function only checks its arguments. The decorator `define` adds the call of the op.
 """
 
 # mypy: disable-error-code="return"

@@ -14,8 +14,8 @@ __all__ = ["available", "backends"]
 def backends() -> dict[str, SimpleNamespace]:
     """{backend: a namespace with its ops and `.device`, the device of their tensors}.
 
-    Lists only backends that can run. `eager` takes any device but is listed with the CPU.
-    `triton` is listed with the CPU if its kernels are interpreted (TRITON_INTERPRET=1).
+    The result contains only backends that can run. `eager` supports any device, but its `.device`
+    is the CPU. The `.device` of `triton` is the CPU with TRITON_INTERPRET=1, else a GPU.
     """
 
     def python(backend: object, device: str) -> SimpleNamespace:
@@ -29,7 +29,7 @@ def backends() -> dict[str, SimpleNamespace]:
             ops = {op: getattr(torch.ops.dct, op).default for op in OPS}
             found[name] = SimpleNamespace(**ops, device=device)
     if not available()["triton"]:
-        from . import triton  # not every installation has it
+        from . import triton  # Triton may not be installed
 
         found["triton"] = python(triton, "cpu" if triton.INTERPRETED else "cuda")
     return found

@@ -134,7 +134,8 @@ def _add(
 
     block = torch.arange(blocks, dtype=torch.int64, device=row.device)
     length = (numel - block * layout.BLOCK).clamp(max=layout.BLOCK)
-    # More entries than elements cannot ascend strictly, so they are rejected without being read.
+    # A block with more entries than elements is rejected before its positions are read, because
+    # they cannot be strictly ascending.
     bad_positions = ~bad_starts & (end - first > length)
     block = block[~bad_starts & ~bad_positions]
     entries = (end - first)[block]
@@ -161,5 +162,5 @@ def _code(value_dtype: torch.dtype) -> int:
 
 
 def _section(row: Tensor, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-    # A clone can be viewed as another dtype at any storage offset.
+    # A clone, because view(dtype) requires a storage offset that is a multiple of the itemsize.
     return row[offset : offset + count * dtype.itemsize].clone().view(dtype)

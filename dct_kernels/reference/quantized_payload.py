@@ -53,7 +53,7 @@ def dequantize_sum_pack(
 
 
 def _pack(acc: Tensor, residual: Tensor | None, payload: Tensor, format: str) -> None:
-    """Write the payload of one range and, if there is one, its new residual."""
+    """Write the payload of one range and, unless `residual` is None, the new residual."""
     numel = acc.numel()
     blocks = torch.nn.functional.pad(acc, (0, -numel % layout.ROW)).view(-1, layout.SCALED)
     if format in layout.UNSCALED:
@@ -75,7 +75,7 @@ def _pack(acc: Tensor, residual: Tensor | None, payload: Tensor, format: str) ->
 
 
 def _sum(payloads: Tensor, numel: int, format: str) -> tuple[Tensor, Tensor]:
-    """(float32 [numel], the sum in rank order from +0.0; the status of each rank)."""
+    """Return the sum in rank order from +0.0, float32 [numel], and the status of each rank."""
     ranks, nbytes = payloads.shape[0], payloads.shape[-1]
     rows = payloads.view(ranks, payloads.shape[1] if payloads.dim() == 3 else 1, nbytes)
     status = torch.zeros(ranks, dtype=torch.int32, device=payloads.device)
@@ -107,7 +107,7 @@ def _values(payload: Tensor, numel: int, format: str) -> Tensor:
 
 
 def _to_bytes(codes: Tensor, format: str) -> Tensor:
-    """The bytes of values [., SCALED], or of quantized rows: codes, then scales, per 1,024."""
+    """The payload bytes of values or of quantized groups: per 1,024 entries, codes, then scales."""
     if format in layout.UNSCALED:
         return codes.view(torch.uint8).view(-1)
     each = layout.CODE_BYTES[format]

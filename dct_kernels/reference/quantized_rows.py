@@ -63,9 +63,10 @@ def _from_bytes(scale: Tensor) -> Tensor:
 
 
 def _fixed_point(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """(|x| / `unit`, `unit` [B, 1]), with the largest quotient of a row below 2**MEAN_BITS.
+    """Return |x| / `unit` and `unit` [B, 1]. All quotients are below 2**MEAN_BITS.
 
-    `unit` and its inverse are normal powers of two. If |x| < 2**-105, the unit is 2**-126.
+    `unit` and its inverse are normal powers of two. If all |x| of a row are below 2**-104, its unit
+    is 2**-126.
     """
     exponent = (top >> 23).clamp(min=MEAN_BITS)
     units_to_one = (253 + MEAN_BITS - exponent) << 23
@@ -74,13 +75,13 @@ def _fixed_point(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean(fixed: Tensor, count: Tensor) -> Tensor:
-    """The mean of magnitudes [B, d] in whole units, whose sum does not depend on the order."""
+    """The mean of truncated magnitudes [B, d]. Integer sums do not depend on the order."""
     total = fixed.to(torch.int64).sum(1, keepdim=True)
     return _divide(total.to(torch.float32), count.clamp(min=1))
 
 
 def _divide(x: Tensor, by: Tensor | int) -> Tensor:
-    """Divide with correct rounding. On CUDA, torch multiplies by the reciprocal of a number."""
+    """Divide with correct rounding. On CUDA, x / number would multiply by the reciprocal."""
     return x / (torch.zeros_like(x) + by)
 
 
@@ -101,7 +102,7 @@ def _pack(codes: Tensor, format: str) -> Tensor:
 
 
 def _unpack(packed: Tensor, format: str) -> Tensor:
-    """uint8 [B, code_bytes] -> int32 [B, >= d], for any bytes."""
+    """uint8 [B, code_bytes] -> int8 or int32 [B, >= d]. All bytes can be decoded."""
     if format == "int8":
         return packed.view(torch.int8)
     packed = packed.to(torch.int32).unsqueeze(2)

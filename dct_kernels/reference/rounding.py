@@ -1,4 +1,4 @@
-"""Bit-exact conversions. They use integer arithmetic, because casts differ between devices: some
+"""Bit-exact conversions. Integer arithmetic replaces casts that differ between devices: some casts
 flush subnormals, some truncate, and some keep the payload of a NaN."""
 
 import torch

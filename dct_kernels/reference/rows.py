@@ -9,7 +9,7 @@ from .rounding import magnitude_key, round_to
 
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     keys = magnitude_key(x.to(torch.float32))
-    # A stable sort keeps equal magnitudes in column order, so the lower column wins ties.
+    # A stable sort keeps equal magnitudes in column order, so lower columns are selected first.
     largest = keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
     columns = largest.sort(dim=1).values
     values = round_to(x.gather(1, columns).to(torch.float32), value_dtype)

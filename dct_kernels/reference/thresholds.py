@@ -30,7 +30,7 @@ def hash32(seed: int, range_index: int, index: torch.Tensor) -> torch.Tensor:
 def stratified_picks(
     numel: int, picks: int, seed: int, range_index: int, device: torch.device
 ) -> torch.Tensor:
-    """One hashed index in each of `picks` strata of [0, numel), as equal as possible in size."""
+    """One hashed index in each of `picks` strata of [0, numel). Their sizes differ by at most 1."""
     j = torch.arange(picks + 1, dtype=torch.int64, device=device)
     # Equal to j * numel // picks, without 64-bit overflow.
     bounds = j * (numel // picks) + j * (numel % picks) // picks

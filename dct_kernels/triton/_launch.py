@@ -20,7 +20,7 @@ def launch(
 
     Fusion is off, because a fused multiply-add rounds once and the other backends round twice. A
     kernel lists the numbers that change between calls in `do_not_specialize`. Otherwise Triton
-    would compile it again for 1 and for multiples of 16.
+    would compile the kernel again for 1 and for multiples of 16.
     """
     if programs == 0:
         return
@@ -33,7 +33,7 @@ def launch(
 
 @functools.cache
 def _require_sound_assembler(device: torch.device) -> None:
-    """Reject Triton 3.6 on Blackwell, where its assembler always fuses.
+    """Reject Triton before 3.7 on Blackwell, where its assembler always fuses multiply-adds.
 
     The assembler of CUDA 12.9 turns mul.rn.f32x2 and add.rn.f32x2 into FFMA2. So the last bits of
     sums would differ from those of the other backends.

@@ -1,7 +1,7 @@
 """Shared device functions for arithmetic with the same bits as in the other backends.
 
-They use integer arithmetic where casts differ. NaNs differ between devices, and Triton's
-interpreter truncates to bfloat16 instead of rounding.
+Integer arithmetic replaces casts whose results differ. The bits of NaN depend on the device, and
+Triton's interpreter truncates to bfloat16 instead of rounding.
 """
 
 import triton

@@ -13,7 +13,7 @@ FLAG_NON_FINITE = tl.constexpr(layout.FLAG_NON_FINITE)
 
 @triton.jit
 def locate(numel, range_blocks, range_tiles, TILE: tl.constexpr):
-    """The tile of this program: (range, first element of the tile, length of the tile)."""
+    """Return the tile of this program: its range, first element and length (<= 0: no tile)."""
     range_index = (tl.program_id(0) // range_tiles).to(tl.int64)
     start = (tl.program_id(0) % range_tiles).to(tl.int64) * TILE
     begin = range_index * range_blocks * BLOCK + start

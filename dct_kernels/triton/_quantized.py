@@ -12,7 +12,8 @@ from ._codes import ROUND_TO_INTEGER, scale_bits, ternary_code, units
 from ._launch import INTERPRETED
 from ._numeric import FLOAT32_INFINITY, FLOAT32_NAN, is_finite, round_saturating, to_float
 
-# Elements; whole rows. The interpreter's time depends on the number of programs.
+# Elements of a tile, a multiple of the row size. The interpreter's time depends on the number of
+# programs, not on their size.
 TILE = layout.BLOCK if INTERPRETED else 4096
 SUM_WARPS = 8  # 16 elements per thread, for wide loads of codes
 PACK_WARPS = 16  # 8 elements per thread; 16 would take too many registers
@@ -25,14 +26,14 @@ TERNARY_BYTES = tl.constexpr(layout.CODE_BYTES["ternary"])
 
 
 def header_kind(format: str) -> int:
-    """The first 8 bytes of a header as a number: magic, version and format, no flags."""
+    """The first 8 bytes of a header as a number: magic, version and format, without flags."""
     code = layout.QUANTIZED_CODES[format]
     return layout.MAGIC | layout.QUANTIZED_VERSION << 32 | code << 48
 
 
 @triton.jit
 def header_entries(length):
-    """The capacity and the count in the header of a range with `length` elements."""
+    """The number that a header stores as capacity and again as count, for `length` elements."""
     return tl.minimum(length, 0xFFFFFFFF)
 
 
@@ -44,7 +45,7 @@ def elements():
 
 @triton.jit
 def _present(length):
-    """[GROUPS, 1]: whether the group is in a row that begins before the end of the tile."""
+    """[GROUPS, 1]: whether the group's row contains any of the first `length` elements."""
     return tl.arange(0, GROUPS)[:, None] // SCALES * ROW < length
 
 
@@ -70,8 +71,9 @@ def _words_at(rows, WORDS: tl.constexpr, ROW_BYTES: tl.constexpr):
 
 @triton.jit
 def _quantize(acc, FORMAT: tl.constexpr):
-    """(codes in the low bits of int32, their values, bits of the scales [GROUPS, 1], and which
-    groups are sent). Groups that are not sent have codes of 0 and the scale NaN."""
+    """Return codes in the low bits of int32, their values, the bits of the scales [GROUPS, 1], and
+    whether each group is sent. A group with NaN or Inf is not sent: its codes are 0, its scale NaN.
+    """
     bits = acc.to(tl.int32, bitcast=True)
     top = tl.max(bits & 0x7FFFFFFF, 1)[:, None]
     sent = top < FLOAT32_INFINITY
@@ -80,7 +82,7 @@ def _quantize(acc, FORMAT: tl.constexpr):
         in_one, unit = units(top)
         acc = tl.where(sent, acc, 0.0) * in_one
         magnitude = tl.abs(acc)
-        # The sum of 64 numbers of 22 bits fits 32 bits, and the division is exact.
+        # The sum of 64 numbers of 22 bits fits in 32 bits. Multiplying by 1 / 64 is exact.
         mean = tl.sum(magnitude.to(tl.int32), 1)[:, None].to(tl.float32) * (1 / SCALED)
         bound = 0.75 * mean
         keep = magnitude > bound
@@ -108,7 +110,7 @@ def _quantize(acc, FORMAT: tl.constexpr):
 @triton.jit
 def _store_codes(rows, codes, length, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr):
     if FORMAT == "ternary":
-        # The 64 signs are bits of one number, from which each byte takes five.
+        # Collect the 64 signs as bits of two numbers. Each byte uses five bits of both numbers.
         bit = tl.full([1, SCALED], 1, tl.uint64) << tl.arange(0, SCALED)[None, :].to(tl.uint64)
         positive = tl.sum(tl.where(codes > 0, bit, 0), 1)[:, None]
         negative = tl.sum(tl.where(codes < 0, bit, 0), 1)[:, None]
@@ -136,9 +138,9 @@ def pack(
     acc, old, residual, rows, length,
     FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Pack a tile into the payload, where its rows begin at `rows`, and return which entries are
-    sent, [GROUPS, 64] or [GROUPS, 1]. Unless `residual` is None, `old` is the residual of the tile,
-    and the new one is written to `residual`."""
+    """Pack a tile into the payload at `rows`. Return which entries are sent, [GROUPS, 64] or
+    [GROUPS, 1]. Unless `residual` is None, `old` is the old residual of the tile, and the new
+    residual is written to `residual`."""
     element = elements()
     if not WHOLE:
         acc = tl.where(element < length, acc, 0.0)
@@ -160,7 +162,7 @@ def pack(
 
 @triton.jit
 def _load(rows, length, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr):
-    """(codes or values as stored, bits of the scales [GROUPS, 1])."""
+    """Return the stored codes or values, and the bits of the scales [GROUPS, 1]."""
     present = _present(length)
     if FORMAT == "float32" or FORMAT == "bfloat16":
         DTYPE: tl.constexpr = tl.float32 if FORMAT == "float32" else tl.bfloat16

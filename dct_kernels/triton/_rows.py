@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(width: int, elements: int = PROGRAM_ELEMENTS) -> Tiles:
-    """A tile has several short rows, one row, or a part of a wide row."""
+    """Choose tiles. A tile has several short rows, one row, or some columns of a wide row."""
     block = min(max(triton.next_power_of_2(width), 8), WIDEST)
     count = triton.cdiv(width, block)
     rows = max(elements // block, 1) if count == 1 else 1
@@ -44,17 +44,17 @@ def rows_of_program(ROWS: tl.constexpr):
 
 @triton.jit
 def load_slots(positions, row, rows, start, width, before, BLOCK: tl.constexpr):
-    """Decode columns start, start + 1, ... of a bitmap, after `before` [ROWS, 1] set bits.
+    """Decode columns start, start + 1, ... of a bitmap. Earlier columns have `before` set bits.
 
-    Return int32 [ROWS, BLOCK], the slot of every column whose bit is set, else -1, and [ROWS, 1],
-    the number of set bits up to the end of the tile.
+    Return the slot of every column, int32 [ROWS, BLOCK], or -1 if its bit is not set. Also return
+    the number of set bits up to the end of the tile, [ROWS, 1].
     """
     ROWS: tl.constexpr = row.shape[0]
     row_bytes = (width - 1) // 8 + 1
     byte = start // 8 + tl.arange(0, BLOCK // 8)[None, :]
     inside = (row < rows) & (byte < row_bytes)
     packed = tl.load(positions + row * row_bytes + byte, mask=inside, other=0).to(tl.uint32)
-    # Bits past the width do not count.
+    # Clear the bits past the width.
     packed &= (1 << tl.minimum(tl.maximum(width - 8 * byte, 0), 8)) - 1
     # Move bit i to 4-bit digit i. Digit i of the product counts the set bits among bits 0 to i.
     spread = (packed | packed << 12) & 0x000F000F
@@ -94,8 +94,9 @@ def load_columns(positions, row, rows, slot, width, k, COLUMN_BYTES: tl.constexp
     if COLUMN_BYTES == 2:  # byte by byte, because the address may be odd
         column |= tl.load(entry + 1, mask=inside, other=0).to(tl.int32) << 8
     candidate = inside & (column < width)
-    # Keys are ordered by column; of equal columns, the earlier slot has the larger key. A key that
-    # equals the running maximum is above all columns before it. A uint16 list has < 4096 slots.
+    # Keys are ordered by column. For equal columns, the earlier slot has the larger key. If a key
+    # equals the running maximum, its column is larger than all valid columns in earlier slots. A
+    # list has fewer than 4096 slots.
     key = tl.where(candidate, column << 12 | (4095 - slot), -1)
     accepted = candidate & (tl.associative_scan(key, 1, _larger) == key)
     return tl.where(accepted, column, -1)

@@ -93,7 +93,7 @@ def _sum_kernel(
 
 
 def check(payloads: Tensor, numel: int, format: str) -> tuple[Tensor, Tensor]:
-    """(verdicts: 0, or 1 for an invalid header, per rank and range; the status per rank)."""
+    """Return verdicts per rank and range (1: the header is invalid), and the status per rank."""
     ranks, nbytes = payloads.shape[0], payloads.shape[-1]
     ranges = payloads.shape[1] if payloads.dim() == 3 else 1
     verdicts = torch.empty(ranks, ranges, dtype=torch.int32, device=payloads.device)
@@ -109,7 +109,7 @@ def check(payloads: Tensor, numel: int, format: str) -> tuple[Tensor, Tensor]:
 
 
 def float_bits(x: float) -> int:
-    """The bits of float32(x). A float would not do: Triton 3.6 interprets -0.0 as 0.0."""
+    """The bits of float32(x). Kernels take bits, because Triton 3.6 interprets -0.0 as 0.0."""
     return ctypes.c_int32.from_buffer(ctypes.c_float(x)).value
 
 

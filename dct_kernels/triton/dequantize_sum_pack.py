@@ -1,4 +1,4 @@
-"""dequantize_sum_pack: dequantize_sum and quantize_pack, with the sum in registers."""
+"""dequantize_sum_pack: dequantize_sum, then quantize_pack, with the sum kept in registers."""
 
 import triton
 import triton.language as tl

@@ -1,11 +1,12 @@
 """mask_pack: error feedback, threshold and ordered compaction, in three kernels.
 
-mark   per tile: writes the residual as if nothing were packed, a bit per kept entry, and a count.
+mark   per tile: sets the residual to acc, and writes a bit per element (1: it passes) and a count.
 scan   per range: turns the counts into the offsets of tiles, and writes header, starts and `seen`.
-pack   per tile: finds the kept entries by their bits, packs them and corrects their residuals.
+pack   per tile: finds passing entries by their bits, packs them and corrects their residuals.
 
+In a tile with a non-finite entry, the mark kernel does not change residuals of passing entries.
 No program waits for another. Compared with a single pass, this moves two more bits per element, and
-the pack kernel reads and writes the residuals of kept entries again.
+the pack kernel reads and writes the residuals of passing entries again.
 """
 
 import torch
@@ -26,7 +27,7 @@ from ._payload import (
     write_header,
 )
 
-# Elements. A block of the payload begins with a tile, so every tile is in one range. The
+# Elements of a tile. A block consists of whole tiles, so every tile is in one range. The
 # interpreter's time depends on the number of programs, not on their size.
 TILE = layout.BLOCK if INTERPRETED else 4096
 CHUNK = 4096  # tiles that the scan reads together
@@ -63,7 +64,7 @@ def _mark_kernel(
     if whole & ~non_finite:
         tl.store(residual + i, acc)
     else:
-        # If the tile has a non-finite entry, pack adds the gradient to the kept entries.
+        # If the tile has a non-finite entry, the pack kernel computes acc for passing entries.
         tl.store(residual + i, acc, mask=tl.where(non_finite, inside & ~kept, inside))
 
 
@@ -72,7 +73,7 @@ def _scan_kernel(
     words, seen, payload, numel, capacity, range_blocks, range_tiles, nbytes,
     KIND: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program per range. In each word, the number of preceding entries replaces the count."""
+    """Replace the count in each word with the number of passing entries in earlier tiles."""
     range_index = tl.program_id(0).to(tl.int64)
     words += range_index * range_tiles
     message = payload + range_index * nbytes
@@ -136,20 +137,20 @@ def _pack_kernel(
     count = _popcount(left)
     entry = tl.cumsum(count) - count
     rounds = tl.max(count)
-    while rounds > 0:  # each round takes the lowest remaining bit of every 32
+    while rounds > 0:  # each round takes the lowest remaining bit of every word
         kept = left != 0
         offset = lane * 32 + _popcount((left & (0 - left)) - 1)
         i = begin + offset
         old = tl.load(residual + i, mask=kept, other=0.0)
         acc = old
-        if non_finite:  # the mark kernel did not change the kept entries
+        if non_finite:  # the mark kernel did not change these residuals
             acc = add_gradient(old, grad, inv_scale, i, kept)
         packed = kept & (entry < remaining)
         value = round_saturating(acc, VALUE)
         tl.store(positions + entry, (begin % BLOCK + offset).to(tl.uint16), mask=packed)
         tl.store(values + entry, value, mask=packed)
         new = tl.where(packed, acc - to_float(value), acc)
-        # A residual whose acc is not finite keeps its value.
+        # If acc is not finite, keep the old residual, or write 0 if that is not finite.
         new = tl.where(is_finite(acc), new, tl.where(is_finite(old), old, 0.0))
         tl.store(residual + i, new, mask=kept)
         left &= left - 1
@@ -175,7 +176,7 @@ def mask_pack(
     sections = layout.payload_layout(numel, capacity, value_dtype, ranges)
 
     bits = torch.empty(tiles * (TILE // 32), dtype=torch.int32, device=device)
-    words = torch.empty(tiles, dtype=torch.int64, device=device)  # count << 1 | not all are finite
+    words = torch.empty(tiles, dtype=torch.int64, device=device)  # count << 1 | has non-finite
     launch(
         _mark_kernel, tiles,
         residual, grad, inv_scale, threshold, bits, words,

@@ -27,7 +27,7 @@ def _header_kernel(payload, numel, range_blocks, nbytes_16, KIND: tl.constexpr):
 @triton.jit
 def flag_non_finite(message, sent):
     """Set the flag in the header, unless all entries of a tile are sent."""
-    flags = (message + 4).to(tl.pointer_type(tl.int32))  # and version and format
+    flags = (message + 4).to(tl.pointer_type(tl.int32))  # version, format and flags
     found = tl.max((~sent).to(tl.int32)) != 0
     tl.atomic_or(flags, FLAG_NON_FINITE << 24, mask=found, sem="relaxed")
 

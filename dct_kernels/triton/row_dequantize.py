@@ -1,6 +1,7 @@
 """row_dequantize: dequantizes rows.
 
-Every column loads its own code, so the few bytes of a row are read repeatedly, from the cache.
+The kernel loads the byte of a code for each element, so a byte with several codes is loaded
+several times, mostly from the cache.
 """
 
 import torch
@@ -17,7 +18,7 @@ from ._numeric import round_to
 
 @triton.jit
 def load_scales(at, inside):
-    """The scales of rows, two bytes at each address, in float32."""
+    """Load the scales of rows, two bytes at each address, as float32."""
     low = tl.load(at, mask=inside, other=0).to(tl.int32)
     high = tl.load(at + 1, mask=inside, other=0).to(tl.int32)
     return (low << 16 | high << 24).to(tl.float32, bitcast=True)

@@ -1,7 +1,7 @@
 """row_dequantize_sum: sums the quantized rows of all ranks.
 
-A tile of the output stays in registers while rank after rank is added. The next rank's bytes are
-loaded before the current rank's bytes are used.
+A tile of the output stays in registers while the kernel adds the ranks in order. The next rank's
+bytes are loaded before the current rank's bytes are used.
 """
 
 import torch

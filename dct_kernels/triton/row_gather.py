@@ -21,13 +21,14 @@ def _bitmap_kernel(
     for tile in range(TILES):
         start = tile * BLOCK
         slot, before = _rows.load_slots(positions, row, rows, start, width, before, BLOCK)
-        # Load the whole tile, for wide loads: up to width 65,536, a bitmap marks 1/16 or more.
+        # Load the whole tile, because wide loads are faster. Up to width 65,536, a bitmap selects
+        # at least 1/16 of the columns.
         column = start + tl.arange(0, BLOCK)[None, :]
         inside = (row < rows) & (column < width)
         elements = to_float(tl.load(x + row * width + column, mask=inside, other=0))
         elements = round_to(elements, values.dtype.element_ty)
         tl.store(values + row * k + slot, elements, mask=(slot >= 0) & (slot < k))
-    # Slots without a bit get 0. Valid positions have a bit for every slot.
+    # Store 0 in slots without a bit. Valid positions have a bit for every slot.
     first = tl.min(before)
     while first < k:
         slot = first + tl.arange(0, BLOCK)[None, :]
@@ -57,7 +58,7 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
         kernel, tiles = _bitmap_kernel, _rows.tiles(width)
         constants = {"BLOCK": tiles.block, "TILES": tiles.count}
     else:
-        # Few rows also in the interpreter, because it runs a scan element by element.
+        # Few rows per program, even in the interpreter, which runs scans element by element.
         kernel, tiles = _list_kernel, _rows.tiles(k, _rows.WARP_ELEMENTS)
         constants = {"SLOTS": tiles.block, "COLUMN_BYTES": column_bytes}
     launch(

@@ -1,10 +1,11 @@
 """row_pack: exact top-k of every row.
 
 A program holds the keys of a few narrow rows in registers. It finds the k-th largest key of each
-row by bisection. The first lower bound is the smallest of the maxima of more than k groups of keys.
-The search stops when exactly k keys reach the cut of every row. Only equal keys can prevent that;
-in this case the first of them are selected. A wide row is read tile by tile, once per 8 bits of its
-keys, and again to store the selected entries.
+row by bisection. To get a first lower bound, it splits the keys of a row into more than k groups.
+The smallest group maximum is the bound, because more than k keys reach it. The search of a row ends
+when exactly k keys are selected, or when only equal keys remain. If keys are equal, lower columns
+are selected. A wide row is read tile by tile, once per 8 bits of its keys, and again to store the
+selected entries.
 """
 
 import torch
@@ -17,7 +18,8 @@ from . import _rows
 from ._launch import launch
 from ._numeric import magnitude_key, round_to, to_float
 
-# Keys are float32 magnitudes of 31 bits. Keys of narrower types end in zeros, which are skipped.
+# Keys are float32 magnitudes of 31 bits. Keys of narrower types end in zeros, which the search
+# skips.
 LOWEST_BIT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
@@ -34,10 +36,10 @@ def _store_chosen(
     values, positions, elements, keys, cut, ties, above_before, equal_before,
     row, rows, start, width, k, COLUMN_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile's keys above the cut, and the row's first `ties` equal to it, in order.
+    """Store the elements with keys above `cut`, and the row's first `ties` elements with key `cut`.
 
-    `above_before` and `equal_before` [ROWS, 1] count these keys in earlier tiles of the row. Return
-    the counts for the next tile.
+    `above_before` and `equal_before` [ROWS, 1] count the keys above `cut` and equal to `cut` in
+    earlier tiles of the row. Return the counts for the next tile.
     """
     column = start + tl.arange(0, BLOCK)[None, :]
     above = keys > cut
@@ -67,7 +69,7 @@ def _narrow_kernel(
     row = _rows.rows_of_program(ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     elements, keys = _load_keys(x, row, rows, column, width)
-    # At least k keys reach `cut`, and `above` < k keys reach `high`.
+    # At least k keys reach `cut`, and `above` <= k keys reach `high`.
     UNIT: tl.constexpr = 1 << LOWEST_BIT
     cut = tl.zeros([ROWS, 1], tl.int32)
     if GROUPS < BLOCK:  # groups past the end of a row, or past the last row, have no effect
@@ -80,7 +82,7 @@ def _narrow_kernel(
         middle = cut + (high - cut >> LOWEST_BIT + 1 << LOWEST_BIT)
         count = tl.sum((keys >= middle).to(tl.int32), 1)[:, None]
         cut = tl.where(open & (count > k), middle, cut)
-        # Found: only keys above `cut` are selected.
+        # If exactly k keys reach `middle`, the selected keys are those above `cut`.
         cut = tl.where(open & (count == k), middle - UNIT, cut)
         above = tl.where(open & (count <= k), count, above)
         high = tl.where(open & (count <= k), middle, high)
@@ -99,8 +101,8 @@ def _wide_kernel(
 ):  # fmt: skip
     row = _rows.rows_of_program(1)
     digits = tl.arange(0, 256)
-    prefix = 0  # of the k-th largest key; `above` counts keys above all keys with that prefix
-    above = 0
+    prefix = 0  # the digits found so far of the k-th largest key, the most significant digits first
+    above = 0  # number of keys whose leading digits are above `prefix`
     for shift in tl.static_range(24, -1, -8):
         if shift + 8 > LOWEST_BIT:
             counts = tl.zeros([256], tl.int32)
@@ -136,7 +138,8 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
     columns = positions.view(torch.uint16) if encoding is Encoding.UINT16 else positions
     tiles = _rows.tiles(width)
     if tiles.count == 1:
-        groups = triton.next_power_of_2(k + 1)  # with k groups, the search would end late
+        # More than k groups, because the search does not test its first bound for exactly k keys.
+        groups = triton.next_power_of_2(k + 1)
         kernel, constants = _narrow_kernel, {"ROWS": tiles.rows, "GROUPS": groups}
     else:
         kernel, constants = _wide_kernel, {"TILES": tiles.count}

@@ -1,8 +1,8 @@
 """row_quantize: quantizes all entries of every row.
 
-The number of codes per byte is padded to a power of two (PLACES), so that the codes of one byte
-form one row of the reshaped tile. A wide row is read tile by tile: once for its largest magnitude,
-once per sum, and once for its codes.
+The number of codes per byte is padded to a power of two (PLACES), so that the last dimension of the
+reshaped tile holds the codes of one byte. A wide row is read tile by tile: once for its largest
+magnitude, once per sum, and once for its codes.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""sample_threshold: a radix select over the picks of every range, with digits of 8 bits.
+"""sample_threshold: a radix select over the sampled elements (picks) of every range.
 
-The most significant digit of the 31-bit magnitudes comes first. Each pass is one launch. The
-programs of a range count the current digit of the picks whose higher digits match. Every program
-derives these digits from the counts of the earlier passes, so no program waits for others. Each
-pass reads the picks again, because they are few and in the cache.
+Each pass finds one digit of 8 bits of the threshold, the most significant digit first. A pass is
+one launch. The programs of a range count the current digit of the picks that have the digits found
+so far. Every program derives these digits from the counts of the earlier passes, so no program
+waits for others. Each pass reads the picks again, because they are few and in the cache.
 """
 
 import struct
@@ -57,7 +57,7 @@ def _stratum_start(j, length, picks):
 
 @triton.jit
 def _pick(j, length, picks, seed, r):
-    """The pick of stratum j of range r."""
+    """The index in range r of the pick of stratum j."""
     start = _stratum_start(j, length, picks)
     stratum = _stratum_start(j + 1, length, picks) - start
     hashed = hash32(seed.to(tl.uint32), r.to(tl.uint32), j.to(tl.uint32)).to(tl.int64)

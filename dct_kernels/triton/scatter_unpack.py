@@ -1,6 +1,6 @@
 """scatter_unpack: sums the payloads of all ranks into a dense tensor, in two kernels.
 
-check  per rank and block of the output: validates the entries, writes status and valid count.
+check  per rank and block of the output: validates entries, writes status and number of valid ones.
 add    per block of the output: clears it, adds the valid entries rank by rank, writes the result.
 
 A program owns the 16,384 elements of a block. A barrier between ranks keeps their order, so no
@@ -27,14 +27,14 @@ ELEMENTS = layout.BLOCK if INTERPRETED else 4096
 _HEADER = tl.constexpr(1)  # status bits
 _STARTS = tl.constexpr(2)
 _POSITIONS = tl.constexpr(4)
-_POISON = tl.constexpr(1 << 16)  # a flag of a verdict, above the number of valid entries
+_POISON = tl.constexpr(1 << 16)  # a flag in a verdict, above the number of valid entries
 
 _LOST_NON_FINITE = tl.constexpr(FLAG_OVERFLOW.value | FLAG_NON_FINITE.value)
 
 
 @triton.jit
 def _entries_bounds(message, block, block_length):
-    """The first entry of a block, and the end of its entries. An empty range has one start."""
+    """The first entry of a block, and the end of its entries. An empty range has no starts[1]."""
     starts = (message + HEADER_BYTES).to(tl.pointer_type(tl.uint32)) + block
     end = tl.load(starts + tl.where(block_length > 0, 1, 0))
     return tl.load(starts).to(tl.int64), end.to(tl.int64)
@@ -72,7 +72,8 @@ def _check_kernel(
     bad_starts = (first > end) | (end > count) | ((block == 0) & (first != 0))
     last = start + length == whole
     bad_starts = bad_starts | (last & (end != count))
-    # More entries than elements cannot ascend strictly, so they are rejected without being read.
+    # A block with more entries than elements is rejected before its positions are read, because
+    # they cannot be strictly ascending.
     too_many = end - first > length
     entries = tl.where(wrong | bad_starts | too_many, 0, end - first).to(tl.int32)
     positions = (message + positions_at).to(tl.pointer_type(tl.uint16)) + first
@@ -124,7 +125,7 @@ def _finish(
 def _look_up(
     payloads, verdicts, rank, ranks, ranges, range_index, range_blocks, block, nbytes
 ):  # fmt: skip
-    """The message of a rank, its first entry for a block, and its verdict (0 past the end)."""
+    """The message of a rank, its first entry for a block, and its verdict (0 if rank >= ranks)."""
     row = tl.minimum(rank, ranks - 1).to(tl.int64) * ranges + range_index
     verdict = tl.load(verdicts + row * range_blocks + block, mask=rank < ranks, other=0)
     message = payloads + row * nbytes
@@ -175,8 +176,8 @@ def _add_kernel(
         _clear(sums, length, False, ELEMENTS)
     tl.debug_barrier()
 
-    # Before the sums of a rank are used, load the next rank's first entries, and the verdict and
-    # start of the rank after it. This takes one round trip to memory per rank instead of three.
+    # Before adding the entries of a rank, load the next rank's first entries, and the verdict and
+    # start of the rank after that. This takes one round trip to memory per rank instead of three.
     poisoned = block * 0
     rank = ranks * 0
     message, first, verdict = _look_up(

@@ -13,7 +13,7 @@ _INTS = (torch.int32, torch.int64)
 
 
 def require_bags(op: str, ids: Tensor, lengths: Tensor, weight: Tensor) -> None:
-    """Raise unless 2-D `lengths` match `ids`, on the device of `weight`. The host waits."""
+    """Raise unless 2-D `lengths` match `ids`, both on the device of `weight`. The host waits."""
     like = ("weight", weight)
     checks.require_tensor(op, "ids", ids, _INTS, (1,), like)
     checks.require_tensor(op, "lengths", lengths, _INTS, (2,), like)
@@ -59,14 +59,14 @@ def exchange_bags(
 ) -> tuple[Tensor, Tensor]:
     """Send lengths[r] and names[r] to rank r. Return the received values, source by source.
 
-    It takes one all-to-all, with 4 bytes per bag and rank and 4 or 8 bytes per name. Lengths are
-    not sent if all bags for a rank have the same length. The host waits.
+    This takes one all-to-all, with 4 bytes per length and 4 or 8 bytes per name. Lengths for a rank
+    are not sent if all bags for that rank have the same length. The host waits.
 
     Args:
         lengths: for each rank, the lengths of its bags (int32), from `by_rank`. All ranks send the
             same number of bags to this rank.
         names: for each rank, the names in its bags, int32 or int64.
-        common: for each rank, the length of all its bags, or -1 to send lengths.
+        common: for each rank, the length of every one of its bags, or -1 to send lengths.
         arriving: for each rank, the number of names that it sends to this rank, and its `common`.
 
     Returns:

@@ -12,8 +12,9 @@ from dct_kernels import checks
 class CheckedModule(nn.Module):
     """A module that checks a state completely before it loads any of it.
 
-    The checks cover submodules. They also run in `load_state_dict` of a larger module, when other
-    parts may already be loaded. That module reports missing and unexpected names at the end.
+    The checks cover submodules. If a larger module contains this one, `load_state_dict` of the
+    larger module also runs the checks, but it may already have loaded other submodules. The larger
+    module reports missing and unexpected names at the end.
 
     Attributes:
         identity: the name of the buffer that identifies the shard, because states of different
@@ -55,7 +56,7 @@ class CheckedModule(nn.Module):
 
 
 def without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Select the values whose names have this prefix, which is removed from the names."""
+    """Select the values whose names have this prefix, and remove the prefix from the names."""
     return {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
 
 

@@ -143,7 +143,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
         op = type(self).__name__
         checks.require_type(op, "weight", weight, Tensor, "one of params")
-        if weight not in self.state:  # indexing would add it
+        if weight not in self.state:  # indexing would add an entry
             checks.fail(op, "weight", "one of params", "a different tensor")
         state: dict[str, Tensor] = self.state[weight]
         return state
@@ -166,7 +166,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         op = type(self).__name__
         for name in [name for name in ("lr", "eps", "scale") if name in group]:
             checks.require_number(op, name, group[name])
-            fits = group[name] >= 1 if name == "scale" else group[name] > 0  # false of a NaN
+            fits = group[name] >= 1 if name == "scale" else group[name] > 0  # false for NaN
             if not fits or group[name] == math.inf:
                 bound = "at least 1" if name == "scale" else "above 0"
                 checks.fail(op, name, f"finite and {bound}", group[name])

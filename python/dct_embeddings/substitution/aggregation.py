@@ -21,8 +21,8 @@ _OP = "EquivalentSubstitution"
 def reduce_scatter(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum the partial results of all ranks for this rank's samples.
 
-    It sums in rank order, so runs are bitwise equal. It sends as many bytes as a ring would.
-    Gradients are gathered from all ranks and divided by the number of ranks.
+    The sum is in rank order, so results are deterministic. Each rank sends as many bytes as in a
+    ring reduce-scatter. Gradients are gathered from all ranks and divided by the number of ranks.
 
     Args:
         partial: [P * batch, m], m numbers per sample, for the samples of rank 0, 1, ...
@@ -47,8 +47,8 @@ def reduce_scatter(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_reduce(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum the partial results [batch, m] of all ranks for the same samples.
 
-    The gradient of the sum, which is the same on every rank, is also the gradient of each partial
-    result, so the backward pass sends nothing.
+    The gradient of the sum is the same on every rank, and it is the gradient of each partial
+    result. So the backward pass sends nothing.
     """
     return with_gradient(_OP, partial, lambda x: _sum(x, group), lambda grad: grad)
 

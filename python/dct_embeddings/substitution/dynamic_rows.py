@@ -192,12 +192,12 @@ class DynamicFeatureRows(SharedRows):
         self._table.add(state["ids"].to(device)[local])
         for name, tensor in per_row.items():
             tensor[1 : 1 + len(self)] = state[name].to(device)[local]
-            tensor[1 + len(self) : 1 + before] = 0  # as for unseen features
+            tensor[1 + len(self) : 1 + before] = 0  # as for features without a row
 
     def _require_state(self, state: Mapping[str, Any]) -> Tensor | None:  # type: ignore[override]
         """Return the indices of this rank's rows in a state, or None if there is nothing to load.
 
-        Raises unless the whole state can be loaded.
+        Raise unless the whole state can be loaded.
         """
         per_row = self._per_row()
         names = ["owner", "ids", *per_row]

@@ -8,7 +8,7 @@ from torch import Tensor
 from dct_kernels import checks
 
 NAMES = ("owner", "ids", "weight")  # in every state
-MERGED = -1  # instead of a rank, in the state of all ranks
+MERGED = -1  # the rank in a merged state
 
 
 def require_state(op: str, arg: str, state: Mapping[str, Tensor]) -> None:
@@ -31,7 +31,7 @@ def require_state(op: str, arg: str, state: Mapping[str, Tensor]) -> None:
 def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Merge the states of all ranks into one that any number of ranks can load.
 
-    It needs no process group, and mutates nothing.
+    This call needs no process group and does not mutate the states.
 
     Args:
         states: `DynamicFeatureRows.state_dict()` of every rank, in any order.

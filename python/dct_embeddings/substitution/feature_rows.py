@@ -69,7 +69,7 @@ class SharedRows(CheckedModule, ABC):
 
     @abstractmethod
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, per id, the owner of its row (int64) and the row's name there, an integer."""
+        """Return the owner of each id's row (int64), and the integer that names the row there."""
 
     @abstractmethod
     def places(self, names: Tensor) -> Tensor:

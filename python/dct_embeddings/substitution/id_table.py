@@ -33,7 +33,7 @@ class IdTable:
         self._places[:SLOTS] = NO_PLACE
         self._buckets = self._level = 1  # level: the largest power of 2 <= buckets
         self._count = 0
-        self._others = self._ids.new_empty(0)  # ids that overflowed their buckets, ascending
+        self._others = self._ids.new_empty(0)  # ids whose buckets were full, ascending
         self._places_of_others = self._places.new_empty(0)
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class IdTable:
         slot = self._first_slots(mix(ids))
         for _ in range(SLOTS):
             free = self._places[slot] == NO_PLACE
-            self._places[slot[free]] = places[free]  # if several ids share a slot, one gets it
+            self._places[slot[free]] = places[free]  # of ids with the same slot, one gets it
             left = self._places[slot] != places
             places, slot = places[left], _next(slot[left])
         if len(places):
@@ -88,7 +88,7 @@ class IdTable:
         return slots - (slots >= self._buckets * SLOTS) * (self._level * SLOTS)
 
     def _grow(self, buckets: int) -> None:
-        """Add buckets. Bucket i receives ids from bucket i - `level`."""
+        """Add buckets up to this number. Bucket i receives ids from bucket i - `level`."""
         while self._buckets < buckets:
             if self._buckets == 2 * self._level:
                 self._level *= 2
@@ -103,7 +103,7 @@ class IdTable:
 
 
 def mix(ids: Tensor) -> Tensor:
-    """Hash each id to a non-negative int64. Every bit of it depends on every bit of the id."""
+    """Hash each id to a non-negative int64. Every bit of the id affects the result."""
     x = ids * -0x61C8864680B583EB
     x = (x ^ x >> 32) * -0x4B47D0C5A2D2F58B
     return x ^ x >> 31  # not negative, because shifts repeat the sign

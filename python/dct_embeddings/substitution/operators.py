@@ -12,10 +12,11 @@ MOST = 2**31 - 1
 
 
 class Bags:
-    """The bags of all samples. A bag holds the rows of a sample's field.
+    """The bags of all samples, one per sample and field. A bag is a list of rows.
 
     Args:
         lengths: int [sources, fields, batch], the number of rows in each bag, in the order of rows.
+            A source is a rank that passed samples.
 
     Attributes:
         samples: the number of samples of all sources.
@@ -38,8 +39,8 @@ class SubstituteOperator(nn.Module, ABC):
     """An operator y = g(sum over ranks of f(rows of the rank)) of an `EquivalentSubstitution`.
 
     Subclasses implement f as `partial` and g as `combine`, without mutating arguments. Only
-    `partial` uses parameters, which are the same on every rank. Deterministic if `partial` and
-    `combine` are. The operators of this package are deterministic on the CPU.
+    `partial` uses parameters, which are the same on every rank. Results are deterministic if
+    `partial` and `combine` are. The operators of this package are deterministic on the CPU.
 
     Args:
         width: the number of columns of a feature's row that the operator uses.

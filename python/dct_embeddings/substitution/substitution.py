@@ -35,10 +35,10 @@ class EquivalentSubstitution(CheckedModule):
     the same as in one process with all samples. See docs/guide/des.md.
 
     Forward and backward are collective, with the same number of samples on every rank. The host
-    waits for counts in forward, so CUDA graphs cannot capture it. Deterministic on the CPU.
-    Do not wrap it in DistributedDataParallel. A copy (copy.deepcopy, AveragedModel) shares the
-    process groups. Save `state_dict()`, because the module itself cannot be saved. Loading a state
-    that does not match raises an error before anything is loaded.
+    waits for counts in forward, so CUDA graphs cannot capture it. Results are deterministic on the
+    CPU. Do not wrap the module in DistributedDataParallel. A copy (copy.deepcopy, AveragedModel)
+    shares the process groups. Save `state_dict()`, because the module itself cannot be saved.
+    Loading a state that does not match raises an error before anything is loaded.
 
     Args:
         rows: FeatureRows or DynamicFeatureRows, on the ranks that share the features.
@@ -46,7 +46,7 @@ class EquivalentSubstitution(CheckedModule):
             parameters of the first rank, and gradients are summed over ranks. Freeze the same
             parameters on all ranks.
         aggregate: "reduce_scatter": every rank passes the bags of its own samples and receives
-            their results. "all_reduce", as in the paper: all ranks pass the same global batch and
+            their results. "all_reduce", as in DES: all ranks pass the same global batch and
             receive all results.
         ids_group: a process group of the same ranks for ids and counts, to measure their bytes
             separately; default: the group of `rows`.
@@ -106,9 +106,9 @@ class EquivalentSubstitution(CheckedModule):
         Raises:
             ValueError, TypeError: an argument is out of range on some rank. Every rank raises.
             ValueError: batch, fields, training mode of the rows, the set of parameters with
-                gradients, or with "all_reduce" the ids differ between ranks. Or a rank has too
-                little capacity for the rows of new features; then no row is added. Every rank
-                raises.
+                gradients, or with "all_reduce" the ids differ between ranks. Every rank raises.
+            ValueError: a rank has too little capacity for the rows of new features. No row is
+                added, and every rank raises.
             ValueError: received lengths do not add up to the received ids.
         """
         names, bags, tight = self._bags(ids, lengths)
@@ -149,13 +149,13 @@ class EquivalentSubstitution(CheckedModule):
             _, tight = self._compare([0] * ranks, lengths.shape, len(local), checksum)
             return local, Bags(lengths_of[rank].view(1, *lengths.shape)), tight
         counts, tight = self._compare([len(part) for part in names_of], lengths.shape, len(ids))
-        group, always = self._ids_group.get(), [-1] * ranks  # lengths are always sent
+        group, always = self._ids_group.get(), [-1] * ranks  # -1: always send lengths
         arriving = list(zip(counts, always, strict=True))
         received, local = exchange_bags(_OP, lengths_of, names_of, always, arriving, group)
         return local, Bags(received.view(ranks, *lengths.shape)), tight
 
     def _require_usable(self, ids: Tensor, lengths: Tensor) -> None:
-        """Raise if the arguments are not usable. The other ranks also raise."""
+        """Raise if the arguments are invalid. The other ranks also raise."""
         try:
             require_bags(_OP, ids, lengths, self.rows.weight)
             if len(lengths) == 0:
@@ -190,11 +190,12 @@ class EquivalentSubstitution(CheckedModule):
         """Send counts[r] to rank r. Raise on every rank if other arguments differ between ranks.
 
         Args:
-            ids: the number of ids in this rank's part of the global batch.
+            ids: the number of ids that this rank contributes to the global batch.
+            refused: whether this rank's arguments are invalid, so that every rank must raise.
 
         Returns:
-            The counts received from each rank, and whether the batch has more ids than some rank
-            has free rows. The second value is the same on every rank.
+            The counts received from each rank, and whether any rank has fewer free rows than the
+            batch has ids. The second value is the same on every rank.
         """
         fields, batch = shape
         trained = [name for name, p in self.named_parameters() if p.requires_grad]

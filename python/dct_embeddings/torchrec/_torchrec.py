@@ -38,7 +38,7 @@ _ROW_WISE = ShardingType.ROW_WISE.value
 
 
 class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """TorchRec's sharder, for collections in which every exchange uses RowCodecs."""
+    """TorchRec's sharder, with RowCodecs for the exchanges of embeddings."""
 
     def shard(
         self,
@@ -60,7 +60,10 @@ class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
         )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Add row-wise, which TorchRec omits on the CPU: gloo reduce-scatters equal parts only."""
+        """Add row-wise sharding, which TorchRec does not offer on the CPU.
+
+        TorchRec omits it because gloo can only reduce-scatter tensors of equal size.
+        """
         return list(dict.fromkeys([*super().sharding_types(compute_device_type), _ROW_WISE]))
 
     @property
@@ -141,7 +144,7 @@ def _codecs_of_shards(
 class _RowWise(RwPooledEmbeddingSharding):  # type: ignore[misc]
     def create_output_dist(self, device: torch.device | None = None) -> "_RowWiseDist":
         codecs = self.qcomm_codecs_registry
-        # Ranks compare formats once, here, because the exchange itself compares nothing.
+        # Ranks compare formats once, here, because the exchange itself does not compare them.
         if device is not None and device.type != "meta":
             op, formats = "compressed_sharders", codecs.format.formats(torch.float32)
             settings = {"format": ", ".join(dict.fromkeys(formats))}
@@ -161,7 +164,8 @@ class _RowWiseDist(BaseEmbeddingDist):  # type: ignore[misc]
     ) -> Awaitable[Tensor]:
         """Sum rows [samples of all ranks, sum of dims] over ranks, for the samples of this rank.
 
-        If features have different batch sizes, input and output are flat, by rank and feature.
+        If features have different batch sizes, input and output are flat, ordered by rank and then
+        by feature.
         """
         if self._group.size() == 1:
             return NoWait(local_embs)

@@ -98,7 +98,7 @@ class ReplicaDeltas:
 
     @torch.no_grad()
     def __call__(self, *arguments: Any) -> None:
-        """Average in place. The last argument is the tensors; TorchRec 1.9 first passes a group.
+        """Average the tensors in the last argument in place. TorchRec 1.9 passes a group before it.
 
         Raises:
             ValueError: the tensors differ from those of `dmp` when this hook was created.
@@ -156,7 +156,7 @@ class _Weights:
 
     Args:
         tensors: the float32 tensors of a sync, the same in every sync.
-        group: the replicas.
+        group: the process group of the replicas.
     """
 
     def __init__(
@@ -183,12 +183,12 @@ class _Weights:
         self._bucket = Bucket(self._plan, self._group, self._base.device, self.ledger.step, states)
 
     def sync(self, everything: bool) -> None:
-        """Set the weights to the base plus the mean of all messages."""
+        """Set the weights to those of the last sync plus the mean of all replicas' messages."""
         if self._group.size() == 1:
             return
         mean = self._flat() - self._base
         if everything:
-            self.ledger.compare(_OP)  # after a load
+            self.ledger.compare(_OP)  # after a load, replicas compare their states
             self._bucket.add_pending(mean)
             mean = dense_mean(mean, mean.dtype, self._group)
             torch._foreach_zero_(self._bucket.residuals())

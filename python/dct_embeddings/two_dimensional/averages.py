@@ -14,11 +14,13 @@ _Rows = tuple[Tensor, Tensor]  # the result of `TouchedRows.take`
 
 
 class TouchedRows:
-    """Collects the distinct rows since the last `take`. Its cost depends on the rows of a step.
+    """Collects the distinct rows that were added since the last `take`.
+
+    The time of a call depends on the number of collected rows, not on the size of the table.
 
     Args:
-        weight: the table [rows, d]. This object keeps one byte per row.
-        keep: whether to keep the previous values.
+        weight: the table [rows, d]. This object stores one byte per row.
+        keep: whether to keep the values that rows have when they are first added.
     """
 
     def __init__(self, weight: Tensor, keep: bool) -> None:
@@ -28,7 +30,10 @@ class TouchedRows:
         self._before: list[Tensor] = []
 
     def add(self, rows: Tensor, weight: Tensor) -> None:
-        """Add `rows` [n], and keep the values of new rows. The host waits for their number."""
+        """Add `rows` [n]. With `keep`, also keep the values of the new rows among them.
+
+        The host waits for the device, because the number of new rows depends on the data.
+        """
         distinct = rows.unique()
         new = distinct[~self._known[distinct]]
         self._known[new] = True
@@ -37,7 +42,7 @@ class TouchedRows:
             self._before.append(weight[new])
 
     def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the unordered rows, int32 [n], and their previous values [n, d], or [0, d]."""
+        """Return the rows in any order, int32 [n], and the kept values, [n, d] or [0, d]."""
         rows = torch.cat([self._known.new_empty(0, dtype=torch.int32), *self._rows])
         before = torch.cat([weight[:0], *self._before])
         self._known[rows] = False
@@ -63,7 +68,7 @@ class Average:
 
         Args:
             state: the optimizer's state [rows], which is averaged uncompressed.
-            everything: whether to send everything, so that no residual remains.
+            everything: whether to send all changes uncompressed, so that no residual remains.
         """
         touched = self.touched.take(weight)
         changed = _union(touched[0], self._group)
@@ -84,12 +89,12 @@ class MeanOfChanges(Average):
     part of every sync until a sync sends everything.
 
     Args:
-        settings: the settings of the bucket, which is created for each sync because its rows
-            differ. None: changes are rounded to bfloat16 and all-reduced, without a residual.
+        settings: the settings of the buckets. Each sync creates a bucket, because syncs differ in
+            their rows. None: changes are rounded to bfloat16 and averaged, without a residual.
 
     Attributes:
         rows: int32 [n], ascending, the rows with a residual; the same on every replica.
-        residual: [n, d], the residual of this replica, including its share of owners' residuals.
+        residual: [n, d], the residual of this replica, including the residual of its own range.
     """
 
     rows: Tensor

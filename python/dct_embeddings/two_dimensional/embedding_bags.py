@@ -42,7 +42,7 @@ class ShardedEmbeddingBags(CheckedModule):
     counts in forward, so CUDA graphs cannot capture it. Shards of a table are summed in row order,
     so results are deterministic on the CPU. See docs/guide/embeddings.md.
 
-    Do not wrap it in DistributedDataParallel, because that averages different shards. `state_dict`
+    Do not wrap it in DistributedDataParallel, which would average different shards. `state_dict`
     contains this rank's rows and, as `owned`, [table, first, end] of each shard. Loading a state
     that does not match raises an error before anything is loaded. Copies (copy.deepcopy,
     AveragedModel) share the process groups of the mesh. A pickle of the module loads only on ranks
@@ -51,7 +51,7 @@ class ShardedEmbeddingBags(CheckedModule):
     Args:
         tables: the weight of every table [rows, d], float32 or float64, with the same d and dtype
             for all, on the mesh's device type; not mutated. Only rows of this rank's shards are
-            read, so tables may be mapped from files. Replicas start from the rows of the first one.
+            read, so tables may be mapped from files. Replicas start with the first replica's rows.
         plan: the shards of every rank of the sharding group, with each row of each table in one
             shard; see `plan_shards`.
         mesh: DeviceMesh with dimensions ("replicate", "shard"). The timeout of its groups bounds
@@ -175,14 +175,14 @@ class ShardedEmbeddingBags(CheckedModule):
         return bags.view(*lengths.shape, self.weight.shape[1]).transpose(0, 1)
 
     def _look_up(self, rows: Tensor) -> Tensor:
-        """Look up rows of `weight`. Divide their summed gradients by the number of ranks."""
+        """Look up rows of `weight`, and divide their gradients by the number of ranks."""
         looked_up = F.embedding(rows, self.weight, sparse=self.sparse)
         if looked_up.requires_grad:
             looked_up.register_hook(lambda grad: grad / len(self.plan))
         return looked_up
 
     def _exchange_counts(self, counts: _Pairs, batch: int, refused: bool = False) -> _Pairs:
-        """Send counts[r] to rank r: its number of ids, and the common length of its bags or -1.
+        """Send counts[r] to rank r: the number of ids, and the length of every bag or -1.
 
         Returns the pairs from all ranks. If a rank has `refused` its input, every rank raises.
         """
@@ -194,7 +194,7 @@ class ShardedEmbeddingBags(CheckedModule):
     def _locate(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the bag of each id, the place of its shard, and its row in the owner's weight.
 
-        The host waits, to check the ids.
+        `_index_rows` defines the place of a shard. The host waits, because this checks the ids.
         """
         bags = torch.arange(lengths.numel(), dtype=torch.int64, device=ids.device)
         bag = torch.repeat_interleave(bags, lengths.flatten(), output_size=len(ids))
