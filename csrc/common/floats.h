@@ -122,7 +122,8 @@ DCT_HOST_DEVICE inline Float16 round_to<Float16>(float x) {
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // Below 2^-14 the unit is 2^-24, which is the last place of 0.5. So adding 0.5 rounds to it.
+  // Below 2^-14, float16 values are 2^-24 apart, as are float32 values in [0.5, 1). So adding 0.5
+  // rounds to a multiple of 2^-24.
   const uint32_t subnormal = float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000u;
   uint32_t rounded = magnitude < 0x38800000u ? subnormal : normal;
   rounded = magnitude >= 0x477ff000u ? 0x7c00u : rounded;  // 65520 and above: infinity

@@ -1,4 +1,5 @@
-// Dequantizes rows piece by piece. The codes of int4, ternary and sign index a table of entries.
+// Dequantizes rows piece by piece. A code of int4, ternary or sign is an index into a table of
+// entries.
 
 #include <algorithm>
 #include <cstring>
@@ -82,7 +83,7 @@ void dequantize_rows(const RowDequantizeArgs& args, const Parallel& parallel) {
   auto* out = static_cast<Out*>(args.out);
   const int64_t width = args.width, bytes = row_bytes(width, kFormat);
   const bool streams = args.rows * width * static_cast<int64_t>(sizeof(Out)) >= kStreamBytes;
-  // A run-time value. The compiler would unroll a loop of constant length and merge it over rows.
+  // A run-time value, because the compiler would unroll a loop of constant length.
   const int num_entries = entries_of(args.format);
   const int64_t tasks = std::min(parallel.threads, args.rows);
   parallel.run(tasks, [&](int64_t task) {

@@ -33,11 +33,11 @@ struct CompactionBuffer {
   uint32_t offset_and_mask[kBufferVectors];  // offset in the warp's elements << 2 | mask of entries
 };
 
-// Stages the elements of one warp, pass by pass: load, accumulate, compare. Vectors of 32-byte
-// sectors that contain an entry are buffered, and the other vectors are stored. A sector with an
-// entry is stored when it is flushed. Until then memory holds the old residual, which stays if the
-// sum is not finite. Whole sectors are stored, because memory with error correction reads a sector
-// before it writes a part of it.
+// Stages the elements of one warp, pass by pass: load, accumulate, compare. If one of the two
+// vectors of a 32-byte sector contains an entry, both are buffered until a flush stores them. The
+// vectors of other sectors are stored immediately. Until the flush, memory holds the old residual,
+// which stays if the sum is not finite. Whole sectors are stored, because memory with error
+// correction reads a sector before it writes a part of it.
 template <typename Grad>
 struct WarpStager {
   using Sums = float[kVectors][kVectorElements];  // of one lane

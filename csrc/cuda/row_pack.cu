@@ -138,7 +138,7 @@ __device__ TopK select_top_k(const uint32_t (&words)[kWords], int k) {
   if constexpr (Keys::kPerWord == 2) {
     search<Keys, kLanes>(words, k, low, high, above);
   } else {
-    // Searches the upper halves of the keys first, two per word, which often suffice.
+    // First searches only the upper halves of the keys, two per word. They often suffice.
     uint32_t halves[kWords / 2];
 #pragma unroll
     for (int j = 0; j < kWords / 2; ++j) halves[j] = Keys::halves(words[2 * j], words[2 * j + 1]);

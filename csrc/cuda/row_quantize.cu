@@ -13,9 +13,9 @@ namespace {
 
 struct Policy {
   static constexpr int kVectorBytes = 16;
-  // Columns per lane, and blocks per multiprocessor. Ternary and sign reduce a row more often, so
-  // fewer lanes hold a row of 1,024, which takes fewer instructions. int8 and int4 are bound by
-  // memory.
+  // Columns per lane, and blocks per multiprocessor. Ternary and sign need more reductions per row.
+  // For rows of up to 1,024 columns they use kManyColumns, because reductions over fewer lanes take
+  // fewer instructions. int8 and int4 are bound by memory.
   static constexpr int kColumns = 16, kManyColumns = 32;
   static constexpr int min_blocks(int columns) { return columns == kColumns ? 4 : 2; }
 };

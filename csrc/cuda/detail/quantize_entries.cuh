@@ -70,8 +70,8 @@ __device__ inline int largest_of_groups(const RowEntries& x) {
   return reduce_groups(tops, larger_magnitude);
 }
 
-// Replaces the entries of groups that are not sent, because an entry is not finite, by the old
-// residual. The codes of these groups will be 0, so the residual keeps its value. This is rare.
+// A group with a non-finite entry is not sent. Replaces the entries of such a group with the old
+// residual. The codes of the group will be 0, so the residual keeps its value. This is rare.
 __device__ inline void keep_old(RowEntries& x, bool sent, const OldResidual& old) {
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {

@@ -10,8 +10,9 @@ namespace dct::cuda {
 
 constexpr float kUnit = 8388608.0f;  // 2^23: the floats from here to 2^24 are exactly the integers
 
-// Returns 2^23 plus a byte of a word. A byte permutation has one constant operand. If the compiler
-// knew the exponent, that would be the constant, and each selector would take an instruction.
+// Returns 2^23 plus a byte of a word. A byte permutation has one constant operand, which should
+// be the selector. The shuffle hides the exponent from the compiler, which would otherwise make the
+// exponent the constant operand and load each selector with an instruction.
 struct UnitFloats {
   uint32_t exponent = __shfl_sync(kFullWarp, 0x4b000000u, 0);
   __device__ float operator()(uint32_t byte, uint32_t word) const {

@@ -1,8 +1,8 @@
 #pragma once
 
-// sample_threshold with many picks, with one kernel per digit. The blocks of a range count the
-// picks that match the digits found so far in a histogram. The last block to finish selects the
-// next digit. Each pass gathers the picks again, from the cache, instead of storing their keys.
+// sample_threshold with many picks, with one kernel per digit. In each pass, the blocks of
+// a range build a histogram of the next digit, over the picks that match the digits found so far.
+// The last block to finish selects the digit. Each pass gathers the picks again, from the cache, instead of storing their keys.
 
 #include "radix_select.cuh"
 #include "sample_picks.cuh"
@@ -11,7 +11,8 @@ namespace dct::cuda {
 
 struct ManyPicks {
   static constexpr int kInFlight = 4;  // picks that a thread loads before it counts the first
-  // Blocks per range: one per kPicks picks, but at most as many as fill the device.
+  // Blocks per range: one per kPicks picks, but at most an equal share of kMaxBlocks, or
+  // kMinPerRange if that is more.
   static constexpr int kPicks = kThreads * kInFlight;
   static constexpr int kMaxBlocks = 2048, kMinPerRange = 8;
 };
@@ -32,9 +33,9 @@ struct Shared {
   bool last;
 };
 
-// Adds one digit of the picks of a block to the histogram. Computes all addresses before the first
-// load, and issues all loads before the first key is computed. Past the end, it loads the last pick
-// again.
+// Adds one digit of a block's picks to the histogram, if they match `prefix`. Computes all addresses
+// before the first load, and issues all loads before the first key is computed. A thread past the
+// end loads the last pick and discards it.
 template <typename T>
 __device__ void count(const SampleArgs& args, const Picks& picks, int64_t blocks, int64_t block,
                       Digit digit, uint32_t prefix, uint32_t* histogram) {
