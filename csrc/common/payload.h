@@ -95,8 +95,8 @@ DCT_HOST_DEVICE inline bool header_ok(const PayloadHeader& header, int64_t numel
          header.count <= header.capacity && header.count <= header.numel && reserved == 0;
 }
 
-// Whether the payload may lack non-finite entries. If so, the receiver sets the first element of the
-// range to NaN.
+// Whether the payload may lack non-finite entries. If so, the receiver sets the first element of
+// the range to NaN.
 DCT_HOST_DEVICE inline bool lost_non_finite(const PayloadHeader& header) {
   constexpr int kBoth = kFlagOverflow | kFlagNonFinite;
   return (header.flags & kBoth) == kBoth;

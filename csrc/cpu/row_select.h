@@ -171,7 +171,8 @@ class RowSelector {
   }
 
   // The bound to try next falls immediately and rises slowly. So if rows are similar, at least k
-  // columns of almost every row reach it. If the rows differ too much, the next eight calls do not try it.
+  // columns of almost every row reach it. If the rows differ too much, the next eight calls do not
+  // try it.
   void learn(const Lanes& kth, int64_t rows) {
     const int32_t least = *std::min_element(kth.at, kth.at + rows);
     near_ = least < near_ ? least : near_ + ((least - near_) / 8 & -kUnit<X>);

@@ -2,7 +2,8 @@
 
 // sample_threshold with many picks, with one kernel per digit. In each pass, the blocks of
 // a range build a histogram of the next digit, over the picks that match the digits found so far.
-// The last block to finish selects the digit. Each pass gathers the picks again, from the cache, instead of storing their keys.
+// The last block to finish selects the digit. Each pass gathers the picks again, from the cache,
+// instead of storing their keys.
 
 #include "radix_select.cuh"
 #include "sample_picks.cuh"
@@ -33,9 +34,9 @@ struct Shared {
   bool last;
 };
 
-// Adds one digit of a block's picks to the histogram, if they match `prefix`. Computes all addresses
-// before the first load, and issues all loads before the first key is computed. A thread past the
-// end loads the last pick and discards it.
+// Adds one digit of a block's picks to the histogram, if they match `prefix`. Computes all
+// addresses before the first load, and issues all loads before the first key is computed. A thread
+// past the end loads the last pick and discards it.
 template <typename T>
 __device__ void count(const SampleArgs& args, const Picks& picks, int64_t blocks, int64_t block,
                       Digit digit, uint32_t prefix, uint32_t* histogram) {

@@ -65,9 +65,9 @@ struct RowSums<PayloadFormat::kTernary> {
   }
 
   // Adds each of a byte's five digits in balanced base 3, times `scale`, to its own sum. A digit is
-  // the difference to the nearest multiple of 3. A third of an integer is never halfway between two integers, so an error in its
-  // last bit does not change the rounded integer. The other products are exact, so a fused
-  // multiply-add rounds like separate operations.
+  // the difference to the nearest multiple of 3. A third of an integer is never halfway between two
+  // integers, so an error in its last bit does not change the rounded integer. The other products
+  // are exact, so a fused multiply-add rounds like separate operations.
   __device__ void add_byte(float with_unit, float scale, int entry) {
     float number = fminf(__fsub_rn(with_unit, kUnit + 121.0f), 121.0f);
 #pragma unroll
