@@ -1,7 +1,8 @@
 """Measures the cost of training steps with 100 million gradient entries, and writes step.json.
 
-Ops: each 25 MB bucket is sampled as in the hook, packed, and unpacked from P copies of its payload,
-or quantized, packed and summed. The ops are called directly and in a CUDA graph.
+Ops: calls the ops of the hook for each 25 MB bucket, directly and in a CUDA graph. The sparse ops
+sample a threshold, pack the bucket, and unpack one payload per rank. The dense ops quantize the
+bucket and sum one payload per rank. The payloads of a bucket are copies of the same payload.
 Model: a transformer in DDP on one rank, without a hook, with an empty hook, with torch's
 bf16_compress_hook, and with our hooks. One rank sends no bytes, so the added time is the exposed
 time of the hook. If the host time equals the step time, the host is the bottleneck.
@@ -74,7 +75,7 @@ class Bucket:
 
 
 class QuantizedBucket:
-    """A `Bucket` of which all entries are sent in a quantized format."""
+    """A bucket whose entries are all sent in a quantized format."""
 
     def __init__(self, numel: int, format: str, ranks: int, device: str) -> None:
         self.grad = torch.randn(numel, device=device)

@@ -156,7 +156,7 @@ def library(name: str, op: str, gpu: int | None = None) -> Path:
 
 
 def ops_of(op: str, path: Path, scratch: torch.Tensor) -> SimpleNamespace:
-    """The op as a case calls it. The executor cannot run the copy kernel, which is only built."""
+    """The op as a case calls it. The executor cannot run the copy kernel, so it is only built."""
     if op == COPY:
         return SimpleNamespace(copy=ctypes.CDLL(str(path)).native_copy)
     called = Library(path, scratch) if scratch.is_cuda else backend.Executor(path)
@@ -221,7 +221,7 @@ def copy_case(device: str, nbytes: int) -> Case:
 
 
 def compared(case: Case, ops: dict[str, SimpleNamespace], device: str) -> dict:
-    """Time the variants whose results equal the default's. Also return the names of the others."""
+    """Time the variants whose results equal the default's. Also return the names of the rest."""
     expected, calls, wrong = results(case, ops[DEFAULT]), {}, []
     for name, variant in ops.items():
         pairs = zip(results(case, variant), expected, strict=True)

@@ -1,7 +1,8 @@
 """More than 2**31 elements need 64-bit indices. Runs on the compiled CPU kernels only.
 
-The tests are deselected by default; run them with `pytest -m large`. The oracle is a few planted
-entries, which need no second tensor. Pages that are never touched take no memory.
+The tests are deselected by default; run them with `pytest -m large`. Only a few planted
+entries are nonzero, so the tests need no second tensor with the expected results. Pages that are
+never touched take no memory.
 """
 
 import math

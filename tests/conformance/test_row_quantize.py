@@ -120,7 +120,7 @@ def test_int8_by_hand(backend):
 
 
 def test_int4_by_hand(backend):
-    """The first of two columns is the low nibble."""
+    """A byte holds two columns, with the first one in the low nibble."""
     rows = check(backend, torch.tensor([[7.0, -7.0, 2.5]]), "int4")
     assert rows.tolist() == [[0x97, 0x02, 0x80, 0x3F]]
 

@@ -133,7 +133,7 @@ def test_empty_bags(rank):
 
 @on_ranks(2)
 def test_operators_and_rows_must_be_the_same_on_all_ranks(rank):
-    """Otherwise a rank would receive ids of rows that it does not own, or wrong message sizes."""
+    """If they differ, a rank could receive ids of rows that it does not own, or wrong sizes."""
     text = "dct::FeatureRows: rows must be the same on every rank, got 10 on rank 0, 11 on rank 1"
     _refused(text, lambda: FeatureRows(torch.zeros(10 + rank, 3)))
     alone = [dist.new_group([r]) for r in range(2)][rank]

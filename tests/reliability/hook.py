@@ -88,7 +88,7 @@ class Runner(GradientRunner):
         self._group = group_of(ranks)
 
     def _make(self, weights=None):
-        """Create a model, its DDP, a state and an optimizer. Scaler and account are kept."""
+        """Create a model, its DDP, a state and an optimizer. Reuses the scaler and the account."""
         self._model = Odd(self._shapes, self._frozen)
         self._all = list(self._model.p)
         self._parameters = [p for p in self._all if p.requires_grad]

@@ -1,4 +1,7 @@
-"""Runs a thousandth of each part at its quick entry points, or a hundredth with -m large."""
+"""Runs a thousandth of the cases of each part, at the entry points in its QUICK.
+
+With -m large, runs a hundredth of the cases, at all entry points.
+"""
 
 import json
 import types

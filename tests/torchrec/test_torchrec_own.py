@@ -1,8 +1,9 @@
 """TorchRec's own tests of sharding on gloo, with our sharders in float32 (make torchrec).
 
-They compare a training step of a sharded model with a step of an unsharded model. TorchRec skips
-row-wise and table-row-wise tables on gloo, and runs none of these tests without GPUs. Kernels that
-need CUDA (UVM) and grid sharding are not included. Neither are batch sizes that vary between
+They compare a training step of a sharded model with a step of an unsharded model. In
+TorchRec's own suite, these tests need GPUs, and skip row-wise and table-row-wise tables on gloo.
+This file calls the code of the tests directly, on CPUs. Kernels that need CUDA (UVM) and grid
+sharding are not included. Neither are batch sizes that vary between
 features, because FBGEMM on the CPU does not support them with bounds checks.
 """
 

@@ -56,7 +56,7 @@ class Executor:
         self._on_device(op, lambda: getattr(self._library, op)(fields), arguments)
 
     def tile_as_for(self, times: int) -> None:
-        """Let mask_pack divide tensors into tiles as if they were `times` as large."""
+        """Make mask_pack choose its tiles as for tensors that are `times` times as large."""
         self._library.mask_pack_size_factor(ctypes.c_int64(times))
         self.set_multiprocessors(max(MULTIPROCESSORS // times, 1))
 
