@@ -20,7 +20,7 @@ void run(const Checks&, Kernel kernel, const Args& args) {
       for (int64_t task = begin; task < end; ++task) body(task);
     });
   };
-  // torch.set_num_threads limits the number of tasks.
+  // torch.set_num_threads() sets the number of threads.
   kernel(args, Parallel{torch::stable::get_num_threads(), run_tasks});
 }
 

@@ -55,7 +55,7 @@ template <typename Kernel, typename Args>
 void run(const Checks& checks, Kernel kernel, const Args& args) {
   const cudaError_t error = kernel(args, Stream(checks.like));
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // or another library's next check would report this error
+  cudaGetLastError();  // clears the error, which another library could report as its own
   throw std::runtime_error(std::string("dct::") + checks.op +
                            ": CUDA error: " + cudaGetErrorString(error));
 }

@@ -1,5 +1,6 @@
-// dct_kernels/_load.py finds this text in the file, even if the library cannot be loaded. It
-// refuses a library whose digest differs from the digest of the schemas in dct_kernels.
+// dct_kernels/_load.py reads this text from the library's file, even if the library cannot be
+// loaded. If the digest differs from the digest of the schemas in dct_kernels, _load.py does not
+// load the library.
 
 #include <torch/headeronly/version.h>
 

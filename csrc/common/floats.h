@@ -1,8 +1,8 @@
 #pragma once
 
-// The floating-point types of elements, and conversions between them. The conversions use integer
-// arithmetic to be bit-exact, because hardware casts treat NaNs differently, and backends treat
-// subnormals differently. They have no branches, so loops over them vectorize.
+// The floating-point types of elements, and conversions between them. Backends treat NaNs and
+// subnormals differently in hardware casts. So the conversions use integer arithmetic and float
+// additions, which are bit-exact. They have no branches, so loops over them vectorize.
 
 #include <cstdint>
 #include <cstring>
@@ -74,7 +74,8 @@ DCT_HOST_DEVICE inline bool is_finite(float x) {
 // The value of a residual whose sum with the gradient is not finite.
 DCT_HOST_DEVICE inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
 
-// Orders float32 by magnitude, with NaN above infinity. Both reach any bound <= infinity.
+// A key that orders float32 values by magnitude, with NaN above infinity. So NaN and infinity reach
+// every bound that is at most infinity.
 DCT_HOST_DEVICE inline int32_t magnitude_bits(float x) { return float_to_bits(x) & 0x7fffffff; }
 
 // As magnitude_bits, but NaN ranks as infinity.

@@ -1,6 +1,7 @@
 #pragma once
 
-// The samples of sample_threshold: one hashed pick in each of `picks` equal strata of a range.
+// The samples of sample_threshold: one hashed pick in each of `picks` strata of a range.
+// The lengths of the strata differ by at most one element.
 
 #include <cstdint>
 
@@ -31,8 +32,8 @@ DCT_HOST_DEVICE inline int64_t pick_offset(uint64_t length, uint32_t seed, uint3
   return ((hash >> 16) * length + (((hash & 0xffff) * length) >> 16)) >> 16;
 }
 
-// The sampled element of stratum `index`, in a range of `numel` elements. The remainders show
-// whether the stratum has one element more, which saves another division.
+// The sampled element of stratum `index`, in a range of `numel` elements. The remainder shows
+// whether the stratum has `length` + 1 elements, which saves another division.
 DCT_HOST_DEVICE inline int64_t stratified_pick(int64_t index, int64_t numel, int64_t picks,
                                                uint32_t seed, uint32_t segment) {
   const int64_t length = numel / picks, rest = numel % picks;

@@ -1,7 +1,7 @@
 #pragma once
 
-// The checked arguments of the ops, as raw pointers and sizes. The CPU and the CUDA function of an
-// op take the same struct. Pointers are to the memory of that device.
+// The checked arguments of the ops, as raw pointers and sizes. The CPU function and the CUDA
+// function of an op take the same struct, with pointers to memory of their own device.
 
 #include <cstdint>
 

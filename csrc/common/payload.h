@@ -32,7 +32,7 @@ struct PayloadHeader {
 };
 static_assert(sizeof(PayloadHeader) == 64, "the header is 64 bytes without padding");
 
-// Byte offsets of the sections of one range, and its size.
+// Byte offsets of the sections in the payload of one range, and the size of this payload.
 struct PayloadLayout {
   int64_t starts, positions, values, nbytes;
 };
@@ -48,7 +48,7 @@ DCT_HOST_DEVICE constexpr int64_t align16(int64_t offset) { return (offset + 15)
 
 DCT_HOST_DEVICE constexpr int64_t num_blocks(int64_t numel) { return ceil_div(numel, kBlock); }
 
-// The blocks in one of `ranges` equal ranges. The last ranges may have fewer blocks, or none.
+// The number of blocks in a range. The last ranges may have fewer blocks, or none.
 DCT_HOST_DEVICE constexpr int64_t range_blocks(int64_t numel, int64_t ranges) {
   return ceil_div(num_blocks(numel), ranges);
 }

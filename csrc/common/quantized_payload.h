@@ -1,7 +1,8 @@
 #pragma once
 
 // The dense payload of one range, which holds all entries: header | rows of 1,024 entries. A row
-// has its codes, then a bfloat16 scale per 64 entries. docs/reference/payload.md describes it.
+// has the codes of its entries. In int8, int4 and ternary, a bfloat16 scale per 64 entries follows.
+// docs/reference/payload.md describes the payload.
 
 #include <cstdint>
 #include <type_traits>
@@ -12,7 +13,7 @@
 
 namespace dct {
 
-// The values are the codes of the formats in the header.
+// A payload header stores these values.
 enum class PayloadFormat : uint8_t {
   kFloat32 = 0,
   kBFloat16 = 1,
@@ -72,7 +73,7 @@ DCT_HOST_DEVICE constexpr int64_t row_bytes(PayloadFormat format) {
 
 DCT_HOST_DEVICE constexpr int64_t num_rows(int64_t numel) { return ceil_div(numel, kRow); }
 
-// The minimum payload size of each range, for `numel` elements split into `ranges` equal ranges.
+// The minimum size of one payload, if a tensor of `numel` elements is split into `ranges` ranges.
 constexpr int64_t quantized_payload_bytes(int64_t numel, PayloadFormat format, int64_t ranges) {
   const Range longest = range_bounds(numel, ranges, 0);
   return static_cast<int64_t>(sizeof(PayloadHeader)) + num_rows(longest.end) * row_bytes(format);

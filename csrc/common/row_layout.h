@@ -10,8 +10,8 @@
 
 namespace dct {
 
-// The encoding of the k positions of a row: the smallest of three. It depends on (width, k) only.
-// The receiver has these numbers, so the encoding is not part of the message.
+// The encoding of the k positions of a row: the smallest of three. It depends only on `width` and
+// `k`. The receiver has both numbers, so the message does not contain the encoding.
 enum class PositionEncoding {
   kBitmap,  // ceil(width / 8) bytes, least significant bit first
   kUint8,   // k columns of one byte, width <= 256
@@ -88,12 +88,13 @@ DCT_HOST_DEVICE constexpr float levels(RowFormat format) {
   return format == RowFormat::kInt8 ? 127.0f : 7.0f;
 }
 
-// Adding it to a float32 below 2^22 rounds to the nearest integer, ties to even. The low bits of
-// the sum hold that integer in two's complement.
+// Adding this constant to a float32 with a magnitude below 2^22 rounds to the nearest integer, ties
+// to even. The low bits of the sum hold that integer in two's complement.
 constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23
 
-// Row sums add integers, so they do not depend on the order. The integers are truncated magnitudes,
-// in units for which the largest one has 22 bits. A sum of 2^10 of them fits 32 bits.
+// Sums over a row add integers, so the sums do not depend on the order. An integer is a magnitude,
+// divided by the row's unit and truncated. The unit is such that the largest integer of the row has
+// at most 22 bits. So the sum of 2^10 integers fits 32 bits.
 constexpr int kUnitBits = 22;
 constexpr int64_t kUnitsInWord = 1024;
 

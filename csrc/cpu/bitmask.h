@@ -9,8 +9,8 @@ constexpr int64_t bitmask_words(int64_t n) { return (n + 63) / 64; }
 
 constexpr int64_t kSpareIndices = 4;  // see bit_indices
 
-// Bit i of `bits` = flags[i], which is 0 or 1. `flags` must have space up to a whole word; the
-// function fills this space with zeros. Call it inside vectorize().
+// Sets bit i of `bits` to flags[i], which is 0 or 1. `flags` must have space for whole words of 64
+// flags. The function sets the flags after the first n to 0. Call it inside vectorize().
 inline void pack_bits(uint8_t* flags, int64_t n, uint64_t* bits) {
   const int64_t words = bitmask_words(n);
   std::memset(flags + n, 0, words * 64 - n);
@@ -27,9 +27,10 @@ inline void pack_bits(uint8_t* flags, int64_t n, uint64_t* bits) {
 }
 
 // Writes the indices of all set bits in ascending order and returns their number. A loop over the
-// bits of a word would mispredict once per word, because their number is unpredictable. So each
-// word writes at least four indices, and the next word overwrites the excess. `indices` needs space
-// for kSpareIndices more indices than there are set bits. Call it inside vectorize().
+// bits of a word would mispredict once per word, because their number is unpredictable. So the
+// function writes at least four indices per word, and the indices of the next word overwrite the
+// excess. `indices` needs space for kSpareIndices more indices than there are set bits. Call it
+// inside vectorize().
 template <typename Index>
 int64_t bit_indices(const uint64_t* bits, int64_t words, Index* indices) {
   constexpr uint64_t kLast = uint64_t{1} << 63;  // a bit for ctz to find in an empty word

@@ -1,7 +1,8 @@
 #pragma once
 
-// The k-th largest keys of sixteen rows together, one row per lane. Each step of the bisection is
-// one counting loop, without divergence or horizontal sums. Call it in vectorize_rows().
+// Finds the k-th largest key of each of sixteen rows together, one row per lane. Each step of the
+// bisection is one counting loop, without divergence or horizontal sums. Call the functions in
+// vectorize_rows().
 
 #include <cstdint>
 
@@ -10,7 +11,7 @@
 
 namespace dct::cpu {
 
-// Separate functions, because the compiler vectorizes only uniform loops.
+// least_keys() and largest_keys() are separate, because the compiler vectorizes only uniform loops.
 inline Lanes least_keys(const int32_t* keys, int64_t n) {
   Lanes least;
   for (int l = 0; l < kLanes; ++l) least.at[l] = kFloat32Infinity;

@@ -1,6 +1,7 @@
 #pragma once
 
-// Inputs of the scales: the largest magnitude of a row, and sums that do not depend on the order.
+// Scales are computed from the largest magnitude of a row, and from sums of magnitudes that do not
+// depend on the order.
 
 #include <algorithm>
 #include <cmath>

@@ -21,8 +21,9 @@
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kStrip = 4096;               // its residual, gradient and flags fit the L1 cache
-constexpr int64_t kParallelEntries = 1 << 18;  // one thread moves fewer entries faster
+// Elements. The residual, the flags and a 16-bit gradient of a strip fit an L1 cache of 32 KB.
+constexpr int64_t kStrip = 4096;
+constexpr int64_t kParallelEntries = 1 << 18;  // up to this number, one thread is faster
 static_assert(kBlock % kStrip == 0, "a strip is in one block");
 
 // Stores acc for the entries that do not pass. Leaves the entries that pass unchanged, lists them
@@ -47,7 +48,7 @@ int64_t mask_strip(float* residual, const Grad* grad, int64_t n, float inv_scale
 }
 
 // Whole blocks of one range, packed by one task. Entries beyond `capacity` cannot fit the payload,
-// even if the chunk is its first.
+// even if the chunk is the first of its range.
 template <typename Value>
 struct Chunk {
   int64_t range;
@@ -145,7 +146,7 @@ class Packer {
     const float old = args_.residual[i];
     const float acc = accumulate(old, grad_, i, inv_scale_);
     const bool finite = is_finite(acc);
-    // An overflowed step must not destroy the residual.
+    // A non-finite sum must not destroy the residual.
     float left = finite ? acc : finite_or_zero(old);
     if (chunk.passed < chunk.capacity) {
       const Value value = round_saturating<Value>(acc);
@@ -178,8 +179,8 @@ class Packer {
     }
   }
 
-  // Moves the entries of a chunk to their place in the payload. Adds the entries that do not fit
-  // back to the residual: value + residual restores acc exactly.
+  // Moves the entries of a chunk to their place in the payload. If an entry does not fit, adds its
+  // value back to the residual, which restores acc exactly.
   void finish(const Chunk<Value>& chunk) const {
     const int64_t fits = std::clamp<int64_t>(args_.capacity - chunk.before, 0, chunk.stored());
     if (fits > 0 && chunk.scratch_positions != nullptr) {

@@ -15,8 +15,8 @@
 
 namespace dct::cpu {
 
-// The five codes of a ternary byte come from two bit planes: one marks the columns above 0, the
-// other the columns below 0.
+// The five codes of a ternary byte come from two bit planes. One marks the columns with code 1, the
+// other marks the columns with code -1.
 constexpr int64_t kTritBytes = 16;  // packed by one call, from 80 columns (10 bytes of a plane)
 constexpr int64_t kTritPlane = 16;  // bytes that one call reads from each plane
 struct TritFields {
@@ -40,9 +40,9 @@ constexpr TritFields kTritFields = [] {
 }();
 
 // For each instruction set there are two functions. `mark` compares 64 columns: bit i of `above` is
-// x[i] * factor > bound, bit i of `below` is x[i] * factor < -bound. `mark` returns the sum of the
-// magnitudes above the bound (>= 0), in whole units. `pack_trits` packs two bit planes into
-// kTritBytes bytes.
+// x[i] * factor > bound, bit i of `below` is x[i] * factor < -bound. `bound` is not negative.
+// `mark` truncates each magnitude |x[i] * factor| above the bound to an integer, and returns the
+// sum of these integers. `pack_trits` packs two bit planes into kTritBytes bytes.
 struct PlainPack {
   static uint32_t mark(const float* x, float factor, float bound, uint64_t* above,
                        uint64_t* below) {

@@ -34,7 +34,7 @@ class FunctionRef<Result(Args...)> {
 };
 
 struct Parallel {
-  int64_t threads;  // the number of tasks to split the work into
+  int64_t threads;  // the number of threads that `run` may use
   // Calls body(task) once for every task in [0, tasks), in any order and on any thread. Returns
   // when all tasks are done. `body` must not throw.
   FunctionRef<void(int64_t tasks, FunctionRef<void(int64_t task)> body)> run;

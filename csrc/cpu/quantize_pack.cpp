@@ -1,5 +1,5 @@
-// Quantizes one row of 1,024 entries at a time. The gradient and the residual are read once. The
-// new residual is written while it is in the L1 cache.
+// Quantizes one row of 1,024 entries at a time. The gradient and the residual are read from memory
+// once. The new residual is written while the row is in the L1 cache.
 
 #include <algorithm>
 #include <vector>

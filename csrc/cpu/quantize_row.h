@@ -1,7 +1,7 @@
 #pragma once
 
 // Quantizes a row of 1,024 accumulated entries and computes the new residual. Shared by
-// quantize_pack and dequantize_sum_pack. It takes several passes over memory in the L1 cache.
+// quantize_pack and dequantize_sum_pack. A row takes several passes over memory in the L1 cache.
 // Between the passes, the 16 scales of the row are computed together, which hides their latency.
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct alignas(64) RowScratch {
   int32_t top[kScales];  // keys of the largest magnitude per group
   float scale[kScales], inverse[kScales];
   float inverse_unit[kScales], unit[kScales], bound[kScales];  // for ternary
-  uint64_t above[kScales + 1], below[kScales + 1];             // pack_trits reads past its word
+  uint64_t above[kScales + 1], below[kScales + 1];             // bit planes
   uint8_t codes[kScaled];                                      // for int4, one per byte
 };
 

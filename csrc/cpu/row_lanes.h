@@ -23,11 +23,12 @@ struct Lanes {
 // For each instruction set:
 //
 // `list` copies, in order, the entries that reach a bound >= 0, and their columns. It returns the
-// number of these entries. The n entries are padded with 0.0 to whole vectors, and the
-// padding may also be copied. The output needs space for kLanes more entries.
+// number of copied entries. The n entries are padded with 0.0 to whole vectors, and the padding may
+// also be copied. The output needs space for kLanes entries more than are copied.
 //
 // `turn` transposes. For j < n, keys[j][lane] becomes the magnitude of entry j of the lane's row,
-// or 0 past the row's count. n is rounded up to a multiple of kLanes.
+// or 0 past the row's count. The function may also read entries and write keys past n, up to the
+// next multiple of kLanes.
 //
 // `reach` counts, per lane, the keys that are >= the lane's bound.
 struct PlainRows {

@@ -1,6 +1,6 @@
 // A row takes several passes: one for its largest magnitude, one for each sum, one for its codes.
-// After the first pass, it is in the L1 cache. Each pass depends on the result of the previous one,
-// so short rows take each pass together to hide the latency.
+// Each pass depends on the result of the previous pass. To hide the latency, several short rows
+// take a pass together. After the first pass, short rows are in the L1 cache.
 
 #include <algorithm>
 #include <array>
@@ -37,7 +37,7 @@ struct Scratch {
         planes(new uint64_t[rows_together(width) * 2 * plane_words(width)]()) {}
   std::unique_ptr<float[]> floats;     // float32 copies of rows of a narrower dtype
   std::unique_ptr<uint8_t[]> codes;    // for int4, one per byte
-  std::unique_ptr<uint64_t[]> planes;  // for ternary, two per row: columns above 0, columns below 0
+  std::unique_ptr<uint64_t[]> planes;  // for ternary, two per row: codes of 1, codes of -1
 };
 
 struct Row {

@@ -1,10 +1,10 @@
 #pragma once
 
 // Selects the k columns of largest magnitude in each row, for up to sixteen rows together. First a
-// bound narrows each row to slightly more than k columns. Then the k-th largest key is found among
-// them, in all rows together (kth_in_lanes.h). Rows mostly resemble the previous rows, so the
-// previous bound is tried first. If too few or too many columns reach it, the k-th largest of the
-// maxima of disjoint column groups replaces it.
+// bound narrows each row to k columns or somewhat more. Then the k-th largest key is found among
+// these columns, in all rows together (kth_in_lanes.h). Rows mostly resemble the previous rows, so
+// a bound that suited the previous rows is tried first. If too few or too many columns reach this
+// bound, it is replaced. At least k maxima of disjoint column groups reach the new bound.
 
 #include <algorithm>
 #include <cstdint>
@@ -80,7 +80,8 @@ class RowSelector {
     return groups;
   }
 
-  // A row in float32, padded to whole vectors with 0.0. On ties the earlier columns win.
+  // A row in float32, padded to whole vectors with 0.0. On ties the earlier columns win, so the
+  // padding is never selected.
   const float* as_floats(const X* x) const {
     if constexpr (std::is_same_v<X, float>) {
       if (width_ == padded_) return x;
@@ -121,7 +122,7 @@ class RowSelector {
     if (misses_ == 0) return;
     Lanes bound = {};
     if (groups_ < padded_) {
-      constexpr int kRoughly = 6;  // rounds; the bound may let a few more columns pass
+      constexpr int kRoughly = 6;  // rounds; then more than k maxima may reach the bound
       Lanes count = {};
       for (int64_t row = 0; row < rows; ++row) {
         if (!missed[row]) continue;
@@ -139,7 +140,8 @@ class RowSelector {
     }
   }
 
-  // Skips the columns past the last whole vector, because they could only raise the maxima.
+  // Skips the columns past the last whole vector. They could only raise the maxima, and without
+  // them the bound still lets at least k columns pass.
   void group_maxima(const X* x, float* out) const {
     const int64_t whole = width_ / kLanes * kLanes;
     for (int64_t group = 0; group < groups_; group += kLanes) {
@@ -155,7 +157,8 @@ class RowSelector {
     }
   }
 
-  // Reduces the n > k entries that reach the bound to k: all above it and the first equal ones.
+  // Keeps k of the n > k entries that reach the bound: all entries above the bound, and the first
+  // of the entries that equal it.
   void drop_ties(float* x, int32_t* columns, int64_t n, int32_t bound) const {
     const int32_t tie = bound < static_cast<int32_t>(kFloat32Infinity) ? bound : INT32_MAX;
     int64_t ties = k_;  // to keep

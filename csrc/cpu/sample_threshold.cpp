@@ -15,7 +15,7 @@
 namespace dct::cpu {
 namespace {
 
-// n is below 2^31, so the count is as wide as the keys.
+// The loop vectorizes because the count is as wide as the keys. n is below 2^31, so the count fits.
 int32_t count_keys(const int32_t* keys, int64_t n, int32_t bound) {
   int32_t count = 0;
   for (int64_t i = 0; i < n; ++i) count += keys[i] >= bound;

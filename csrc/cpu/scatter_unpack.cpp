@@ -3,8 +3,9 @@
 // entry is added.
 //
 // Stores wait for memory: non-temporal stores for a write buffer, other stores for their cache
-// line. So the previous tile is prefetched and written in slices, between the ranks of the current
-// tile.
+// line. So the output is prefetched and written in slices. After each rank is added to a tile, a
+// slice of the tile's output is prefetched for later stores, and a slice of the previous tile is
+// written. Non-temporal stores need no prefetch.
 
 #include <algorithm>
 #include <limits>
@@ -111,7 +112,7 @@ class Unpacker {
     stream_end();
   }
 
-  // Returns no entries if the header or this block is invalid, as the status of the rank reports.
+  // Returns no entries if the header or this block is invalid. The rank's status reports the error.
   Entries entries_of(int64_t rank, int64_t block, int64_t length) const {
     const int64_t range = block / range_blocks_;
     if (!header_ok_[rank * args_.ranges + range]) return {};

@@ -1,6 +1,7 @@
 #pragma once
 
-// Function multiversioning: compiles a loop for several instruction sets, selects one at run time.
+// Function multiversioning: a loop is compiled for several instruction sets, and one of the
+// versions is selected at run time.
 //
 // vectorize([&] { for (...) ... }) calls its argument. On x86-64 the code is inlined into three
 // functions that differ in their target attribute, and the compiler vectorizes each. On other

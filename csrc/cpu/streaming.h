@@ -12,14 +12,15 @@
 
 namespace dct::cpu {
 
-// Prefetches rows that are read in order. Rows take so long that the hardware prefetcher stops.
+// Prefetches rows that are read in order. A row takes so long to process that the hardware
+// prefetcher stops.
 template <typename X>
 class Prefetch {
  public:
   Prefetch(const X* x, int64_t width, int64_t rows)
       : x_(x), width_(width), rows_(rows), ahead_(kAheadBytes / (width * kSize) + 1) {}
 
-  // Prefetches a row some distance ahead of this one.
+  // Prefetches the row that begins more than kAheadBytes bytes after the start of `row`.
   void before(int64_t row) const {
     if (row + ahead_ >= rows_) return;
     const X* next = x_ + (row + ahead_) * width_;
@@ -43,7 +44,7 @@ void prefetch_ahead(const Out* out, int64_t n) {
   }
 }
 
-constexpr int64_t kStreamBytes = 32 << 20;  // larger outputs leave the caches before they are read
+constexpr int64_t kStreamBytes = 32 << 20;  // outputs of this size or more do not stay in caches
 
 // Non-temporal stores, for output that does not stay in the caches until it is read. They write a
 // cache line without loading it first. They need SSE2, which every x86-64 processor has. A task

@@ -40,7 +40,7 @@ void add_codes(Unpack, const uint8_t* codes, int64_t column, float scale, Sum& s
   }
 }
 
-// Writes the first n sums, multiplied by `factor` and rounded once.
+// Multiplies the first n sums by `factor`, converts the products to Out and writes them.
 template <typename Out, typename Sum>
 void write_sums(Sum& sum, float factor, int64_t n, bool streams, Out* out) {
   using Floats = typename Sum::Floats;

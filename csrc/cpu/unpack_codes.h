@@ -1,7 +1,8 @@
 #pragma once
 
-// Unpacks rows with several codes per byte (layout: docs/reference/ops.md). A code has at most 16
-// values, so a lookup table in registers holds the entries. Compilers do not generate such code.
+// Unpacks rows with several codes per byte (layout: docs/reference/ops.md). There are at most 16
+// different codes, so a lookup table in registers holds their entries. Compilers do not generate
+// such lookups.
 
 #include <algorithm>
 #include <cstdint>

@@ -1,6 +1,6 @@
-// dequantize_sum.cu -- sums the dense payloads of all ranks, times a factor. The sums of a
-// row stay in the registers of a warp while it adds one rank after the other. So each payload is
-// read once, and the output is written once.
+// dequantize_sum.cu -- sums the dense payloads of all ranks, and multiplies the sums by a factor.
+// The sums of a row stay in the registers of a warp while the warp adds one rank after the other.
+// So each payload is read once, and the output is written once.
 #include "detail/sum_payloads.cuh"
 #include "kernels.cuh"
 

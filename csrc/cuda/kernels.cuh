@@ -16,7 +16,7 @@ namespace dct::cuda {
 // The scratch bytes of sample_threshold. Scratch memory must be 4-byte aligned.
 int64_t sample_threshold_scratch_bytes(const SampleThresholdArgs& args);
 
-// One or two kernels if max_samples is small, else one memset and three kernels.
+// One or two kernels if there are few samples, else one memset and three kernels.
 cudaError_t sample_threshold(const SampleThresholdArgs& args, void* scratch, cudaStream_t stream);
 
 // The tile sizes of mask_pack. The results do not depend on them.
@@ -29,19 +29,21 @@ MaskPackSizes mask_pack_sizes(const MaskPackArgs& args);
 // The scratch bytes of mask_pack. Scratch memory must be 16-byte aligned.
 int64_t mask_pack_scratch_bytes(const MaskPackArgs& args, const MaskPackSizes& sizes);
 
-// Two kernels. They read the tensor once, unless more entries pass than the slots hold. If only the
-// second launch fails, entries are lost; this does not happen in an intact context. The tensor must
-// have fewer than 2^38 elements.
+// Two kernels. They read each element once, except the elements that the first kernel only counts
+// (mask_pack.cu) and the entries that exceed the capacity. If only the second launch fails, entries
+// are lost, but this does not happen in an intact CUDA context. The tensor must have fewer than
+// 2^38 elements.
 cudaError_t mask_pack(const MaskPackArgs& args, const MaskPackSizes& sizes, void* scratch,
                       cudaStream_t stream);
 
-// One memset of the status, and one kernel that reads each entry and writes each element once.
+// One memset of the status if there are payloads, and one kernel, which writes each element once.
 cudaError_t scatter_unpack(const ScatterUnpackArgs& args, cudaStream_t stream);
 
 // Two launches.
 cudaError_t quantize_pack(const QuantizePackArgs& args, cudaStream_t stream);
 
-// The first launch: writes the headers of all ranges, and zeros to `cleared` [num_cleared].
+// The first launch of quantize_pack and dequantize_sum_pack. Writes the headers of all ranges, and
+// zeros to `cleared` [num_cleared].
 cudaError_t write_quantized_headers(uint8_t* payload, int64_t numel, int64_t ranges, int64_t nbytes,
                                     PayloadFormat format, int32_t* cleared, int64_t num_cleared,
                                     cudaStream_t stream);

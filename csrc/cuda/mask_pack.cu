@@ -110,9 +110,9 @@ struct WarpStager {
     if (at < kPass * int{sizeof(Grad)}) prefetch_line(grad + at);
   }
 
-  // Bit 4 * v + e is set if sums[v][e] passes. |sum| - threshold is negative only if the sum does
-  // not pass; the difference is a positive NaN if the sum is NaN. This costs one addition and one
-  // shift per element. It relies on gradual underflow.
+  // Bit 4 * v + e is set if sums[v][e] passes. The sign of |sum| - threshold shows whether the sum
+  // passes: the difference is negative only if it does not, and a positive NaN if the sum is NaN.
+  // This test takes one addition and one shift per element, and relies on gradual underflow.
   __device__ uint32_t mark(const Sums& sums) const {
     uint32_t below = 0;
 #pragma unroll
@@ -229,8 +229,8 @@ MaskPackSizes mask_pack_sizes(const MaskPackArgs& args) {
   // Small tensors get small tiles. Large tiles are used if there are at least 8 per resident block.
   const int64_t large_tiles = args.numel / (2 * kPass * kWarps);
   const int warp_tile = kPass * (large_tiles < 8 * kMinBlocks * multiprocessors() ? 1 : 2);
-  // A slot holds one and a half times a warp's share of the capacity, and a few entries more.
-  // Beyond 256 entries, the second kernel packs the elements.
+  // A slot holds one and a half times a warp's share of the capacity, and a few entries more, but
+  // at most 256 entries. The second kernel packs the elements of passes that do not fit.
   const int64_t share =
       args.numel > 0 ? ceil_div(warp_tile * args.capacity * args.ranges, args.numel) : 0;
   return {warp_tile, static_cast<int>(min(ceil_div(share + share / 2 + 24, 8) * 8, int64_t{256}))};

@@ -1,6 +1,6 @@
 // row_dequantize_sum.cu -- sums the quantized rows of all ranks. A warp keeps the sums of a part of
-// its rows in registers while it adds rank after rank. So it reads every message once, and writes
-// the output once.
+// its rows in registers while it adds rank after rank. So every message is read once, and the
+// output is written once.
 #include "detail/staged_rows.cuh"
 #include "kernels.cuh"
 

@@ -1,4 +1,5 @@
-// row_gather.cu -- gathers values of each row at given positions, by a warp or, if wide, a block.
+// row_gather.cu -- gathers the values of each row at given positions. A warp processes a narrow
+// row, and a block processes a wide row.
 #include "detail/device.cuh"
 #include "detail/positions.cuh"
 #include "detail/row_elements.cuh"

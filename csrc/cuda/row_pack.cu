@@ -82,8 +82,9 @@ __device__ void load_words(const T* row, int width, bool aligned, uint32_t (&wor
   }
 }
 
-// Narrows [low, high) until it holds one key, or until exactly k keys reach `high`. Then only keys
-// above `low` are selected. Invariant: at least k keys reach `low`; `above` < k keys reach `high`.
+// Narrows [low, high) until it contains one value, or until exactly k keys reach `high`. In the
+// second case, only keys above `low` are selected. Invariant until then: at least k keys reach
+// `low`, and `above` keys, fewer than k, reach `high`.
 template <typename Keys, int kLanes, int kWords>
 __device__ void bisect(const uint32_t (&words)[kWords], int k, int& low, int& high, int& above) {
   while (true) {

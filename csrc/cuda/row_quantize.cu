@@ -190,7 +190,8 @@ struct NarrowRow {
   }
 };
 
-// Copies bytes from shared to global memory. The two addresses must be equal modulo 16. By a block.
+// Copies `count` bytes from shared to global memory. `shared` is aligned to 16 bytes, and the bytes
+// begin at shared[target % 16], so vectors are aligned in both memories. By a block.
 __device__ void store_bytes(uint8_t* target, const uint8_t* shared, int count) {
   const int skip = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16);
   for (int i = thread_index() * 16; i < skip + count; i += kThreads * 16) {

@@ -13,8 +13,8 @@ namespace {
 
 // Three blocks with 69 KB of shared memory each are resident.
 using Whole = Shape<8, 1, 3>;
-// Half the shared memory and twice the warps. A warp has a quarter of the elements and half of the
-// ranks to validate. All positions are validated twice.
+// Half of the shared memory of Whole, and twice the warps. Compared with Whole, a warp has a
+// quarter of the elements and validates half of the ranks. All positions are validated twice.
 using Half = Shape<16, 2, 2>;
 
 template <typename Shape>
@@ -41,8 +41,9 @@ struct EntryCursor {
 };
 
 // Adds the entries of a warp in rank order to the sums of the positions from `begin` on. Several
-// groups of 32 entries are loaded before the first is added, to hide latency. Values are converted
-// and `begin` is subtracted when entries are added, because these wait for the load. By one warp.
+// groups of 32 entries are loaded before the first is added, to hide latency. Converting a value
+// and subtracting `begin` must wait for the load, so both are done when the entry is added. By one
+// warp.
 template <typename Value, int kWarps>
 __device__ void add(EntryCursor<kWarps> entries, int begin, float* sums) {
   const int lane = lane_index();

@@ -106,9 +106,10 @@ __device__ void for_each_sum(const float* residual, const Grad* grad, float scal
   }
 }
 
-// A sum, split into a payload value (in the low bits) and a remainder for the residual, with value
-// + remainder == sum. This is exact: the remainder is 0 for float32. For bfloat16 it has at most 16
-// significant bits, even if the value saturates or is subnormal. So `restore` recovers every bit.
+// A sum, split into a payload value (in the low bits) and a remainder for the residual. If the sum
+// is finite, value + remainder == sum exactly. For float32, the remainder is 0. For bfloat16, the
+// remainder has at most 16 significant bits, even if the value saturates or is subnormal. So
+// `restore` recovers every bit.
 struct Split {
   uint32_t bits;
   float remainder;

@@ -20,7 +20,8 @@ __device__ inline int column_of(int vector) {
 }
 
 // Whether entry e of a vector is among the first `length` entries of its row. Subtracting the
-// lane's offset from the length leaves constants to compare with. Columns would take 32 registers.
+// lane's offset from the length leaves constants to compare with. Comparing columns instead would
+// take 32 registers.
 __device__ inline bool is_within(int vector, int e, int length) {
   return vector * kWarpVector + e < length - lane_index() * kVectorElements;
 }

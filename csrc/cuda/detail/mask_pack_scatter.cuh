@@ -32,7 +32,8 @@ __device__ inline Word sum_totals(const uint32_t* totals, unsigned begin, unsign
   return sum;
 }
 
-// Restores the residual of an entry that does not fit. With a non-finite sum it has not changed.
+// Restores the residual of an entry that does not fit. If the entry is not finite, the first kernel
+// has already kept the old residual.
 __device__ inline void restore_residual(float& residual, uint32_t bits, DType value_dtype) {
   if (!is_finite(payload_value(bits, value_dtype))) return;
   residual = restore(residual, bits, value_dtype);

@@ -38,7 +38,7 @@ __device__ inline float threshold_of(const MaskPackArgs& args, int range) {
   return fmaxf(args.threshold[range], bits_to_float(1));
 }
 
-// Both kernels use this function for elements that are not staged, so they select the same ones.
+// Both kernels use this function for elements that are not staged, so their selections are equal.
 __device__ inline bool passes(float sum, float threshold) { return !(fabsf(sum) < threshold); }
 
 }  // namespace dct::cuda

@@ -33,7 +33,7 @@ struct RankBlock {
   const uint16_t* positions;
   const uint8_t* values;
   int entries;
-  bool poisoned;  // non-finite entries were lost: the first element of the range becomes NaN
+  bool poisoned;  // non-finite entries may be lost: the first element of the range becomes NaN
   uint16_t warp_begin[kWarps + 1];  // the first entry of each warp, and the end
 };
 
@@ -45,9 +45,10 @@ __device__ inline void prefetch_entries(const void* entries, uint32_t bytes) {
   }
 }
 
-// Locates the entries of a rank for this block, and prefetches them. A warp checks its ranks one
-// after the other, but with the prefetch it waits for memory only once. Returns the status bits
-// known so far. By one thread.
+// Locates the entries of a rank for this block, and prefetches up to kPrefetched bytes of their
+// positions and of their values. Without the prefetch, a warp would wait for memory for each rank,
+// because it checks its ranks one after the other. Returns the status bits known so far. By one
+// thread.
 template <int kWarps>
 __device__ int32_t find_entries(const ScatterUnpackArgs& args, const PayloadLayout& layout,
                                 const uint8_t* payload, const RangeTiles::Tile& block,

@@ -26,7 +26,7 @@ __device__ float mean_of(Total total, Total count) {
 }
 
 // The bits of 2^23, plus whole_units() of a magnitude below 2^22, computed by a truncating
-// addition. Conversions to integers have a quarter of its throughput.
+// addition. Conversions to integers have a quarter of the throughput of additions.
 constexpr uint32_t kUnitBitsOfZero = 0x4b000000;
 __device__ inline uint32_t unit_bits(float magnitude) {
   return float_to_bits(__fadd_rz(magnitude, kUnit));

@@ -1,7 +1,7 @@
 #pragma once
 
-// Access to elements whose dtype is known only at run time. The branches are uniform, and there are
-// only k such accesses per row.
+// Access to elements whose dtype is known only at run time. All threads of a kernel take the same
+// branch.
 
 #include "../../common/floats.h"
 #include "device.cuh"

@@ -1,8 +1,8 @@
 #pragma once
 
 // row_pack for rows too wide for the registers of a warp, with one block per row. A radix select
-// reads the row once per digit. Then follows a stable compaction. Only the first read is from
-// memory.
+// reads the row once per digit. A stable compaction then reads the row once more. The cache serves
+// all reads after the first, unless the rows are too wide for it.
 
 #include "radix_select.cuh"
 #include "row_keys.cuh"

@@ -1,7 +1,8 @@
 #pragma once
 
-// row_quantize for wide rows, with one block per row. The block makes a pass over the row for the
-// largest magnitude, for the sums and for the codes. Only the first pass reads from memory.
+// row_quantize for wide rows, with one block per row. The block makes one pass over the row for the
+// largest magnitude, one for each mean and one for the codes. The cache serves all passes after the
+// first, unless the rows are too wide for it.
 
 #include "../../common/ops.h"
 #include "device.cuh"

@@ -1,8 +1,8 @@
 #pragma once
 
 // sample_threshold with few picks. One block per range holds the keys in registers and finds all
-// three digits. If there are very few keys, the block gathers them. Otherwise a first kernel
-// gathers them with the whole device.
+// three digits. If there are very few keys, this block also gathers them. Otherwise a separate
+// kernel, which uses more threads per range, gathers the keys first.
 
 #include "radix_select.cuh"
 #include "sample_picks.cuh"

@@ -2,8 +2,8 @@
 
 // Quantized rows in shared memory, for row_dequantize and row_dequantize_sum. 2 to 32 lanes decode
 // a row. Rows have no alignment, but the rows of a warp are contiguous. So the warp copies their
-// bytes to shared memory in vectors of 16 bytes. A lane can read the codes of some columns from
-// there at any byte address.
+// bytes to shared memory in vectors of 16 bytes. In shared memory, a lane can read codes at any
+// byte address.
 
 #include "row_codes.cuh"
 
@@ -47,7 +47,8 @@ struct StagedBytes {
   int skip;        // bytes before the span in its first vector
   int begin, end;  // the vectors that are inside the tensor
 
-  // By one warp. `at_edge`: whether vectors may be partly outside the tensor and are not loaded.
+  // By one warp. `at_edge`: whether vectors may lie partly outside the tensor. Such vectors are not
+  // loaded.
   __device__ void load(const Span& span, bool at_edge) {
     const uint8_t* source = span.tensor + span.from;
     skip = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kStagedBytes);

@@ -1,7 +1,8 @@
 #pragma once
 
 // Sums the dense payloads of all ranks, row by row, in rank order from +0.0. A thread block owns a
-// payload block. It checks the headers of the ranks once, and each of its warps sums two rows.
+// payload block, and each of its warps sums two rows. In a small grid, a thread block may own half
+// of a payload block. A thread block checks the headers of up to kThreads ranks once.
 
 #include "device.cuh"
 #include "elements.cuh"
@@ -53,7 +54,7 @@ __device__ void check_headers(const RankPayloads& payloads, int64_t begin, int c
   static_assert(sizeof(header) == sizeof(read));
   memcpy(&header, read, sizeof(header));
   shared.valid[index] = quantized_header_ok(header, block.range_numel, kFormat);
-  // Reported once per range, although all its blocks detect it.
+  // Only the first block of a range reports the error, although all its blocks detect it.
   if (!shared.valid[index] && block.index == 0) atomicOr(&payloads.status[rank], kStatusHeader);
 }
 
