@@ -59,7 +59,7 @@ def link_of(device: str, rate: float) -> Link:
 
 
 def all_reduce(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds of an all-reduce: ring, or double binary tree (Sanders, Speck and Traeff 2009)."""
+    """Seconds of the faster of a ring and a double binary tree (Sanders, Speck, Traeff 2009)."""
     each = 1 / link.bandwidth + link.per_byte
     ring = 2 * (ranks - 1) * (link.alpha + nbytes / ranks * each)
     tree = 2 * _log2(ranks) * link.alpha + 2 * nbytes * each
@@ -72,7 +72,7 @@ def all_gather(link: Link, ranks: int, nbytes: float) -> float:
 
 
 def all_to_all(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds of an all-to-all: pairwise messages of `nbytes`, or Bruck's algorithm."""
+    """Seconds of the faster of pairwise messages of `nbytes` and Bruck's algorithm."""
     pairwise = (ranks - 1) * (link.alpha + nbytes * _gathered(link))
     bruck = _log2(ranks) * (link.alpha + ranks / 2 * nbytes * _gathered(link))
     return min(pairwise, bruck)
@@ -178,7 +178,7 @@ class Model:
     overlap: float = 0.0
 
     def step(self, name: str, ranks: int, link: Link) -> Step:
-        """Predict one step of a method in METHODS."""
+        """Predict one step of the method `name` in METHODS."""
         method, copy = METHODS[name], self.kernels.copy
         if method.settings is None:
             nbytes = DENSE_BYTES[name] * self.numel

@@ -46,7 +46,7 @@ examples:
   sudo $(which python) -m bench.link
       2 ranks, rates from 100 Mbit/s to unlimited, all replicated modes
   sudo $(which python) -m bench.link --ranks 2,4 --rates 1gbit,5gbit,10gbit --modes dense,bf16,dct
-      find the rate up to which DCT is faster
+      find the rate up to which DCT is faster than both all-reduces
   sudo $(which python) -m bench.link --embedding-dim 64 --rates 1gbit --row-format int4,ternary \\
       --modes hybrid-dense,hybrid-dct,hybrid-format-dedup
       sharded tables with quantized rows; each distinct row is sent once
@@ -82,10 +82,10 @@ def parser() -> Parser:
         default=",".join(REPLICATED),
         metavar="M,...",
         help="float32 and bfloat16 all-reduce, PowerSGD with rank 1, DCT with both transports, and "
-        "DCT with all entries in int4; local-ternary: DCTAverager every 10 steps, where a step is "
-        "the mean of ten; hybrid-...: embedding tables sharded over the ranks, with rows in "
-        "float32, their largest entries, or a quantized format; with -dedup each distinct row is "
-        "sent once; fsdp-...: a sharded transformer that computes in bfloat16, with torch's "
+        "DCT with all entries in int4; local-ternary: DCTAverager every 10 steps, with figures "
+        "as means over 10 steps; hybrid-...: embedding tables sharded over the ranks, with rows "
+        "in float32, their largest entries, or a quantized format; with -dedup each distinct row "
+        "is sent once; fsdp-...: a sharded transformer that computes in bfloat16, with torch's "
         "collectives or `compress_fully_shard`; with -kept weights are gathered once per step",
     )
     measured.add_argument(
@@ -107,7 +107,7 @@ def parser() -> Parser:
         "--timeout",
         type=positive,
         default=120.0,
-        help="seconds per mode and rate after which the run fails",
+        help="seconds per mode, at each rate, after which the run fails",
     )
     model = parser.add_argument_group("model")
     model.add_argument(

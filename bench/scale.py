@@ -76,7 +76,7 @@ def parser() -> Parser:
         type=several(parse_rate),
         default="1gbit,10gbit,25gbit,100gbit,400gbit",
         metavar="R,...",
-        help="link rates of a rank in each direction, such as 10gbit",
+        help="rates of the link of each rank, per direction, such as 10gbit",
     )
     add(
         "--device",
@@ -88,14 +88,14 @@ def parser() -> Parser:
         "--alpha-us",
         type=number(float, lambda x: 0 <= x < math.inf, "a number >= 0"),
         metavar="US",
-        help="microseconds per message (default: cpu 1500; gpu 50 below 100 Gbit/s, 10 from there)",
+        help="microseconds per message (default: cpu 1500; gpu 50 below 100 Gbit/s, else 10)",
     )
     add(
         "--overlap",
         type=number(float, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
         metavar="F",
         help="fraction of the compute that overlaps with communication, with and without a hook "
-        "(default: 2/3 for the backward pass, except for the last of DDP's 25 MB buckets)",
+        "(default: 2/3 for the backward pass, minus the part of DDP's last 25 MiB bucket)",
     )
     return parser
 
@@ -151,7 +151,7 @@ def best(steps: dict[str, Step]) -> str:
 
 
 def sentence(ranks: int, rate: float, steps: dict[str, Step], density: float) -> str:
-    """State whether DCT helps, with the times and bytes of each method."""
+    """State whether DCT helps, with times and bytes of the fastest method and its alternatives."""
     taken = best(steps)
     helps = METHODS[taken].settings is not None
     others = [name for name in ("dense", "bf16") if name != taken]

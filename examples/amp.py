@@ -1,4 +1,4 @@
-"""Mixed precision: bfloat16 autocast and a GradScaler. Skipped steps lose no gradients.
+"""Mixed precision: bfloat16 autocast and a GradScaler. Skipped steps keep earlier gradients.
 
     torchrun --nproc-per-node 2 examples/amp.py
 

@@ -102,7 +102,7 @@ def run(is_compressed: bool, data: Dataset, options: argparse.Namespace, on_step
         model.mlps.register_comm_hook(None, default_hooks.allreduce_hook)
 
     mlps = torch.optim.SGD(model.mlps.parameters(), options.lr)
-    # Accumulators of a replica grow faster than in one group with all samples.
+    # The accumulators of a replica grow faster than they would in one group with all samples.
     tables = MomentumScaledRowWiseAdagrad(
         model.tables.parameters(), options.embedding_lr, scale=options.replicas
     )

@@ -23,7 +23,7 @@ def reduce_scatter_bytes(nbytes: int, world_size: int) -> int:
 
 
 def broadcast_bytes(nbytes: int, world_size: int) -> int:
-    """The mean bytes per rank in a broadcast of `nbytes`. All ranks except one receive them."""
+    """The mean bytes sent per rank in a broadcast. All except the source receive `nbytes`."""
     return (world_size - 1) * nbytes // world_size
 
 

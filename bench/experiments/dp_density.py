@@ -4,7 +4,7 @@
     python -m bench.experiments.dp_density --problems clicks-sgd --data ROWS.tsv --rates 0.1
 
 Problems: python-... trains a transformer on the Python sources of torch and sympy, and uses each
-character at most once. clicks-... trains DLRM on click rows, which are generated or from --data.
+character at most once. clicks-... trains DLRM on click rows, generated or read from --data.
 clicks-adam uses row-wise AdaGrad for the tables (with --table-lr) and Adam for the MLPs.
 
 The learning rate follows a cosine to 0. Transformers first warm up for --warmup steps.
@@ -131,7 +131,7 @@ def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) 
 def stepper(
     optimizers: list[torch.optim.Optimizer], parts: Sequence[float]
 ) -> Callable[[int], None]:
-    """Return a function of `step` that runs the optimizers with parts[step] of their rates."""
+    """Return a function of `step` that runs the optimizers at parts[step] times their rates."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     full = [group["lr"] for group in groups]
 

@@ -19,11 +19,11 @@ from bench.cli import UsageError
 from .dp_tasks import BATCH_TEXTS, CONTEXT, Transformer, next_character_loss
 
 PACKAGES = ("torch", "sympy")
-KNOWN = b"\n" + bytes(range(ord(" "), ord("~") + 1))  # the model's input are indices into KNOWN
+KNOWN = b"\n" + bytes(range(ord(" "), ord("~") + 1))  # the model's inputs are indices into KNOWN
 DROPPED = bytes(set(range(256)) - set(KNOWN))
 LONGEST_LINE, MOST_DIGITS = 80, 0.2  # mean line length, fraction of digits
-PARTS = {0: "validation", 1: "test"}  # each gets one in 32 files, by a hash of the path
-VALIDATION_TEXTS = 4000  # enough to choose a learning rate: differences vary less than losses
+PARTS = {0: "validation", 1: "test"}  # a hash of the path selects about one in 32 files for each
+VALIDATION_TEXTS = 4000  # enough to compare rates, whose differences vary less than losses
 SCORED_AT_ONCE = 32  # texts; more would not fit into the cache
 
 
@@ -37,7 +37,7 @@ class Source(NamedTuple):
         return PARTS.get(zlib.crc32(self.path.encode()) % 32, "train")
 
     def is_generated(self) -> bool:
-        """Whether lines are so long, or digits so frequent, that the file must be generated."""
+        """Whether the file counts as generated: its mean line is long, or many bytes are digits."""
         lines = 1 + self.text.count(b"\n")
         digits = sum(self.text.count(digit) for digit in b"0123456789")
         return len(self.text) > LONGEST_LINE * lines or digits > MOST_DIGITS * len(self.text)

@@ -19,7 +19,7 @@ from .in_process import Buckets
 
 
 class Counts:
-    """A base class. `sent` counts the bytes that are sent by the rank that sends most."""
+    """A base class. `sent` is the number of bytes sent by the rank that sends most."""
 
     sent = 0
 
@@ -72,7 +72,7 @@ class DCT(Dense):
 class PowerSGD(Dense):
     """PowerSGD (arXiv 1905.13727) as in torch's hook, for matrix ranks above 2.
 
-    A matrix is compressed if this at least halves the number of elements. Other gradients, and all
+    A matrix is compressed if this more than halves the number of elements. Other gradients, and all
     gradients before step `start`, are averaged in float32.
     """
 

@@ -1,9 +1,10 @@
 """Simulates FSDP2 between several ranks in one process, for dp_density.py.
 
 The ranks share one copy of the weights. Before each step, the weights are replaced by the values
-that ranks would gather. After it, the gradients are replaced by the sums that the owners of shards
-would compute. Messages are bitwise equal to `compress_fully_shard` (test_dp_density.py). Each block
-of the model is a wrapped module, and so is the rest. Each is gathered once per step.
+that ranks would gather. After the backward passes, the gradients are replaced by the means that the
+owners of shards would compute. Messages are bitwise equal to the messages of `compress_fully_shard`
+(test_dp_density.py). Each block of the model is a wrapped module, and the other parameters form one
+more. Each wrapped module is gathered once per step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ FORMATS = ("bfloat16", "int8", "int4")
 
 
 class _Unit:
-    """A wrapped module, whose parameters are gathered together."""
+    """A wrapped module. Its parameters are gathered together."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], ranks: int, weights: str, gradients: str
@@ -31,7 +32,7 @@ class _Unit:
         sent = tuple((numel, p.dim() < 2) for p, numel in zip(parameters, self.numels, strict=True))
         self.gather, self.reduce = message_layout(sent, weights), message_layout(sent, gradients)
         self.kept: Tensor | None = None  # weights of the last gather, if the format is "int4"
-        self.grads: list[Tensor] = []  # of each rank
+        self.grads: list[Tensor] = []  # the gradients of each rank
 
     def shards(self, tensors: Sequence[Tensor]) -> Tensor:
         """Split tensors with the parameters' shapes into shards [ranks, numel]."""
@@ -95,7 +96,7 @@ class Shards(Counts):
         self.step_bytes = sum(all_gather_bytes(part, ranks) for part in parts)
 
     def means(self, losses: Sequence[Callable[[], Tensor]]) -> list[float]:
-        """Return the ranks' losses, and set the parameters' gradients to the means over ranks."""
+        """Return the loss of each rank, and set the gradients to their means over ranks."""
         values = []
         saved = [[p.data for p in unit.parameters] for unit in self.units]
         for unit in self.units:

@@ -87,7 +87,7 @@ class ClicksTask:
 
     Args:
         data: a file in Criteo's layout, or None for generated rows.
-        rows: number of rows to generate. They are reshuffled in every epoch.
+        rows: number of rows to generate. Training rows are reshuffled in every epoch.
         hash_size, bottom, top: see `train_dlrm.py`.
         batch: rows per rank and step.
     """

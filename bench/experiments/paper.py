@@ -3,8 +3,9 @@
     python -m bench.experiments.paper --rows 1000000 --cuts gradients
     python -m bench.experiments.paper --data train.txt --cuts rows,columns --embedding-lr 1
 
-The model is DLRM with embeddings of 16 and MLPs of 13-512-256-64-16 and 512-256-1. It is trained
-with SGD, a learning rate of 0.1 and 128 rows per rank and step, on 2 ranks. Each row is used once.
+The model is DLRM with embeddings of width 16. The widths of its MLPs are 13-512-256-64-16 (bottom)
+and 512-256-1 (top, without the input). Training uses 2 ranks, SGD, a learning rate of 0.1, and 128
+rows per rank and step. Each row is used once.
 examples/train_dlrm.py trains all settings of a cut. A cut is the part that is compressed:
 
     gradients   gradients of all weights; every rank has all weights

@@ -3,9 +3,9 @@
     python -m bench.experiments.torchrec_dlrm --data ROWS.tsv --epochs 3 --batch-size 64
 
 Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md). torchrec.models.dlrm.DLRM runs in
-DistributedModelParallel. Each table is on one rank. With --row-wise, each is on all ranks. Tables
-use row-wise AdaGrad, which TorchRec fuses into the backward pass. The MLPs are on all ranks and use
-SGD. An exchange is one of
+DistributedModelParallel. Each table is on one rank. With --row-wise, ranks share the rows of each
+table. Tables use row-wise AdaGrad, which TorchRec fuses into the backward pass. The MLPs are on all
+ranks and use SGD. An exchange is one of
 
     float32             TorchRec without codecs
     fp16, int8, mx4     FBGEMM's codecs with default settings; int8 and mx4 use a scale for every 32
@@ -136,8 +136,9 @@ class Clicks(nn.Module):
 class Rows:
     """A context that counts the bytes of rows that this rank sends.
 
-    TorchRec sends rows with an all-to-all. With `sums`, it uses a reduce-scatter, and an all-gather
-    for gradients (rings are assumed). Messages of 32- or 64-bit integers (ids, counts) are ignored.
+    TorchRec sends rows with an all-to-all. With `sums`, it sends rows with a reduce-scatter and
+    their gradients with an all-gather. Byte counts assume rings for both. Messages of 32- or
+    64-bit integers (ids, counts) are ignored.
     """
 
     def __init__(self, sums: bool) -> None:

@@ -55,7 +55,7 @@ for section in ("SpeedOfLight", "MemoryWorkloadAnalysis", "SchedulerStats", "War
     COUNTERS += ("--section", section)
 COUNTERS += ("--metrics", ",".join(METRICS))
 COUNTERS += program("profile_ops", "--once")
-# The most important stages come first. Processes share the GPU; Triton's mostly compile.
+# The most important stages come first. Parallel processes share the GPU; Triton's mostly compile.
 STAGES = (
     Stage("environment", 30, "versions of everything; the GPU's clocks", program("environment")),
     Stage("build", 120, "the extension in place; the kernels of peers", program("build")),
@@ -161,7 +161,7 @@ def run_stage(stage: Stage, out: Path, limit: float) -> dict[str, object]:
     command = [values.get(word, word) for word in stage.command]
     if shutil.which(command[0], path=variables["PATH"]) is None:
         return result(stage, "skipped", 0.0, f"{command[0]} is not installed")
-    if command[0] == "compute-sanitizer":  # find overruns: one allocation per tensor
+    if command[0] == "compute-sanitizer":  # one allocation per tensor, to find overruns
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     with log.open("w") as file:
         options = {"cwd": ROOT, "env": variables, "stdin": subprocess.DEVNULL, "stdout": file}

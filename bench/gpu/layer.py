@@ -1,7 +1,7 @@
 """Checks that the layer gives the same results on GPU and CPU, and that no hook synchronizes.
 
-Runs one rank with NCCL, which also executes the collectives of all transports, and two ranks with
-gloo on one GPU, because NCCL ranks cannot share a GPU. gloo copies messages through the host.
+Runs one rank with NCCL, which also executes the collectives of all transports. Then runs two ranks
+with gloo on one GPU, because NCCL ranks cannot share a GPU. gloo copies messages through the host.
 """
 
 import functools

@@ -114,7 +114,7 @@ def step_of_ops(numel: int, sent: float | str, ranks: int, device: str) -> dict:
         for bucket in buckets:
             bucket.step()
 
-    for _ in range(3):  # the first packs an empty residual
+    for _ in range(3):  # the first call packs an empty residual
         step()
     for bucket in buckets:
         bucket.payloads[1:] = bucket.payloads[0].clone()
@@ -189,7 +189,7 @@ def main() -> None:
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if args.device == "cpu":
-        del HOOKS["bf16_compress_hook"]  # torch refuses it without NCCL
+        del HOOKS["bf16_compress_hook"]  # torch refuses this hook without NCCL
     for name in 2 * tuple(HOOKS):  # twice, to show whether the clock drifts
         with training(args.device, args.tiny, name) as step:
             keep("models", {"hook": name, "step_ms": timed(step, args.device, STEPS)})

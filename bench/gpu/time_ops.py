@@ -75,8 +75,8 @@ def chosen(device: str, scale: int, peers: bool = True) -> Iterator[Case]:
 
 
 def bucket_sizes(device: str, scale: int) -> Iterator[Case]:
-    """Cases around 25 MiB, where the last blocks of a grid may take as long as all others. And
-    cases with the part of a bucket that one of 64 ranks owns."""
+    """Cases around 25 MiB, where the last blocks of a grid may take as long as all others, and
+    cases as large as the part of a bucket that one of 64 ranks owns."""
     for blocks in range(372, 429, 7):  # 396: three blocks of scatter_unpack per multiprocessor
         numel = 2**14 * blocks // scale
         yield cases.mask_pack(device, numel, 0.01, F32, F32, False)

@@ -18,7 +18,7 @@ from .peers import EXACT
 from .report import COPY, COPY_KERNEL, HEADER, OURS, row
 from .timing import take_turns
 
-SLOW_ROUNDS, SLOW_SETS = 1, 3  # for eager and most peers, which are tens of times slower
+SLOW_ROUNDS, SLOW_SETS = 1, 3  # for eager and most peers, which are slow
 DENSE = torch.contiguous_format  # a tensor without rows may have strides that forbid byte views
 FIRST_LOOK_SECONDS = 1  # after this time, no further round of a case starts
 UNIT = "A copy of the same number of bytes, in the same run, has speed 1. Larger is better.\n"

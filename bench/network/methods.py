@@ -82,7 +82,7 @@ class Method(NamedTuple):
         register: registers the hook or makes the averager, and returns its state.
         exchange: exchanges the rows of a hybrid model; None if every rank has the whole model.
         dedup: send each distinct row of a batch once.
-        period: number of local steps without DDP; 0 for other methods.
+        period: number of local steps per averaging; 0 for methods that use no local steps.
     """
 
     title: str

@@ -5,7 +5,7 @@
     rank 2  eth0 ======= port2
 
 Every rank is in a namespace. A link is a veth pair with a token bucket filter (tc tbf) at both
-ends. So each direction has the full rate, as on a switched, full-duplex network. The bridge has its
+ends, so each direction has the full rate, as on a switched, full-duplex network. The bridge has its
 own namespace. The name of each namespace starts with dctbench-. Deleting these namespaces removes
 all links. The links carry only the IPv4 traffic of the ranks.
 """
@@ -24,7 +24,7 @@ from bench.cli import ENDING_SIGNALS, UsageError
 
 PREFIX = "dctbench-"
 SWITCH = PREFIX + "switch"
-# A message after a pause can use a full token bucket without delay, and so saves up to this time.
+# After a pause the token bucket is full, so a message can arrive earlier by up to this time.
 # With a bucket for 100 us, a 1 Gbit/s link on busy cores reached 57 to 92 % of its rate.
 BURST_SECONDS = 500e-6
 BURST_MIN_BYTES = 3 * 1514
@@ -41,7 +41,7 @@ def missing() -> list[str]:
 
 
 class Namespaces:
-    """A context with one linked namespace per rank. On exit, removes these and their processes.
+    """A context with one linked namespace per rank. On exit, removes the namespaces and processes.
 
     A machine can have only one such context at a time, because a second would distort the times.
     On entry, removes the namespaces of a killed run.

@@ -11,8 +11,8 @@ from bench.tables import number, table, times
 
 from .methods import METHODS, SHARDED
 
-# Per packet: Ethernet 14, IPv4 20, TCP 20, TCP timestamps 12. Acknowledgements are packets without
-# a payload.
+# Bytes per packet: Ethernet 14, IPv4 20, TCP 20, TCP timestamps 12. Acknowledgements are packets
+# without a payload.
 HEADER_BYTES = 66
 WARM_UP_SECONDS = 3  # per cell, approximately
 BYTES_AT = 1e9  # the rate for which bytes are shown, if it was measured

@@ -33,7 +33,7 @@ from examples.wire_meter import WireMeter
 
 from .methods import METHODS, SHARDED, Method
 
-ROUNDS = 3  # in each, all modes run a third of their steps: other work affects all modes
+ROUNDS = 3  # each round runs all modes, so other work on the machine affects all modes
 WARMUP_STEPS = 6  # DDP rebuilds its buckets, compression starts, and TCP windows grow
 MIN_STEPS = 5
 LEARNING_RATE = 0.1
@@ -76,7 +76,7 @@ class Worker:
         return {"model": model, "link": link, "rounds": rounds}
 
     def _transfer(self) -> dict | None:
-        """Send a plain TCP stream from rank 0 to rank 1, which measures its rate."""
+        """Send a TCP stream from rank 0 to rank 1, which measures the rate of the stream."""
         address = (os.environ["MASTER_ADDR"], self.options.transfer_port)
         if self.rank == 0:
             with socket.create_server(address) as server, server.accept()[0] as peer:
@@ -120,7 +120,7 @@ class Worker:
             )
 
     def _train(self, mode: str) -> dict:
-        """Run one round of a mode. Slow modes run fewer steps, but at least MIN_STEPS."""
+        """Run one round of a mode. Slow modes run fewer steps, but MIN_STEPS if --steps allows."""
         method = METHODS[mode]
         model, state = self._parallel_model(mode, method)
         if mode in SHARDED:

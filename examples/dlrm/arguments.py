@@ -123,8 +123,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default="dense,dct",
         help=f"some of {','.join(MODES)}: float32 all-reduce of gradients, bfloat16 all-reduce, "
         f"PowerSGD with rank 1, or DCT. The last two compress from step {START_STEP} on. With "
-        "hybrid or columns, these modes send rows in float32, bfloat16, float32, and the format "
-        "of the options below",
+        "hybrid or columns, dense and powersgd send rows in float32, bf16 in bfloat16, and dct in "
+        "the format of the options below",
     )
     add(
         "--density",
@@ -143,7 +143,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=POLICIES[0],
         help="DCT: sample thresholds in every step, or in every L-th step as in the paper",
     )
-    add("--refresh-every", type=count, metavar="L", help="DCT with policy fixed (default: 1000)")
+    add(
+        "--refresh-every",
+        type=count,
+        metavar="L",
+        help="DCT with --policy fixed: steps between samples (default: 1000)",
+    )
     rows = parser.add_mutually_exclusive_group()
     rows.add_argument(
         "--row-density",

@@ -44,7 +44,7 @@ def _quality(dense: Sequence[Run], dct: Sequence[Run]) -> str:
 
 
 def _step_times(dense: Sequence[Run], dct: Sequence[Run], options: Namespace, ranks: int) -> str:
-    """Predict step times. Compute time: the measured step of DCT minus its predicted exchange."""
+    """Predict step times. The compute time is DCT's measured step minus the predicted exchange."""
     numel = round(mean(dense, "bytes_per_step_per_rank") * ranks / (8 * (ranks - 1)))
     model, method = Model(numel, 0.0, CPU, options.density), METHODS[options.format]
 

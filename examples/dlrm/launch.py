@@ -63,7 +63,7 @@ def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
         except ProcessExitedException as error:
             raise RankError(f"rank {error.error_index} failed: {error.msg}") from None
         finally:
-            for process in context.processes:  # they are alive only after an interrupt
+            for process in context.processes:  # processes are alive only after an interrupt
                 process.kill()
                 process.join()
 

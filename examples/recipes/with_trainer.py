@@ -43,7 +43,7 @@ def train(folder, local_steps):
         lr_scheduler_type="cosine",
         save_steps=75,
         logging_steps=10,
-        ddp_find_unused_parameters=False,  # if True, DDP drops values sent for unused ones
+        ddp_find_unused_parameters=False,  # True drops values sent for unused parameters
         average_tokens_across_devices=not local_steps,  # if True, ranks exchange counts every step
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
