@@ -45,7 +45,7 @@ def require_same_settings(
 
 
 def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -> None:
-    """Raise on every rank of the mesh, with the values of all ranks, if one of `values` differs.
+    """Raise on every rank of the mesh if one of `values` differs. The error lists all values.
 
     It waits up to the timeout of the mesh's groups, or the default group's timeout if shorter.
     """

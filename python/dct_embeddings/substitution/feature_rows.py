@@ -69,7 +69,7 @@ class SharedRows(CheckedModule, ABC):
 
     @abstractmethod
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the owner of each id's row (int64), and the integer that names the row there."""
+        """Return the owner (int64) of each id's row, and the row's integer name on that owner."""
 
     @abstractmethod
     def places(self, names: Tensor) -> Tensor:

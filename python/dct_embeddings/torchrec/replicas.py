@@ -207,14 +207,14 @@ class _Weights:
         return numbers | self._saved_as.saved(self._bucket.states()[_NAME])
 
     def checked(self, saved: object) -> tuple[dict[str, Any], SegmentState]:
-        """Return the contents of a `state`. Raise unless they match these tables and replicas."""
+        """Return the contents of `saved`. Raise unless they match these tables and replicas."""
         layout = checkpoint.Field(self._layout, lambda found: found == self._layout)
         table = {"layout": layout, "run_id": checkpoint.TEXT, "step": checkpoint.integer(0)}
         numbers = checkpoint.checked(_OP, saved, table)
         return numbers, self._saved_as.state(_OP, saved, numbers)
 
     def resume(self, numbers: Mapping[str, Any], state: SegmentState) -> None:
-        """Resume from the current weights and a checked `state`."""
+        """Resume from the current weights and the results of `checked`."""
         self.ledger.load({**numbers, "world_size": self._group.size()})
         self._reset({_NAME: state})
 

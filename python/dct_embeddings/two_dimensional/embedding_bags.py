@@ -39,8 +39,8 @@ class ShardedEmbeddingBags(CheckedModule):
     plain model parallelism. Every rank passes the bags of its own samples. The number of samples is
     the same on every rank. Forward and backward are collective in the sharding group. Gradients are
     divided by the size of this group, as in a mean over the group's samples. The host waits for
-    counts in forward, so CUDA graphs cannot capture it. Shards of a table are summed in row order,
-    so results are deterministic on the CPU. See docs/guide/embeddings.md.
+    counts in forward, so CUDA graphs cannot capture it. The partial sums of a table's shards are
+    added in a fixed order, so results are deterministic on the CPU. See docs/guide/embeddings.md.
 
     Do not wrap it in DistributedDataParallel, which would average different shards. `state_dict`
     contains this rank's rows and, as `owned`, [table, first, end] of each shard. Loading a state

@@ -66,7 +66,7 @@ class LossScale:
         self._op, self.scaler, self._optimizers = op, scaler, optimizers
         self._notes: dict[int, dict[str, Any]] | None = None  # the scaler's records of this pass
         self._before: dict[int, object] = {}  # the optimizers' stages when the pass began
-        # {id of an optimizer that ran: whether its step was skipped on the device (if fused)}
+        # {id of an optimizer that ran: whether the device skipped its step; False if not fused}
         self._stepped: dict[int, HostCopy] = {}
 
     def watch(self, parameters: Iterable[Tensor]) -> None:

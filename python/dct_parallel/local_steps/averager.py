@@ -33,10 +33,10 @@ class DCTAverager(ModelAverager):
         optimizer.step()  # any optimizer; it sees only this rank's gradients
         averager.average_parameters()
 
-    Every `period`-th call of `average_parameters` computes, for all weights as one flat tensor:
+    Every `period`-th call computes, for all weights (`base` is the result of the last averaging):
 
         moved = weights - base + residual  # on every rank
-        sent = moved in a quantized format, or the largest `density` of it
+        sent = moved in a quantized format, or its largest entries (fraction `density`)
         residual = moved - sent
         base += mean of all ranks' sent
         weights = base  # with step_ahead: base + residual
