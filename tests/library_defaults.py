@@ -12,7 +12,7 @@ _PACKAGES = ("dct_kernels", "dct_parallel", "dct_embeddings")
 
 @contextlib.contextmanager
 def seen_by_packages(dtype, device="cpu"):
-    """Set the defaults. Other code still creates float32 tensors on the CPU by default."""
+    """Set the defaults for the packages. Other code creates float32 tensors on the CPU."""
     if (dtype, device) == (torch.float32, "cpu"):
         yield
         return

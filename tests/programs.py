@@ -37,7 +37,7 @@ def run(program, folder, *arguments, ranks=2):
 
 
 def _run_in_forks(program, folder, *arguments, ranks=2):
-    """Like `run`, but ten times faster: it forks ranks that have already imported torch."""
+    """Like `run`, but faster, because it forks ranks that have already imported torch."""
     if "torchrun" in program.read_text():
         return "".join(run_as_torchrun(_main, ranks, program, folder, arguments))
     return run_forked(_main, [(program, folder, arguments)], timeout=120)[0]

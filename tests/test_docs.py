@@ -1,4 +1,4 @@
-"""Programs in the documentation run, and its calls and names match the packages.
+"""Programs in the documentation run. Calls and names in the documentation match the packages.
 
 `make docs` checks links, and generates the reference from docstrings.
 """
@@ -28,7 +28,7 @@ REFERENCE = {
 # On these pages, later programs continue the first one.
 CONTINUED = ("guide/coming_from.md", "guide/recipes.md")
 
-# Otherwise a rank might exit while the other rank is still connecting to it.
+# Without this code, a rank might exit while the other rank is still connecting to it.
 END = """
 store = dist.distributed_c10d._get_default_store()
 store.set(f"done{dist.get_rank()}", "")

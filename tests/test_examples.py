@@ -115,7 +115,7 @@ def test_sharded_local_steps(run, tmp_path):
     [("checkpoint", 4, 2), ("fsdp2", 40, 2), ("sharded_local_steps", 40, 4)],
 )
 def test_a_program_resumes(program, steps, ranks, tmp_path):
-    """Two runs, the second of which resumes, end with the weights of one run."""
+    """A run that stops and is resumed ends with the weights of an uninterrupted run."""
 
     def printed(folder, last):
         return run(EXAMPLES / f"{program}.py", tmp_path, folder, str(last), ranks=ranks)

@@ -177,7 +177,7 @@ def test_calls_without_dtype_or_device_are_found():
 
 
 def test_every_tensor_is_created_with_a_dtype_and_a_device():
-    """Therefore torch.set_default_dtype and set_default_device have no effect on the packages."""
+    """So torch.set_default_dtype and set_default_device have no effect on the packages."""
     found = [
         f"{name}:{line}: {call}"
         for name, (_, tree) in MODULES.items()

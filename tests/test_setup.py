@@ -106,7 +106,7 @@ def test_pure_python_needs_no_torch_and_no_compiler(setup, monkeypatch):
 def test_nvcc_must_have_the_cuda_version_of_torch(
     setup, tmp_path, monkeypatch, capsys, torch_cuda, release, versions
 ):
-    """Otherwise no CUDA kernels are built, and with DCT_CUDA=1 the build fails."""
+    """Without a matching nvcc, no CUDA kernels are built, and with DCT_CUDA=1 the build fails."""
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     if release:
@@ -122,7 +122,7 @@ def test_nvcc_must_have_the_cuda_version_of_torch(
 
 @pytest.mark.parametrize("flag", [None, "1", "0"])
 def test_cuda_kernels_are_a_separate_library(setup, tmp_path, monkeypatch, capsys, flag):
-    """The minor versions of CUDA may differ, and no GPU is needed."""
+    """nvcc and torch may differ in the minor version of CUDA, and no GPU is needed."""
     nvcc(tmp_path, "13.2")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))  # read once per process
@@ -175,7 +175,7 @@ def test_compiler_flags(setup, monkeypatch, variable, value, levels):
 
 
 def test_the_oldest_versions_are_the_same_everywhere():
-    """These are the versions in the errors above."""
+    """The errors in the tests above name the same versions."""
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dependencies = ["torch>=2.11"]' in project
     assert 'requires = ["setuptools>=64", "wheel"]' in project

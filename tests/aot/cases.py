@@ -78,7 +78,7 @@ def sample_threshold_case(grad_dtype: torch.dtype) -> Case:
 
 
 def quantized_cases(format: str, dtype: torch.dtype) -> list[Case]:
-    """The gradient and the sum have `dtype`."""
+    """Calls of the ops on dense payloads. The gradient and the sum have `dtype`."""
     nbytes = dct_kernels.quantized_payload_bytes(NUMEL, format)
 
     def quantize(ops):

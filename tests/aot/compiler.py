@@ -1,7 +1,7 @@
 """Compiles the kernels that host functions launch. The target GPU need not be present.
 
-An op is called on fake tensors, and each launch goes through Triton's JIT until the kernel would
-run. So the kernels have the same argument specialization and options as in a user's program.
+An op is called on fake tensors. Each launch goes through Triton's JIT, which compiles the kernel
+and does not run it. So a kernel has the same specialization and options as in a user's program.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Triton's compiled kernels: no spills, no fused multiply-adds, wide accesses to streamed memory.
+"""Checks Triton's compiled kernels for spills, fused multiply-adds and the width of accesses.
 
 The kernels are compiled in a separate process. A process that interprets kernels
 (TRITON_INTERPRET=1), as in the conformance suite, cannot compile them.

@@ -143,14 +143,15 @@ def _simulated(task, make, ranks):
 
 @pytest.fixture
 def one_thread():
-    """Use one thread, like a rank. The number of threads affects the rounding of sums."""
+    """Use one thread, as each rank does. The number of threads affects the rounding of sums."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-# Hooks are not tested on three ranks, because a ring sums the dense first steps in another order.
+# Hooks are not tested on three ranks. There, a ring sums the gradients of the first, dense steps in
+# an order that the simulation does not use.
 @pytest.mark.parametrize(
     "ranks, width, names", [(2, 48, (*STATES, *AVERAGERS)), (3, 32, AVERAGERS)]
 )

@@ -108,7 +108,10 @@ def test_hybrid_modes_send_fewer_bytes_of_rows(tmp_path):
 
 @pytest.mark.large
 def test_sharded_modes_send_fewer_bytes(tmp_path):
-    """6 blocks of width 384 are gathered twice, and embeddings and a head of 97 rows once."""
+    """6 blocks of width 384 are gathered twice. Embeddings and the head are gathered once.
+
+    The embedding and the head have 97 rows, which are padded to 98.
+    """
     modes = "fsdp-torch,fsdp-int8,fsdp-int8-kept"
     given = ["--steps", "15", "--modes", modes, "--loopback", "--out", str(tmp_path)]
     assert link.main(given) == 0

@@ -49,7 +49,7 @@ def test_step_time_is_the_sum_of_its_phases():
 
 
 def test_dense_formats_and_local_steps_by_hand():
-    """1,000,000 elements are 977 rows of 1,024: 544 bytes each in int4, 240 in ternary."""
+    """1,000,000 elements fill 977 rows. A row has 544 bytes in int4 and 240 in ternary."""
     kernels = FREE._replace(copy=4e9, quantize=2e9, dequantize=1e9)
     model = Model(10**6, 0.5, kernels, overlap=1.0)
     link = Link(1e-3, 1e6, per_byte=1e-7, gathered=0.5)
@@ -90,12 +90,12 @@ def test_bytes_match_the_measured_ones(ranks):
     model = Model(RUN["model"]["parameters"], 0.0, FREE)
     for method, mode in MODES.items():
         step = model.step(method, ranks, Link(0.0))
-        # Each averaging of local steps sends a number of 8 bytes more, which all ranks compare.
+        # Each averaging of local steps also sends 8 bytes that say whether all weights are finite.
         assert step.wire_bytes == pytest.approx(sent[mode], abs=2), method
 
 
 def test_predicted_steps_are_near_those_that_were_measured():
-    """Uses the run that gave the constants of gloo. Local steps at 10 Gbit/s mostly compute."""
+    """Local steps at 10 Gbit/s mostly compute, so the compute time is taken from their run."""
     milliseconds = {(c["mode"], c["ranks"], c["rate"]): c["step_ms"][1] for c in RUN["cells"]}
     compute = milliseconds["local-ternary", 2, 1e10] / 1e3
     errors = []
@@ -139,7 +139,7 @@ def test_the_rates_of_a_gpu_match_the_run_on_an_h200():
 
 
 def test_the_answer_is_a_sentence(capsys):
-    """1,000,000 parameters are 4 MB, 2 MB or 25,344 bytes, at 125 MB/s and 50 us per message."""
+    """A step sends 4 MB, 2 MB or 25,344 bytes, at 125 MB/s and 50 us per message."""
     given = ["--parameters", "1000000", "--compute-ms", "50", "--ranks", "2", "--device", "gpu"]
     assert scale.main([*given, "--rates", "1gbit"]) == 0
     printed = capsys.readouterr().out
@@ -189,7 +189,7 @@ def test_step_time_is_proportional_to_the_number_of_parameters(method):
     ("parameters", "overlap"), [(5_000_000, 0), (25_000_000, 50), (7_000_000_000, 67)]
 )
 def test_all_buckets_but_the_last_overlap_with_the_backward_pass(parameters, overlap, capsys):
-    """Gradients fill 1, 4 and 1,069 buckets of 25 MB."""
+    """Gradients fill 1, 4 and 1,069 buckets of 25 MiB."""
     given = ["--parameters", str(parameters), "--compute-ms", "900", "--device", "gpu"]
     assert scale.main([*given, "--ranks", "2", "--rates", "1gbit"]) == 0
     printed = capsys.readouterr().out

@@ -99,7 +99,10 @@ def _compared(residual, expected_residual, payload, rows, geometry):
 
 
 def numbers(numel, dtype=torch.float32, seed=0):
-    """[numel]; a group of 64 has one kind of value. Most groups are finite: a NaN voids a group."""
+    """[numel] numbers, with one kind of values per group of 64.
+
+    Most groups are finite, because a NaN makes its whole group NaN.
+    """
     return _numbers(numel, dtype, seed).clone()
 
 

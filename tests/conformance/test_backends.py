@@ -193,7 +193,7 @@ def test_dct_parallel_warns_once_that_eager_is_used(uncompiled):
 
 
 def test_a_library_built_for_other_schemas_is_not_loaded(tmp_path):
-    """Otherwise the library's first op would misread its arguments."""
+    """The ops of such a library would misread their arguments."""
     older = tmp_path / "_C.abi3.so"
     older.write_bytes(b"dct_kernels built with torch 2.13.0\0")
     assert "compiled for other schemas" in _load._why_not_loaded("cpp", older)

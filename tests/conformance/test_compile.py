@@ -174,7 +174,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 def test_quantized_rows_in_a_custom_function():
-    """Dynamo traces a custom backward more strictly; torch.func passes wrapped tensors to it."""
+    """Dynamo traces a custom backward function. torch.func passes wrapped tensors to it."""
     x = samples.normal(320).view(5, 64)
     expected = StraightThrough.backward(None, 2 * StraightThrough.forward(x))
 

@@ -30,7 +30,7 @@ def test_equals_the_two_ops_in_sequence(backend, ranks, format):
 
 @formats
 def test_mean_plus_residual_by_hand(backend, format):
-    """The owner packs the mean of two ranks plus its residual. All are multiples of a scale."""
+    """The owner adds its residual to the mean of two ranks. All formats represent it exactly."""
     geometry = Geometry(1030, format)
     unit = 127.0 if format == "int8" else 7.0
     residual = torch.zeros(1030)

@@ -166,7 +166,7 @@ def test_payload_info_checks_shape_and_dtype():
 
 @pytest.mark.parametrize(("version", "code"), [(2, 3), (3, 4), (4, 2), (4, 3), (1, 4)])
 def test_payload_info_names_the_versions_that_it_reads(version, code):
-    """Versions 2 and 3 are retired; their numbers stay unused."""
+    """Versions 2 and 3 are no longer supported, and their numbers are not reused."""
     raw = HEADER.pack(MAGIC, version, code, 0, 9, 5, 0, bytes(40))
     header = torch.frombuffer(bytearray(raw), dtype=U8)
     with pytest.raises(ValueError, match=r"version 1 or 4 \(2 and 3 are no longer supported\)"):
@@ -175,7 +175,7 @@ def test_payload_info_names_the_versions_that_it_reads(version, code):
 
 @pytest.mark.parametrize("op", OPS)
 def test_valid_arguments_are_accepted(backend, op):
-    """Otherwise every test above could pass for the wrong reason."""
+    """If valid arguments raised errors, the tests above could pass for the wrong reason."""
     args = {name: placed(value, backend.device) for name, value in arguments(op).items()}
     getattr(backend, op)(**args)
     getattr(dct_kernels, op)(**arguments(op))

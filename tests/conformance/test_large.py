@@ -58,7 +58,7 @@ def test_sample_threshold():
 
 @pytest.mark.parametrize("ranges", [1, 3])
 def test_mask_pack_and_scatter_unpack(ranges):
-    """Needs 13 GB: a float32 residual and a bfloat16 gradient, whose memory holds the result."""
+    """Needs 13 GB for a float32 residual and a bfloat16 gradient, which the result overwrites."""
     residual, grad = torch.zeros(NUMEL), planted(torch.bfloat16)
     geometry = payload.Geometry(NUMEL, 20, "bfloat16", ranges)
     packed = torch.zeros(ranges, geometry.nbytes, dtype=torch.uint8)
@@ -82,7 +82,7 @@ def test_mask_pack_and_scatter_unpack(ranges):
 
 
 def test_seen_saturates_and_a_range_overflows():
-    """Needs 13 GB. More entries pass than int32 can count; all but one stay in the residual."""
+    """Needs 13 GB. More entries pass than int32 can count. All but one stay in the residual."""
     residual, grad = torch.ones(NUMEL), torch.zeros(NUMEL, dtype=torch.bfloat16)
     geometry = payload.Geometry(NUMEL, 1, "float32")
     packed = torch.zeros(geometry.nbytes, dtype=torch.uint8)
@@ -97,7 +97,7 @@ def test_seen_saturates_and_a_range_overflows():
 
 
 def test_dense_payload():
-    """Needs 10 GB. Packs more than 2**32 ternary entries; `grad` is reused for the sum."""
+    """Needs 10 GB. Packs more than 2**32 ternary entries. The sum overwrites `grad`."""
     numel = 2**32 + 16384 + 5
     where = (0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 16383, numel - 1)
     grad = planted(torch.bfloat16, where, numel)

@@ -38,9 +38,9 @@ def test_misaligned_views(backend, offset, grad_dtype):
 
 @value_dtypes
 def test_comparison_with_the_threshold_by_hand(backend, value_dtype):
-    """An entry equal to the threshold passes. Zeros never pass, NaN and infinity always do.
+    """An entry equal to the threshold passes. Zeros never pass. NaN and infinity always pass.
 
-    With a negative or NaN threshold, all nonzero entries pass.
+    If the threshold is 0, negative or NaN, all nonzero entries pass.
     """
     nan, inf, below = math.nan, math.inf, np.nextafter(np.float32(2), np.float32(0))
     residual = torch.tensor([2.0, -2.0, below, -0.0, 0.0, nan, -inf, 1e-45, 3.0])

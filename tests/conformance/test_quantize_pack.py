@@ -64,7 +64,8 @@ def test_inv_scale(backend, inv_scale, grad_dtype):
 BY_HAND = {
     "int8": ([127.0, 0.5, 1.5, -2.5, -126.5], [127, 0, 2, 254, 130], 0x3F80, [0, 0.5, -0.5, -0.5]),
     "int4": ([7.0, -7.0, 2.25, -0.5], [0x97, 0x02], 0x3F80, [0, 0, 0.25, -0.5]),
-    # All 64 entries have a mean magnitude of 9 / 64, and the 3 kept ones of 3. A byte is 1 - 3 - 9.
+    # The mean magnitude is 9 / 64 over all 64 entries, and 3 over the 3 entries that are sent. The
+    # first byte is 1 - 3 - 9.
     "ternary": ([4.0, -4.0, -1.0], [245, 0], 0x4040, [1, -1, 2]),
 }
 

@@ -32,7 +32,7 @@ def test_garbage(backend, dtype, format):
 
 @formats
 def test_every_byte(backend, format):
-    """Every byte of codes with a scale of 1, and invalid ternary bytes, int8 -128, int4 -8."""
+    """Every byte of codes, also those that no sender writes, such as int8 -128 and int4 -8."""
     each = {"int8": 1, "int4": 2, "ternary": 5, "sign": 8}[format]
     rows = torch.arange(256).to(torch.uint8).view(256, 1)
     scale = torch.tensor([0x80, 0x3F], dtype=torch.uint8)

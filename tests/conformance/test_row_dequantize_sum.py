@@ -73,7 +73,7 @@ def test_misaligned_views(backend, offset, dtype, format):
 
 @pytest.mark.many_programs
 def test_input_larger_than_the_cache(backend):
-    """The output has 34 MB, so a kernel may bypass the caches. It repeats 7 rows."""
+    """7 input rows are repeated until the output has 34 MB. Its stores may bypass the caches."""
     for width, dtype in ((64, torch.float32), (63, torch.float32), (80, torch.bfloat16)):
         few, times = messages(2, 7, width, "sign"), math.ceil(2**25 / dtype.itemsize / width / 7)
         many = few.repeat(1, times, 1).to(backend.device)
@@ -85,7 +85,7 @@ def test_input_larger_than_the_cache(backend):
 @formats
 @dtypes
 def test_random_bytes(backend, dtype, format):
-    """Bytes are random, 0 or 255, so scales include NaN, both infinities and negative values."""
+    """Bytes are random, 0 or 255. Scales include zero, NaN and negative values."""
     for width in (1, 7, 64, 1025, 4099):
         rows = torch.stack([garbage(12, width, format, seed) for seed in range(3)])
         rows[1, 0], rows[2, 0], rows[:, 1] = 0, 255, 255
@@ -106,7 +106,7 @@ def test_scales_of_every_kind(backend, dtype, format):
 
 
 def test_sum_computed_by_hand(backend):
-    """The sum is in rank order and in float32: 2**30 + 1 - 2**30 is 0, although 1 is exact."""
+    """The sum is in rank order and in float32: 2**30 + 1 - 2**30 is 0 and not 1."""
     large, one, minus = [1, 0x80, 0x4E], [1, 0x80, 0x3F], [0xFF, 0x80, 0x4E]
     for ranks, expected in (
         ([large, one, minus], 0.0),

@@ -84,7 +84,7 @@ def test_rows(backend, rows, dtype):
 
 
 def test_by_hand(backend):
-    """A bitmap, least significant bit first; uint8 columns; little-endian uint16 columns."""
+    """Encodes a bitmap (least significant bit first), uint8 columns and little-endian uint16."""
     x = torch.zeros(1, 10)
     x[0, [0, 3, 9]] = torch.tensor([1.0, -3.0, 2.0])
     values, positions = check(backend, x, 3, torch.float32)

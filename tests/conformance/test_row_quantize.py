@@ -94,7 +94,7 @@ def test_misaligned_views(backend, offset, dtype, format):
 
 @formats
 def test_rows_of_every_exponent(backend, format):
-    """Each row has one magnitude, between magnitudes that round to zero and the largest scale."""
+    """Magnitudes range from values that round to zero to the largest float32 number."""
     x = samples.normal(16 * 256).view(256, 16).clamp(-3, 3) / 3
     exponents = torch.arange(-127, 129).clamp(max=127).view(256, 1)
     x = (x.double() * torch.exp2(exponents.double())).float()
@@ -108,7 +108,7 @@ def test_random_bits(backend, format):
 
 
 def test_int8_by_hand(backend):
-    """Ties round to even. The scale is rounded, so the largest code is 126 or 127."""
+    """Ties round to even. The scale is rounded, so the largest code has magnitude 126 or 127."""
     x = torch.tensor([[127.0, 0.5, 1.5, -2.5, -0.0, -126.5, 1e-30]])
     rows = check(backend, x, "int8")
     assert rows.view(torch.int8)[0, :-2].tolist() == [127, 0, 2, -2, 0, -126, 0]
@@ -134,7 +134,7 @@ def test_ternary_by_hand(backend):
 
 
 def test_sign_by_hand(backend):
-    """The first column is the least significant bit; a zero of either sign is not negative."""
+    """The first column is the least significant bit. A zero of either sign has bit 0."""
     x = torch.tensor([[-1.0, 1.0, -1.0, -0.0, 0.0, 2.0, -2.0, 1.0, -2.0]])
     rows = check(backend, x, "sign")
     assert rows[0, :-2].tolist() == [0b01000101, 1]

@@ -22,7 +22,7 @@ def test_exact_if_all_elements_are_sampled(backend, numel, dtype):
 
 
 def test_ties_of_the_k_th_largest(backend):
-    """The CPU kernel searches the k-th largest bit by bit. Here 300 entries tie."""
+    """300 entries tie. The CPU kernel searches for the k-th largest magnitude bit by bit."""
     top = np.float32(4.0).view(np.int32)
     x = torch.full([1000], 0.125)
     x[100] = 4.0
@@ -60,7 +60,7 @@ def test_density_of_a_million_elements_is_within_the_stated_error(backend):
     assert abs(density / 0.01 - 1) < 3 * math.sqrt((1 - 0.01) / (65536 * 0.01))
 
 
-# These products differ from the products in decimal or float32 arithmetic.
+# Some of these float64 products round up to a different k than decimal or float32 products do.
 @pytest.mark.parametrize(
     ("density", "n", "k"),
     [

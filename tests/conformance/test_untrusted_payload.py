@@ -1,5 +1,8 @@
-"""scatter_unpack of payloads from a faulty or hostile peer. Status and out match the oracle, and no
-access is out of bounds. The bad payloads are always between two valid ones."""
+"""scatter_unpack of payloads from a faulty or hostile peer.
+
+Status and out match the oracle, and no access is out of bounds. The bad payloads are always between
+two valid ones.
+"""
 
 import numpy as np
 import pytest

@@ -133,7 +133,7 @@ def test_errors_name_option_rule_and_value(capsys, program, given, text):
 @pytest.mark.large
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_written(name):
-    """A new process must import all that it needs."""
+    """In a new process, the program must import everything that it needs."""
     command = [sys.executable, ROOT / f"examples/{name}.py", "--rows", "4000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and " compressed " in done.stdout, done.stderr

@@ -1,5 +1,7 @@
-"""The generator: rows match published results, depend only on their number, and have a known best
-score."""
+"""The generator of rows.
+
+Rows match published results and depend only on their number. Their best score is known.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ BLOCK = GENERATOR.rows(np.arange(N))
 
 
 def test_rows_match_the_published_results():
-    """The click rate is about 0.25, and values follow a power law."""
+    """The first 1,000 rows of seed 0 have these sums. Their click rate is about 0.25."""
     block = synthetic.Generator(0).rows(np.arange(1000))
     assert (block.labels.sum(), block.ints.sum(), block.values.sum()) == (257, 4306512, 858050)
     assert block.probability.sum() == pytest.approx(242.8818492)

@@ -106,7 +106,7 @@ def _check_message(settings, accumulated, left):
             assert went.any() or part.abs().max() < 1e-6
             assert torch.allclose(sizes, sizes[:1].expand_as(sizes), atol=1e-7)
             assert torch.equal(sent[went].sign(), part[went].sign())
-        else:  # the error is less than a quantization step
+        else:  # the error is at most a quantization step
             assert rest.abs().max() <= part.abs().max() / {"int8": 127, "int4": 7}[format]
 
 

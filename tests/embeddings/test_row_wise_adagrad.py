@@ -138,7 +138,7 @@ def _sync(weights, optimizers):
 
 
 def test_delayed_replicas_average_to_a_step_with_the_averaged_gradient():
-    """The step between two syncs is lr * mean(sum of gradients) / sqrt(synced v)."""
+    """The step between two syncs is lr * mean(sum of gradients) / sqrt(synced v / scale)."""
     weights, optimizers = _replicas(
         3, lambda w: MomentumScaledRowWiseAdagrad([w], LR, scale=3, delayed=True)
     )

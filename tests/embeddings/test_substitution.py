@@ -99,7 +99,7 @@ SENT = {"LR": 1, "FM": 1 + WIDTH + 1, "DeepFM": 2 + WIDTH + FIELDS * WIDTH, "fir
 
 
 class Dense(nn.Module):
-    """A bias, and an MLP over the inputs with several numbers per sample."""
+    """A bias, and an MLP over those inputs that have several numbers per sample."""
 
     def __init__(self, inputs):
         super().__init__()
@@ -315,7 +315,7 @@ def test_frozen_parameters(rank, aggregate):
 
 @on_ranks(2)
 def test_rows_are_distributed_evenly(rank):
-    """Each row is on one rank. Ranks have equal numbers of rows, also for strided ids."""
+    """Each row is on one rank. Ranks have similar numbers of rows, also among strided ids."""
     for rows in (2, 3, 64, 1000, 2**20 + 7):
         owned = FeatureRows(torch.arange(rows).double().view(-1, 1))
         ids = owned.ids()

@@ -48,7 +48,7 @@ class Odd(SubstituteOperator):
 
 @on_ranks(1)
 def test_partial_results_must_have_a_row_per_sample(rank):
-    """The partial results of a user's operator are checked."""
+    """The layer checks the shape of the partial results of a user's operator."""
     ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])
     for function, got in (
         (lambda pooled: pooled.sum((1, 2)), "(2,)"),
@@ -117,7 +117,7 @@ def test_errors_name_the_argument(rank):
 
 @on_ranks(2)
 def test_empty_bags(rank):
-    """Bags without ids, and batches without samples, give zeros and no gradient."""
+    """Bags without ids, and batches without samples, give zeros and change no row."""
     for settings in ({}, {"aggregate": "all_reduce"}):
         layer = _layer(**settings)
         before = layer.rows.weight.detach().clone()
@@ -186,7 +186,7 @@ def test_operators_and_rows_must_be_the_same_on_all_ranks(rank):
 @pytest.mark.parametrize("aggregate", ["reduce_scatter", "all_reduce"])
 @on_ranks(2)
 def test_all_ranks_raise_if_one_rank_exceeds_its_capacity(rank, aggregate):
-    """All ranks raise before any row is created. Smaller batches still work."""
+    """All ranks raise before any row is created. Smaller batches work afterwards."""
     rows = DynamicFeatureRows(3, 4 if rank == 0 else 50)
     layer = EquivalentSubstitution(rows, [LinearTerms()], aggregate)
     everyone = torch.arange(40)
@@ -276,7 +276,7 @@ def test_lengths_that_wrap_around_raise(rank):
 
 @on_ranks(2)
 def test_training_mode_must_be_the_same_on_all_ranks(rank):
-    """Otherwise new features that an evaluating rank owns would get no rows."""
+    """A rank that evaluates would create no rows for the new features that it owns."""
     layer = _of(DynamicFeatureRows(3, 50), [LinearTerms()])
     ids, lengths = torch.arange(40), torch.full((1, 40), 1)
     layer.train(rank == 0)
@@ -290,7 +290,7 @@ def test_training_mode_must_be_the_same_on_all_ranks(rank):
 
 @on_ranks(2)
 def test_first_layers_must_fit_rows_and_fields(rank):
-    """Rows of another dtype, or other fields, raise before any row is created."""
+    """A wrong dtype or number of fields raises an error before any row is created."""
     rows = DynamicFeatureRows(3, 50, dtype=torch.float64)
     layer = _of(rows, [LinearTerms(), FirstLayer(2, 3, 4)])
     ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])

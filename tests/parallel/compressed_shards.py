@@ -7,8 +7,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ranks import batch
 
-# The largest rounding error, as a fraction of the largest of 64 entries. It is half a quantization
-# step and includes the rounding of the scale.
+# The largest rounding error, as a fraction of the largest of 64 entries. In int8 and int4, it is
+# half a quantization step and includes the rounding of the scale.
 ROUNDING = {"int8": 0.5 / 127 * (1 + 2**-7), "int4": 0.5 / 7 * (1 + 2**-7), "bfloat16": 2**-8}
 
 
@@ -97,8 +97,9 @@ def plain_gradients(model, weights, batches):
 def require_close(found, by_rank, format, most=1e-5, factor=1.0):
     """Check that `found` is the mean of the ranks' gradients times `factor`.
 
-    The error of a matrix is at most `ROUNDING` times the rank's largest gradient. Small parameters
-    are not rounded. `most` bounds the relative error due to dtypes and the order of sums.
+    The error of a matrix is at most `ROUNDING` times the mean of the ranks' largest gradients.
+    Small parameters are not rounded. `most` bounds the relative error due to dtypes and the order
+    of sums.
     """
     assert found.keys() == by_rank[0].keys()
     largest = [max(grad.abs().max().item() for grad in grads.values()) for grads in by_rank]

@@ -178,7 +178,7 @@ def test_error_reaches_ranks_of_other_groups(rank):
 
 @on_ranks(3)
 def test_missing_ranks_raise_at_the_timeout(rank):
-    """Missing ranks cause a timeout. If a missing rank raised an error, that error is reported."""
+    """Missing ranks cause a timeout. If a missing rank raised an error, the message says so."""
     store = dist.group.WORLD.get_group_store()
     if rank == 0:
         with pytest.raises(PeerError) as error:
@@ -263,5 +263,5 @@ def test_one_rank_can_take_back_a_failed_step(rank, make, name):
     dist.barrier()
     if rank == 1:
         point.state.take_back()
-    packed = not name.endswith(("reduce_scatter", "dense_mean"))  # these run before packing
+    packed = not name.endswith(("reduce_scatter", "dense_mean"))  # these fail before packing
     assert torch.equal(point.pending(), before + numbers.double() * packed)

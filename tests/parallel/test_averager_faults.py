@@ -103,7 +103,7 @@ def test_missing_rank_raises_at_the_timeout(rank):
 
 
 def _killed(rank, folder, transport):
-    """Rank 1 is killed before the second averaging. On other ranks, two averagings fail."""
+    """Rank 1 is killed before the second averaging. On the other ranks, two averagings fail."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = nn.ParameterList([torch.zeros(3000)])
     options = {"format": torch.float32, "transport": transport, "process_group": group}

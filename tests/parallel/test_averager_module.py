@@ -169,7 +169,7 @@ def test_frozen_weight_is_not_averaged(one_rank):
 
 @on_ranks(2)
 def test_averaged_gradients_warn_once(rank):
-    """There is no warning with no_sync, or if a rank has no gradients."""
+    """There is no warning if gradients differ between ranks, or if a rank has no gradients."""
     for equal, sync, missing in [
         *((False, True, False), (True, False, False)),  # DDP averages, or ranks have the same data
         *((False, False, False), (True, False, True)),

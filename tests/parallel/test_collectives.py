@@ -172,8 +172,8 @@ def test_dlrm_sends_150_times_fewer_bytes_than_float32(sizes):
     (sent, buckets), (same, _) = run_ranks(_bytes_of_one_step, 2, sizes, True)
     assert dense == 4 * sum(sizes)
     assert sent == same
-    # Formula: 2 + 2 bytes per entry. Each bucket adds a header, a start per 16,384 elements, and at
-    # most two paddings to 16 bytes.
+    # Formula: 2 + 2 bytes per entry. Each bucket adds a header, a start per 16,384 elements, and
+    # padding of the starts, positions and values to multiples of 16 bytes.
     least = 4 * 1.25 * 0.005 * sum(sizes)
     framing = 64 * buckets + 4 * (sum(sizes) / 16384 + 2 * buckets) + 3 * 16 * buckets
     assert least < sent <= least + framing + 4 * buckets

@@ -113,7 +113,7 @@ def _residuals(state):
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(2)
 def test_payload_contains_the_largest_entries(rank, transport):
-    """Every payload contains the largest entries of its range, up to its capacity."""
+    """Every payload contains the entries that reach the threshold, up to its capacity."""
     model, state = hooked(
         ddp(Dictated(SIZES)), density=0.05, transport=transport, format=torch.float32
     )

@@ -128,7 +128,7 @@ def test_backward_with_create_graph(rank):
 @pytest.mark.parametrize("format", ["bfloat16", "int4", "ternary"])
 @on_ranks(2)
 def test_sent_residual_of_an_unused_parameter_is_lost(rank, format):
-    """A known limit: DDP discards the mean. Sparse formats lose few entries, dense formats most."""
+    """A known limit. DDP discards the mean, so the sent part of the residual is lost."""
     model = DDP(Dictated((3000, 1500)), find_unused_parameters=True)
     model, state = hooked(model, format=format, density=0.2 if format == "bfloat16" else 1)
     generator, second = torch.Generator().manual_seed(rank), model.module.p[1]

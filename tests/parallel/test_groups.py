@@ -89,7 +89,7 @@ def test_close_releases_thread_and_group(rank, transport, started):
     assert "DCT: density 0.1" in state.plan() and state.stats()["step"] == 4
     with pytest.raises(ValueError, match="state must be open, got a closed one"):
         model(torch.ones(1, 64)).sum().backward()
-    # After that, a new state can be created. It can be closed even after all groups are destroyed.
+    # A new state can be created after close(), and closed even after all groups are destroyed.
     model = ddp(mlp())
     state = DCTState(model, density=0.1)
     _train(rank, model, state)

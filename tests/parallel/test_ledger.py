@@ -98,7 +98,7 @@ def test_skipped_step_is_taken_back_once(rank):
 
 
 def test_step_without_payloads_is_not_in_the_statistics():
-    """This happens on a rank whose parts of all buckets are empty."""
+    """A rank sends no payload if its parts of all buckets are empty."""
     recent = RecentStats()
     recent.add([FINE._replace(counts=[0, 0], numel=0, payloads=0)])
     assert recent.density is None

@@ -188,7 +188,7 @@ def test_alternating_branches_lose_nothing(rank):
     ],
 )
 def test_skipped_steps_are_detected(calls, skipped, fused):
-    """`skipped` is the result for inf. A finite gradient is skipped only if no optimizer steps."""
+    """`skipped` is the result for inf. With a finite gradient, only "unscale update" is a skip."""
     for grad in (torch.inf, 1.0):
         scaler, parameter = _scaler(), torch.nn.Parameter(torch.zeros(1))
         scaler.scale(torch.zeros(()))

@@ -2,9 +2,10 @@
 
 Programs contain steps, skipped steps, accumulation, take_back, flush, checkpoints, changes of the
 number of ranks, NaN, overflow and invalid calls. After each program, all contributions of ranks are
-in the weights or pending. Each entry is compared with float64 sums, up to float32 rounding.
-Replicas are bitwise identical, and a run that resumes from a checkpoint is bitwise identical to an
-uninterrupted run. Invalid calls raise an error of this package and change nothing.
+in the weights or pending, except non-finite ones and those that are lost with them. Each entry is
+compared with float64 sums, up to float32 rounding. Replicas are bitwise identical. A run that
+resumes from a checkpoint is bitwise identical to an uninterrupted run. Invalid calls raise an error
+of this package and change nothing.
 
 A program consists of settings and a list of calls, which are methods of a `Runner`. To repeat one:
 

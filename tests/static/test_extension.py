@@ -38,7 +38,7 @@ def test_the_library_uses_the_stable_abi_of_python():
 
 
 def test_only_the_cuda_library_needs_cuda():
-    """Therefore one wheel works with a torch without CUDA, and with other CUDA versions."""
+    """So one wheel works with a torch without CUDA, or with another version of CUDA."""
     (cpu,) = LIBRARY.parent.glob("_C*.so")
     assert not re.search(r"NEEDED.*cuda", output("readelf", "-d", str(cpu)))
     assert re.search(r"NEEDED.*libcudart", output("readelf", "-d", str(LIBRARY)))
