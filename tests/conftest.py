@@ -64,7 +64,7 @@ def pytest_addoption(parser):
         "--default-dtype",
         choices=["float32", "float64", "bfloat16"],
         default="float32",
-        help="torch's default dtype as the packages see it; tests themselves see float32",
+        help="torch's default dtype in the packages; the tests themselves use float32",
     )
     parser.addoption(
         "--ptx-seed",

@@ -1,4 +1,4 @@
-"""Rows created during training equal rows created before; checkpoints; other world sizes."""
+"""Rows created during training equal rows created before it. Also tests checkpoints and errors."""
 
 import copy
 import re

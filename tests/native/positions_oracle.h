@@ -29,8 +29,8 @@ inline std::vector<int64_t> columns_of(const uint8_t* positions, int64_t width, 
   return columns;
 }
 
-// Check the values [rows, k] of row_gather and the rows [rows, width] of row_unpack for any
-// positions. Return whether every slot is accepted.
+// Checks the values [rows, k] of row_gather and the rows [rows, width] of row_unpack for any
+// positions. Returns whether every slot is accepted.
 template <typename X, typename Value>
 bool check_gathered(const X* x, const uint8_t* positions, int64_t rows, int64_t width, int64_t k,
                     const Value* values) {

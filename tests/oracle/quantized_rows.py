@@ -79,7 +79,8 @@ def _in_units(row):
     """Magnitudes and the unit of their sums, as multiples of 2**-149, the smallest float32."""
     bits = (row.view(np.uint32) & 0x7FFFFFFF).tolist()
     magnitudes = [(b & 0x7FFFFF | 0x800000) << (b >> 23) - 1 if b >> 23 else b for b in bits]
-    # 2**-21 times the largest magnitude rounded down to a power of two, but at least 2**-126.
+    # The unit is 2**-21 times a power of two, but at least 2**-126. The power of two is the largest
+    # one that does not exceed the largest magnitude.
     return magnitudes, 1 << max(max(magnitudes).bit_length() - 1 - 21, 149 - 126)
 
 

@@ -1,4 +1,4 @@
-"""A payload is corrupted in flight: the receiver raises in each later call that reads results.
+"""If a payload is corrupted in flight, the receiver raises in each call that reads results.
 
 Results are read at the end of the next backward pass, and by `stats` and other methods.
 Other ranks are not notified. They fail when the receiver exits, or when their group times out.

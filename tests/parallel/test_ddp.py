@@ -156,7 +156,7 @@ def test_single_rank_trains_and_sends_nothing(rank):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @on_ranks(2)
 def test_half_precision_models(rank, dtype):
-    """The mean is exact: gradients are small integers, and the density is 1."""
+    """The mean is exact, because gradients are small integers and the density is 1."""
     model, _ = hooked(ddp(Dictated(SIZES).to(dtype)), density=1, format="bfloat16")
     for step in range(4):
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""Saved states that are corrupted or do not fit: each load raises and changes nothing."""
+"""Loading a state that is corrupted or does not fit raises and changes nothing."""
 
 import math
 import re

@@ -26,7 +26,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--entry-point", help="run only this entry point")
     parser.add_argument("--count", type=int, help="cases per entry point")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=90, help="start no batch after this time")
+    parser.add_argument("--minutes", type=float, default=90, help="time limit for starting batches")
     parser.add_argument("--out", type=Path, help="default: build/reliability/PART.json")
     return parser.parse_args(arguments)
 

@@ -47,7 +47,7 @@ class Executor:
             getattr(self._library, function).restype = ctypes.c_char_p
 
     def configure(self, seed: int, resident_blocks: int = 3) -> None:
-        """Choose the execution order. Seed 0 runs warps one after another, lanes in lock-step."""
+        """Choose the execution order. Seed 0 runs warp after warp, with lanes in lock-step."""
         self._library.ptx_configure(ctypes.c_int64(seed), ctypes.c_int64(resident_blocks))
 
     def call(self, op: str, *arguments) -> None:

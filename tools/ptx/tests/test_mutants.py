@@ -96,7 +96,7 @@ def mutants(run: Run, instruction: str, replacement: str) -> Iterator[str]:
 @pytest.mark.skipif(TRITON, reason="the patterns are for nvcc's PTX")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name):
-    """At least one mutant must be detected. A run does not execute all instructions."""
+    """At least one mutant must be detected, because a run does not execute all instructions."""
     run, instruction, replacement, expected = MUTANTS[name]
     found = []
     for report in mutants(run, instruction, replacement):
@@ -109,7 +109,7 @@ def test_mutant_is_caught(name):
 @pytest.mark.skipif(not TRITON, reason="nvcc makes many instances, each with barriers")
 @pytest.mark.parametrize("run", [runs.mask_pack, runs.scatter_unpack, runs.row_pack])
 def test_missing_barrier_is_caught(run):
-    """Each barrier is removed separately. One in ten may be unnecessary in these runs."""
+    """Each barrier is removed separately. Up to one in ten may be unnecessary in these runs."""
     found = list(mutants(run, r"bar\.(warp\.)?sync\s.*;", ""))
     assert all(RACE in report for report in found if report)
     assert len(list(filter(None, found))) >= 0.9 * len(found) > 0, found
