@@ -1,6 +1,6 @@
 """Measures the cost of training steps with 100 million gradient entries, and writes step.json.
 
-Ops: calls the ops of the hook for each 25 MB bucket, directly and in a CUDA graph. The sparse ops
+Ops: calls the ops of the hook for each 25 MiB bucket, directly and in a CUDA graph. The sparse ops
 sample a threshold, pack the bucket, and unpack one payload per rank. The dense ops quantize the
 bucket and sum one payload per rank. The payloads of a bucket are copies of the same payload.
 Model: a transformer in DDP on one rank, without a hook, with an empty hook, with torch's
