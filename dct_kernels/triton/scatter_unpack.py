@@ -27,7 +27,7 @@ ELEMENTS = layout.BLOCK if INTERPRETED else 4096
 _HEADER = tl.constexpr(1)  # status bits
 _STARTS = tl.constexpr(2)
 _POSITIONS = tl.constexpr(4)
-_POISON = tl.constexpr(1 << 16)  # a flag in a verdict, above the number of valid entries
+_POISON = tl.constexpr(1 << 16)  # a flag in a block's verdict
 
 _LOST_NON_FINITE = tl.constexpr(FLAG_OVERFLOW.value | FLAG_NON_FINITE.value)
 
@@ -93,6 +93,7 @@ def _check_kernel(
     found = tl.where(bad_starts, _STARTS, found)
     found = tl.where(wrong, _HEADER, found)
     tl.atomic_or(status + row // ranges, found, mask=found != 0, sem="relaxed")
+    # A verdict is the number of entries of the block to add (0 if it is discarded) and a flag.
     verdict = tl.where(found == 0, entries, 0)
     lost_non_finite = (first_word >> 56 & _LOST_NON_FINITE) == _LOST_NON_FINITE
     poisons = lost_non_finite & ~wrong & (block == 0) & (length > 0)

@@ -67,7 +67,7 @@ class SubstituteOperator(nn.Module, ABC):
         """Raise if the operator cannot use rows of `weight` with this number of fields."""
 
     def forward(self, rows: Tensor, bags: Bags) -> Tensor:
-        """Call `partial` with the parameters that `EquivalentSubstitution` substitutes."""
+        """Call `partial`. functional_call needs `forward` to substitute the parameters."""
         return self.partial(rows, bags)
 
     @abstractmethod

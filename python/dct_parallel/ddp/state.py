@@ -288,7 +288,7 @@ class DCTState:
         Raises:
             ValueError: the state is not bound yet.
             RuntimeError: a payload was damaged, or an exchange failed. After a failed exchange,
-                call `take_back` first, because the weights lack the exchanged entries.
+                call `take_back` first, to return the entries of this step to the residuals.
         """
         self._require_usable("state_dict")
         self._ledger.require_exchanged("state_dict")
@@ -356,7 +356,7 @@ class DCTState:
         if self._executor is None:
             self._require_usable("dct_hook")
             raise ValueError("dct::dct_hook: state must be open, got a closed one")
-        # Detached, because the hook overwrites the buffer, and create_graph=True gives it a graph.
+        # Detached, because create_graph=True gives the buffer a graph, and the hook overwrites it.
         index, buffer = bucket.index(), bucket.buffer().detach()
         increment_version(buffer)
         # DDP passes its buckets in order, so an index that is not higher than the last one belongs

@@ -30,7 +30,7 @@ from .shard_collectives import Count, GradientReduceScatter, WeightGather
 
 
 class UnitPlan(NamedTuple):
-    """The bytes that this rank sends for a module or for several modules."""
+    """The sizes of one or several modules, and the bytes that this rank sends and keeps."""
 
     parameters: int
     numel: int  # of a shard

@@ -44,14 +44,15 @@ def dct_fully_shard_hook(
         fully_shard(model, mesh=mesh["shard"])
         state = dct_fully_shard_hook(model, mesh=mesh, format="int4")  # AdamW
 
-    Call it on every rank after moving the model to its device and wrapping all modules on the shard
-    dimension only. FSDP reduces gradients densely over the shard dimension. Then the hook averages
-    each rank's shards over the replicate dimension like `DCTState` (arXiv 2010.08899), with one
-    message per wrapped module. With AdamW pass `format="int4"`, and with SGD a `density`. The mean
-    is bitwise the same on every replica, and overwrites FSDP's reduced gradients. Replicas must be
-    equal at the start, because FSDP does not broadcast parameters. Save the state's `state_dict()`
-    in the checkpoint. Memory: 4 bytes per parameter *of a shard*, and for each module a payload
-    from each replica (with reduce-scatter, three payloads). See docs/guide/fsdp2.md.
+    Call it on every rank, after moving the model to its device and applying `fully_shard` to all
+    modules on the shard dimension only. FSDP reduces gradients densely over the shard dimension.
+    Then the hook averages each rank's shards over the replicate dimension like `DCTState` (arXiv
+    2010.08899), with one message per wrapped module. With AdamW pass `format="int4"`, and with SGD
+    a `density`. The mean is bitwise the same on every replica, and overwrites FSDP's reduced
+    gradients. Replicas must be equal at the start, because FSDP does not broadcast parameters. Save
+    the state's `state_dict()` in the checkpoint. Memory: 4 bytes per parameter *of
+    a shard*, and for each module a payload from each replica (with reduce-scatter, three payloads).
+    See docs/guide/fsdp2.md.
 
     Args:
         model: a module. All its trainable parameters are in units of `fully_shard`.

@@ -53,7 +53,7 @@ class LocalStepsCallback(_RankFiles):
 
     Args:
         trainer: the Trainer, with `average_tokens_across_devices=False`. During training its DDP
-            exchanges no gradients, but the buckets of the DDP use memory.
+            exchanges no gradients, but DDP's buckets still use memory.
         settings: arguments of `DCTAverager`, such as `period`.
     """
 
