@@ -9,7 +9,7 @@
 
 namespace dct {
 
-// Loads a scale of one element. A null pointer stands for 1.
+// Loads the value of a one-element scale tensor. A null pointer stands for 1.
 DCT_HOST_DEVICE inline float load_scale(const float* scale) {
   return scale != nullptr ? *scale : 1.0f;
 }

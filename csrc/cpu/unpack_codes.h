@@ -60,8 +60,8 @@ constexpr Entries kCodes = [] {
 
 // A ternary byte + 121 is a number below 243 with five digits in base 3; the first column is the
 // lowest digit. Multiplied by 270, slightly more than 2^16 / 243, it becomes a fraction with
-// denominator 2^16. After a multiplication by a power of 3, modulo 2^16, a column's digit is the
-// integer part of three times the fraction.
+// denominator 2^16. For column i, multiplying by 3^(4 - i), modulo 2^16, drops the digits above
+// the column's digit, which is then the integer part of three times the fraction.
 constexpr uint32_t kTopNumber = 242;  // replaces larger numbers, which encode no codes
 constexpr uint16_t kTritFactors[kTrits] = {270 * 81, 270 * 27, 270 * 9, 270 * 3, 270};
 

@@ -159,8 +159,9 @@ cudaError_t run(const ScatterUnpackArgs& args, const RangeTiles& blocks, cudaStr
                 args, blocks, layout, is_aligned(args.out, 16));
 }
 
-// Halves take more instructions. They are faster if each half has its own multiprocessor, as
-// for one rank's part of a tensor, or if shared memory holds only one whole block.
+// Returns whether each payload block is processed as two halves. Halves take more instructions, but
+// are faster if there is a multiprocessor for each half (in small tensors), or if shared memory
+// holds only one whole block.
 bool takes_halves(const RangeTiles& blocks) {
   const int fit = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) /
                   static_cast<int>(Whole::kSumBytes + sizeof(Shared<Whole>));
