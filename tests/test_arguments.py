@@ -1,4 +1,4 @@
-"""Arguments of a wrong type at every entry point: errors name them, and show None as None."""
+"""Errors for a wrong type at every entry point name the argument, and show None as None."""
 
 import inspect
 import re
@@ -107,7 +107,7 @@ def _valid_arguments():
 
 
 def _has_no_checks(value):
-    """Whether a name is that of a named tuple or an abstract class, which check no arguments."""
+    """Whether a public name is a named tuple or an abstract class, which check no arguments."""
     return inspect.isclass(value) and (issubclass(value, tuple) or inspect.isabstract(value))
 
 
