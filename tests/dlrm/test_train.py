@@ -68,7 +68,7 @@ def test_the_summary_and_the_plot(results):
 
 
 def test_bytes_match_formulas(results):
-    """Each of 2 ranks sends as many bytes as the tensor has, in ring all-reduces and all-gathers."""
+    """Each of 2 ranks sends the bytes of a whole tensor, in ring all-reduces and in all-gathers."""
     _, _, summary = results
     weights = [(rows, DIM) for rows in table_rows(50)] + _linears()
     biases = sum(out for _, out in _linears())

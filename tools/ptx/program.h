@@ -96,7 +96,7 @@ struct Program {
   bool dynamic_shared = false;
 };
 
-// Throws an Error with the opcode if it is unknown.
+// Throws an Error that contains the opcode if the opcode is unknown.
 Program decode(const Module& module, const Entry& entry);
 
 }  // namespace ptx

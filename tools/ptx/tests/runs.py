@@ -15,8 +15,8 @@ from ..backend import Executor
 
 
 def mask_pack(backend):
-    """Two ranges with five tiles, of which the last is short. The kept entries of the first range
-    fit into the payload. The second range has too many, and half of its warps fill their slots."""
+    """Four tiles in the first range, and a short tile in the second. The kept entries of the first
+    range fit into the payload. The second range has too many, and half of its warps fill slots."""
     numel, capacity, ranges = 9 * 4096 + 77, 1000, 2
     nbytes = payload_layout(numel, capacity, torch.float32, ranges).nbytes
     residual, payload = samples.normal(numel), torch.zeros(ranges, nbytes, dtype=torch.uint8)
@@ -91,7 +91,7 @@ def row_unpack(backend):
 
 
 def findings(run, backend: SimpleNamespace, executor: Executor, seed: int) -> str:
-    """Return the error of a run, "wrong" if its results are wrong, or '' without errors."""
+    """Return the error of a run, "wrong" if its results are wrong, or else ''."""
     executor.configure(seed)
     try:
         results = run(backend)
