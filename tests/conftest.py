@@ -15,7 +15,7 @@ from library_defaults import seen_by_packages
 # `make sanitize` test a dct_kernels that is installed or built elsewhere.
 sys.path.append(str(Path(__file__).parents[1]))
 
-if not torch.cuda.is_available():  # set before Triton kernels are defined, so they run on the CPU
+if not torch.cuda.is_available():  # set before kernels are defined, so that they run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from ptx import backend as ptx

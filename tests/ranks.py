@@ -131,7 +131,7 @@ def assert_same(tensor):
 
 
 def mlp(width=64, depth=4):
-    """A model with several buckets. Its weights are compressed, its biases are not."""
+    """A model with several buckets, large weights to compress, and small dense parameters."""
     torch.manual_seed(1234)
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(width, 1))

@@ -19,7 +19,7 @@ import dct_parallel
 PACKAGES = dct_kernels, dct_parallel, dct_embeddings
 X, IDS, LENGTHS = torch.randn(4, 64), torch.tensor([0, 1]), torch.tensor([[1, 1]])
 VALUES, POSITIONS = dct_parallel.pack_rows(X, 3)
-# An optimizer is used only with a scaler, and torch.optim.Optimizer checks params.
+# `optimizer` is used only with a scaler, and torch.optim.Optimizer checks `params`.
 UNCHECKED = [("DCTState", "optimizer"), ("dct_fully_shard_hook", "optimizer")]
 UNCHECKED += [(name, "params") for name in ("RowWiseAdagrad", "MomentumScaledRowWiseAdagrad")]
 

@@ -1,4 +1,4 @@
-"""Calls whose kernels are compiled: every kernel and dtype, with aligned sizes.
+"""Calls whose kernels are compiled. They cover every kernel and dtype, but not every pair.
 
 Importing this file does not need Triton, because a call receives the backend as its argument.
 """

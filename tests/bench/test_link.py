@@ -175,7 +175,7 @@ def test_the_next_run_removes_the_namespaces_of_a_killed_run(tmp_path):
 
 @contextlib.contextmanager
 def _running(folder):
-    """A process that has created its namespaces and would run for minutes."""
+    """A run of bench.link that has created its namespaces and would take minutes."""
     command = [sys.executable, "-m", "bench.link", "--rates", "1mbit", "--out", str(folder)]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with started(command, cwd=ROOT, **pipes) as process:

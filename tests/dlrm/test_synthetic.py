@@ -1,6 +1,6 @@
 """The generator of rows.
 
-The rows are those of the published results. A row depends only on the seed and its number. The
+The generator yields the rows of the published results. A row depends only on seed and number. The
 best possible score is known.
 """
 

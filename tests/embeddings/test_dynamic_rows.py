@@ -1,4 +1,4 @@
-"""Rows created during training equal rows created before it. Also tests checkpoints and errors."""
+"""Rows created in training equal rows created before training. Also: checkpoints and errors."""
 
 import copy
 import re
@@ -136,7 +136,7 @@ def _trained(rank):
     assert state["weight"].shape == (len(rows), 1 + WIDTH)
     assert state["weight"].untyped_storage().nbytes() == state["weight"].nbytes
 
-    # Loading the state replaces the rank's other rows.
+    # Loading the state replaces all previous rows of the rank.
     again = _rows()
     _layer(again)(*_bags(30, [rank]))
     other = RowWiseAdagrad([again.weight], LR)

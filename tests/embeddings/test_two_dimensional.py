@@ -24,7 +24,7 @@ from ranks import on_ranks, shard_mesh
 from wire_meter import WireMeter
 
 ROWS, WIDTH, BATCH, LR = [10, 7, 4, 5], 3, 3, 0.5
-ROW_WISE = [0, 2]  # with 4 ranks, the second table has one row per rank
+ROW_WISE = [0, 2]  # with 4 ranks, table 2 has one row per rank
 
 
 def _tables(dtype=torch.float64):
@@ -182,7 +182,7 @@ def _refused(text, make, error=ValueError):
         make()
 
 
-PLAN = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]  # two tables of four rows, one on each rank
+PLAN = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]  # two tables of four rows, one table per rank
 SHARDS = "dct::ShardedEmbeddingBags: "
 
 

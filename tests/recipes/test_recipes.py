@@ -72,7 +72,7 @@ def _weights(printed):
 
 
 def _run(program, options, folder):
-    """(output, bytes sent on a private loopback device or None if it cannot be created).
+    """(output, bytes sent on a private loopback device, or None if there is no such device).
 
     Linux counts the bytes, so the count includes everything that a framework sends.
     """

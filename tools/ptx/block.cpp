@@ -79,7 +79,7 @@ void Block::run(uint32_t number) {
   for (; launch_.steps <= kMaxSteps; ++launch_.steps) {
     const Instruction& i = program_.code[group.at];
     if (i.labelled && !warp.groups.empty()) {
-      bool behind = false;  // whether another group is
+      bool behind = false;  // whether another group is further behind
       for (size_t g = warp.groups.size(); g-- > 0;) {
         if (warp.groups[g].at == group.at) {
           group.lanes |= warp.groups[g].lanes;

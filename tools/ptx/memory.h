@@ -54,7 +54,7 @@ class Allocations {
   std::string nearest(uint64_t address) const;
 
  private:
-  std::map<uint64_t, Allocation> all_;  // by their begins
+  std::map<uint64_t, Allocation> all_;  // by `begin`
   Allocation* last_ = nullptr;
 };
 

@@ -33,7 +33,7 @@ enum class Matrices : uint8_t { kNone, kAsTheyAre, kTransposed };
 
 struct Instruction;
 using Update = uint64_t (*)(uint64_t old, uint64_t operand);
-// Runs on `lanes` of a warp.
+// Executes an instruction for `lanes` of a warp.
 using Compute = void (*)(char* registers, const Instruction&, uint32_t lanes);
 
 struct Operand {
