@@ -11,7 +11,7 @@ import pytest
 import torch
 from library_defaults import seen_by_packages
 
-# The root, which contains `bench`, is the last folder, because `make abi`, `make cuda` and
+# The root, which contains `bench`, is last in sys.path, because `make abi`, `make cuda` and
 # `make sanitize` test a dct_kernels that is installed or built elsewhere.
 sys.path.append(str(Path(__file__).parents[1]))
 

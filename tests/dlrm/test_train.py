@@ -75,7 +75,7 @@ def test_bytes_match_formulas(results):
     numel = sum(n * m for n, m in weights) + biases
     # PowerSGD compresses a matrix if its two factors are less than half as large.
     powersgd = sum(n + m if 2 * (n + m) < n * m else n * m for n, m in weights) + biases
-    # DCT sends a header, starts of blocks, and 4 bytes per entry of the capacity, 1.25 x density.
+    # DCT sends a header, starts of blocks, and 4 bytes for each of 1.25 x density x numel entries.
     capacity, blocks = -(-int(numel * DENSITY * 125) // 100), -(-numel // 16384)
     dct = sum(-(-n // 16) * 16 for n in (64 + 4 * (blocks + 1), 2 * capacity, 2 * capacity))
     expected = {"dense": 4 * numel, "bf16": 2 * numel, "powersgd": 4 * powersgd, "dct": dct}
