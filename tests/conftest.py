@@ -11,18 +11,18 @@ import pytest
 import torch
 from library_defaults import seen_by_packages
 
-# The root contains the package `bench`. It comes last, because `make abi`, `make cuda` and
+# The root, which contains `bench`, is last in sys.path, because `make abi`, `make cuda` and
 # `make sanitize` test a dct_kernels that is installed or built elsewhere.
 sys.path.append(str(Path(__file__).parents[1]))
 
-if not torch.cuda.is_available():  # set before Triton kernels are defined, so they run on the CPU
+if not torch.cuda.is_available():  # set before kernels are defined, so that they run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from ptx import backend as ptx
 
 from dct_kernels import testing
 
-# ptx-cuda executes nvcc's PTX of the CUDA kernels on the CPU. Tests on it need nvcc.
+# ptx-cuda executes nvcc's PTX of the CUDA kernels on the CPU. Its tests need nvcc.
 BACKENDS = {**testing.backends(), "ptx-cuda": ptx.BACKEND}
 # ptx-triton executes the PTX of Triton's kernels, in a process that does not interpret them.
 if os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available():
@@ -30,7 +30,7 @@ if os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available():
 
     BACKENDS["ptx-triton"] = triton_backend.backend()
 
-# Derandomized, so runs are the same on all machines. No test asserts times.
+# Derandomized, so that all machines run the same examples. Examples have no time limit.
 hypothesis.settings.register_profile("dct", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("dct")
 
@@ -97,7 +97,7 @@ def seed():
 
 @pytest.fixture
 def one_rank(tmp_path):
-    """A one-rank process group. Garbage is collected first, so that no older object uses it."""
+    """A process group of one rank. Objects of earlier tests are freed before the group exists."""
     gc.collect()
     store = f"file://{tmp_path}/rendezvous"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
@@ -119,5 +119,5 @@ def backend(request):
         pytest.skip(f"not on this machine: {ptx.build.missing()}")
     if request.param.startswith("ptx-"):
         ptx.executor().configure(request.config.getoption("--ptx-seed"))
-        ptx.executor().set_multiprocessors(2)  # one block is a small grid, four are not
+        ptx.executor().set_multiprocessors(2)  # so that four blocks are a large grid
     return BACKENDS[request.param]

@@ -13,7 +13,7 @@ import torch
 from library_defaults import seen_by_packages
 
 context = multiprocessing.get_context("forkserver")
-# dlrm.comparison imports dct_parallel only if the example's extras exist. DDP imports dynamo.
+# dlrm.comparison imports dct_parallel only if the extras are installed. DDP imports dynamo.
 _PRELOAD = ["dct_parallel", "dlrm.comparison", "pytest", "torch._dynamo"]
 _PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.optim", "torchrec.distributed"]
 _PRELOAD += ["dct_embeddings"]
@@ -30,7 +30,7 @@ def run_forked(function, calls, timeout):
     """[function(*call) for call in calls]. Calls run in parallel, each in its own process.
 
     Raises an error with the tracebacks of all failed processes. Kills processes that still run
-    after `timeout` seconds, or 10 seconds after another one has failed.
+    after `timeout` seconds, or 10 seconds after another process has failed.
     """
     start()
     dtype = torch.get_default_dtype()

@@ -1,6 +1,6 @@
 """The launches of each op on CUDA, as stated in docs/design/kernels.md.
 
-tools/ptx/tests/test_launches.py compares them with actual launches.
+tools/ptx/tests/test_launches.py compares the stated launches with the actual launches.
 """
 
 import re

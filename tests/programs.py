@@ -1,4 +1,4 @@
-"""Runs programs as a user does: with python, or with torchrun if they mention it."""
+"""Runs programs as a user does: with python, or with torchrun if their text mentions it."""
 
 import contextlib
 import io
@@ -26,7 +26,7 @@ def blocks(path):
 def run(program, folder, *arguments, ranks=2):
     """Run the file `program` and return its output; show its errors if it fails.
 
-    It runs in `folder`, so that it imports the installed packages and not this checkout.
+    The program runs in `folder`, so that it imports the installed packages and not this checkout.
     """
     torchrun = [*TORCHRUN, f"--nproc-per-node={ranks}"]
     python = torchrun if "torchrun" in program.read_text() else [sys.executable]
@@ -43,7 +43,7 @@ def _run_in_forks(program, folder, *arguments, ranks=2):
     return run_forked(_main, [(program, folder, arguments)], timeout=120)[0]
 
 
-# Runs a program in forks. With `-m large`, runs it as a user does.
+# Runs a program in forks or, with `-m large`, as a user does.
 in_forks = pytest.mark.parametrize(
     "run",
     [
@@ -86,8 +86,8 @@ def called(main, *arguments):
 def started(command, **options):
     """A running process that reacts to Ctrl-C; it and its children are killed afterwards.
 
-    If a script runs these tests in the background, they ignore Ctrl-C, and child processes inherit
-    this setting.
+    Tests that a script runs in the background ignore Ctrl-C, and child processes inherit this
+    setting.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -103,7 +103,7 @@ def started(command, **options):
 
 
 # Keeps the objects of a program until its process ends. Freeing the last model of a group joins the
-# threads of the group, and these may wait for the GIL.
+# threads of the group, which may wait for the GIL.
 _left = []
 
 

@@ -32,7 +32,7 @@ def run_ranks(function, world_size, *args, timeout=120, backend="gloo"):
 def on_ranks(world_size, **options):
     """Decorates a test(rank, ...) that runs on each of `world_size` ranks.
 
-    If `world_size` is a string, it names the argument of the test with the number of ranks.
+    A string `world_size` is the name of the test argument that has the number of ranks.
     """
 
     def decorated(function):
@@ -54,7 +54,7 @@ def on_ranks(world_size, **options):
 
 
 def _body(module, name, *arguments):
-    """Runs on ranks. pickle finds functions by name, and the name refers to the decorated test."""
+    """Runs a test on one rank. Pickle cannot send the undecorated test, so this looks it up."""
     return getattr(importlib.import_module(module), name).__wrapped__(*arguments)
 
 
@@ -65,16 +65,16 @@ def _rank(rank, world_size, backend, folder, function, args):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = function(rank, *args)
-    # No rank exits before all ranks have finished. A barrier's last message could be lost.
+    # All ranks wait in the store, because the last message of a barrier could be lost.
     store.set(f"done{rank}", "")
     store.wait([f"done{other}" for other in range(world_size)])
-    gc.collect()  # frees models before their group
+    gc.collect()  # frees models before their group is destroyed
     dist.destroy_process_group()
     return result
 
 
 def set_timeout(seconds, group=None):
-    """Set the timeout of a group (default: all ranks). torch >= 2.14 has a public function."""
+    """Set a group's timeout (default group: all ranks). torch >= 2.14 has a public function."""
     public = getattr(dist, "set_timeout", None)
     (public or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
 
@@ -131,7 +131,7 @@ def assert_same(tensor):
 
 
 def mlp(width=64, depth=4):
-    """A model with several buckets, with weights to compress and dense biases."""
+    """A model with several buckets, large weights to compress, and small dense parameters."""
     torch.manual_seed(1234)
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(width, 1))
@@ -145,7 +145,7 @@ def batch(step, rank, width=64, rows=16):
 
 
 def integers(sizes, step, rank, limit=60):
-    """Gradients with exact sums, which differ between steps and ranks."""
+    """Integer gradients, with exact sums. They differ between steps and ranks."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return [torch.randint(-limit, limit + 1, (n,), generator=generator).float() for n in sizes]
 

@@ -1,4 +1,4 @@
-"""Arguments of a wrong type at every entry point: errors name them, and show None as None."""
+"""Errors for a wrong type at every entry point name the argument, and show None as None."""
 
 import inspect
 import re
@@ -19,7 +19,7 @@ import dct_parallel
 PACKAGES = dct_kernels, dct_parallel, dct_embeddings
 X, IDS, LENGTHS = torch.randn(4, 64), torch.tensor([0, 1]), torch.tensor([[1, 1]])
 VALUES, POSITIONS = dct_parallel.pack_rows(X, 3)
-# An optimizer is used only with a scaler, and torch.optim.Optimizer checks params.
+# `optimizer` is used only with a scaler, and torch.optim.Optimizer checks `params`.
 UNCHECKED = [("DCTState", "optimizer"), ("dct_fully_shard_hook", "optimizer")]
 UNCHECKED += [(name, "params") for name in ("RowWiseAdagrad", "MomentumScaledRowWiseAdagrad")]
 
@@ -107,7 +107,7 @@ def _valid_arguments():
 
 
 def _has_no_checks(value):
-    """Whether a name is that of a named tuple or an abstract class, which check no arguments."""
+    """Whether a public name is a named tuple or an abstract class, which check no arguments."""
     return inspect.isclass(value) and (issubclass(value, tuple) or inspect.isabstract(value))
 
 

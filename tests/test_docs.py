@@ -88,7 +88,7 @@ def _calls(text):
 
 
 def test_calls_match_the_signatures():
-    """The pages also contain signatures, and code that no test runs."""
+    """Also checks signatures on the pages, and code that no test runs."""
     packages = map(importlib.import_module, REFERENCE)
     public = {name: getattr(package, name) for package in packages for name in package.__all__}
     signatures, found = {name: inspect.signature(made) for name, made in public.items()}, 0

@@ -26,7 +26,7 @@ def test_every_example_is_run():
 
 @pytest.mark.parametrize("program", STARTED_BY_TORCHRUN, ids=lambda path: path.stem)
 def test_without_torchrun_the_error_shows_the_command(program, monkeypatch, capsys):
-    """The error also appears without required arguments."""
+    """The error appears even if required arguments are missing."""
     monkeypatch.setattr(sys, "argv", [str(program)])
     monkeypatch.delenv("RANK", raising=False)
     if "FOLDER" in program.read_text():
@@ -90,7 +90,7 @@ def test_fsdp2(run, tmp_path):
     printed = run(EXAMPLES / "fsdp2.py", tmp_path, "whole", "80", *given, ranks=4)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 20
-    # (half of the parameters, number of small parameters) of each block and of the rest.
+    # (elements, elements of small parameters) in a shard of each block and of the rest.
     # docs/reference/payload.md: a header, and rows of 1,024 int4 entries.
     halves = [(24992, 416), (24992, 416), (4128, 32)]
     message = sum(64 + 544 * math.ceil(numel / 1024) for numel, _ in halves)

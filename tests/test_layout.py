@@ -66,7 +66,7 @@ def test_a_package_imports_only_packages_before_it():
         assert not above, f"{name} imports {above}"
 
 
-# {package: {folder: other folders that it may import}}. Modules outside of folders import none.
+# {package: {folder: other folders that it may import}}. Other modules may import no folder.
 ENTRY_POINTS = ("ddp", "fsdp2", "local_steps")
 ALLOWED = {
     "dct_parallel": {
@@ -177,7 +177,7 @@ def test_calls_without_dtype_or_device_are_found():
 
 
 def test_every_tensor_is_created_with_a_dtype_and_a_device():
-    """So torch.set_default_dtype and set_default_device have no effect on the packages."""
+    """This way, torch.set_default_dtype and torch.set_default_device do not affect the packages."""
     found = [
         f"{name}:{line}: {call}"
         for name, (_, tree) in MODULES.items()
@@ -217,7 +217,7 @@ def test_a_folder_with_the_name_of_the_package_is_not_imported(tmp_path):
     (tmp_path / "dct_kernels").mkdir()
     program = tmp_path / "program.py"
     program.write_text("import dct_kernels, dct_parallel; print(dct_kernels.__file__)")
-    command = [sys.executable, program]  # an editable install must be a path, not a finder
+    command = [sys.executable, program]  # fails for an editable install with a finder
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     found = Path(run.stdout.strip()).resolve()
     assert found == Path(dct_kernels.__file__).resolve(), run.stderr

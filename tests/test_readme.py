@@ -26,7 +26,7 @@ MODEL = "model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(5
 
 
 def test_the_hook_as_in_the_diff(tmp_path):
-    """Runs the program after the diff, with format="int4" and with the density for SGD."""
+    """Applies the diff and runs the program, with format="int4" and with the density for SGD."""
     text = README.read_text()
     (diff,) = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
     assert re.findall(r"^.", diff, re.MULTILINE) == [" ", "+", "+"]

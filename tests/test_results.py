@@ -1,4 +1,4 @@
-"""docs/results: the index lists every page, and the pages contain every figure of the guide."""
+"""docs/results: the index lists every page, and the pages contain the guide's means ± errors."""
 
 import json
 import re

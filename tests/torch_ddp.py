@@ -2,10 +2,10 @@
 
     python tests/torch_ddp.py [TEST ...]
 
-With density 1, float32 and start_step=0 the hook is an all-reduce. So a test that passes without
-the hook must pass with it, on gloo and the CPU. EXCEPTIONS lists the tests that fail with the hook,
-and the reasons. Most tests are for GPUs. Here "cuda" is mapped to the CPU. Tests that need a GPU
-also fail without the hook, so their failures are ignored.
+With density 1, float32 and start_step=0, the hook computes an all-reduce. So a test that passes
+without the hook must pass with it, on gloo and the CPU. EXCEPTIONS lists the tests that fail with
+the hook, and the reasons. Most tests are for GPUs, so "cuda" is mapped to the CPU. Tests that need
+a GPU also fail without the hook, so their failures are ignored.
 """
 
 import contextlib

@@ -24,7 +24,7 @@ def fused() -> None:
 
 
 def narrow() -> None:
-    """Accesses a length that is not a multiple of a wide access."""
+    """Accesses a tensor whose length is not a multiple of the elements in a wide access."""
     _launch(256, 255, enable_fp_fusion=False)
 
 

@@ -1,4 +1,4 @@
-"""Calls whose kernels are compiled: every kernel and dtype, with aligned sizes.
+"""Calls whose kernels are compiled. They cover every kernel and dtype, but not every pair.
 
 Importing this file does not need Triton, because a call receives the backend as its argument.
 """
@@ -34,7 +34,7 @@ SHAPES = MAIN | MORE
 
 @dataclass(frozen=True)
 class Case:
-    """A call, and the counts of `compiler.Kernel` that must be nonzero or zero in its kernels."""
+    """A call, and the counts of its kernels that must be positive (some) or zero (none)."""
 
     name: str
     call: Callable[[ModuleType], object]
@@ -96,7 +96,7 @@ def quantized_cases(format: str, dtype: torch.dtype) -> list[Case]:
         ops.dequantize_sum_pack(payloads, torch.empty(NUMEL), payload, format, 1 / RANKS)
 
     label = f"{format}, {_name(dtype)}"
-    some = ("wide_loads", "wide_stores")  # for float32 tensors; accesses to codes are narrower
+    some = ("wide_loads", "wide_stores")  # of float32 entries; accesses to codes may be narrower
     dividing = () if format in layout.UNSCALED else ARCHITECTURES
     return [
         Case(f"quantize_pack, {label}", quantize, some, dividing=dividing),
@@ -153,7 +153,7 @@ def quantized_row_cases(format: str, width: int, dtype: torch.dtype) -> list[Cas
         rows = torch.empty(2, ROWS, row_bytes(width, format), dtype=torch.uint8)
         ops.row_dequantize_sum(rows, width, format, dtype)
 
-    # Groups of five columns do not lie at multiples of a vector.
+    # A byte holds five ternary columns, so its columns do not start at multiples of a vector.
     wide_loads = () if format == "ternary" else ("wide_loads",)
     return [
         Case(f"row_quantize, {label}", quantize, some=wide_loads, dividing=ARCHITECTURES),

@@ -40,7 +40,7 @@ class Kernel:
 
 
 def compile_launches(architecture: str, call: Callable[[], object]) -> list[Kernel]:
-    """Compiles the kernels that `call` launches on the fake tensors that it creates."""
+    """Runs `call`, whose tensors are fake, and compiles the kernels that it launches."""
     with _compiling(TARGETS[architecture]) as compiled, FakeTensorMode():
         call()
     return [_examine(kernel) for kernel in compiled]
@@ -48,7 +48,7 @@ def compile_launches(architecture: str, call: Callable[[], object]) -> list[Kern
 
 @contextlib.contextmanager
 def _compiling(target: GPUTarget) -> Iterator[list]:
-    """While this is active, each launch compiles its kernel and appends it to the list."""
+    """In this context, a launch only compiles its kernel and appends it to the yielded list."""
     compiled = []
     run = JITFunction.run
 
@@ -60,7 +60,7 @@ def _compiling(target: GPUTarget) -> Iterator[list]:
         compiled.append(run(self, *map(mock, args), grid=grid, warmup=True, **kwargs))
 
     JITFunction.run = compile_only
-    driver = SimpleNamespace(  # replaces the driver of an absent GPU
+    driver = SimpleNamespace(  # a driver that needs no GPU
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
         get_current_target=lambda: target,

@@ -30,7 +30,7 @@ architectures = pytest.mark.parametrize(
 
 @functools.cache
 def compiled(architecture):
-    """{case or bad kernel: its compiled kernels}."""
+    """{name of a case or of a bad kernel: its compiled kernels}."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
     environment["PYTHONPATH"] = os.pathsep.join([str(root), *sys.path])

@@ -150,8 +150,8 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-# Hooks are not tested on three ranks. There, a ring sums the gradients of the first, dense steps in
-# an order that the simulation does not use.
+# Hooks are tested on two ranks only. Their first steps are dense, and a ring of three ranks sums
+# these gradients in an order that the simulation does not use.
 @pytest.mark.parametrize(
     "ranks, width, names", [(2, 48, (*STATES, *AVERAGERS)), (3, 32, AVERAGERS)]
 )
@@ -241,7 +241,8 @@ def test_finished_runs_are_reused(tmp_path, monkeypatch):
     records = runs.load(tmp_path, settings)
     dense = next(run for run in records if run["method"] == "dense")
     numel = sum(p.numel() for p in dp_tasks.ClicksTask(rows=600).model(0).parameters())
-    assert dense["bytes"] == {"bytes a step": 4 * numel}  # a ring of 2 ranks sends each entry once
+    # In a ring all-reduce of 2 ranks, each rank sends every entry once.
+    assert dense["bytes"] == {"bytes a step": 4 * numel}
     with pytest.raises(UsageError, match="--out must hold runs of one setting"):
         dp_density.work(dp_density.parse([*given, "--ranks", "4"]))
 
@@ -250,5 +251,5 @@ def test_ranks_draw_different_rows():
     task = dp_tasks.ClicksTask(rows=3000, hash_size=50, bottom=(8,), top=(8,))
     batches = [list(itertools.islice(task.batches(0, rank, 2), 9)) for rank in range(2)]
     seen = torch.cat([batch.ints for of_rank in batches for batch in of_rank])
-    # An epoch uses each of 2,100 rows once, in 8 batches per rank.
+    # An epoch has 8 batches of 128 rows per rank, which use 2,048 of 2,100 rows once.
     assert len(seen) == 18 * 128 and len(seen.unique(dim=0)) > 0.85 * len(seen)

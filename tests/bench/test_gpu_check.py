@@ -25,7 +25,7 @@ def stage(check, name, program, limit=60.0, tool="PYTHON"):
 
 
 def _has_ended(pid):
-    """Whether a killed process ends within 10 s. It may remain a zombie until init reaps it."""
+    """Whether a killed process ends within 10 s. A zombie counts as ended."""
     for _ in range(100):
         try:
             if Path("/proc", pid, "stat").read_text().split()[2] == "Z":

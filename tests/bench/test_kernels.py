@@ -75,7 +75,7 @@ def test_slow_calls_use_fewer_sets_and_the_time_limit_ends_rounds():
     calls = {name: called[name].append for name in called}
     sets, rounds = {"fast": 4, "slow": 2}, {"fast": 5, "slow": 1}
     timing.take_turns(calls, lambda i: None, sets, rounds, "cpu")
-    assert called == {"fast": [0, 1, 2, 3] * 6, "slow": [0, 1] * 2}  # one turn is for warmup
+    assert called == {"fast": [0, 1, 2, 3] * 6, "slow": [0, 1] * 2}  # one more round for warmup
     for name in called:
         called[name].clear()
     timing.take_turns(calls, lambda i: None, sets, rounds, "cpu", seconds=0.0)

@@ -1,4 +1,4 @@
-"""bench.link end to end: on loopback, and in network namespaces where root can create them."""
+"""bench.link end to end: on loopback, and in network namespaces if root can create them."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ from bench.network.report import merge, render
 from bench.rates import describe_rate, parse_rate
 
 SMALL = ["--hash-size", "300", "--batch-size", "16", "--steps", "15", "--modes", "dense,dct"]
-# Runs these commands as a probe, because root in a container may lack the permission.
+# These commands are run as a probe, because root in a container may lack the permission for them.
 PROBE = """
 set -e
 ip netns add $PROBE
@@ -83,7 +83,7 @@ def test_namespaces(tmp_path):
     assert link.main(["--rates", "500mbit,unlimited", *SMALL, *out]) == 0
     result = json.loads((tmp_path / "link.json").read_text())
     _check(result, [5e8, None])
-    # Headers and acknowledgements are not counted, so the result is below the link rate.
+    # The measured rate counts no headers and acknowledgements, so it is below the link rate.
     assert result["links"][0]["bits_per_second"] < 5e8
     for cell in result["cells"]:
         headers = 66 * cell["packets"]
@@ -101,16 +101,17 @@ def test_hybrid_modes_send_fewer_bytes_of_rows(tmp_path):
     cells = json.loads((tmp_path / "link.json").read_text())["cells"]
     sent = {cell["mode"]: cell["payload_bytes"] for cell in cells}
     rows = 16 * 13  # rows that each rank sends and receives
-    # Sparse rows send 4 values each way, and positions forward. Quantized rows have 18 and 6 bytes.
+    # A sparse row has 4 values of 2 bytes each way, and 4 positions of 1 byte forward. A quantized
+    # row has 18 bytes forward and 6 bytes backward.
     assert sent["hybrid-format"] - sent["hybrid-dct"] == rows * ((18 + 6) - (4 * 3 + 4 * 2))
     assert sent["hybrid-format-dedup"] < sent["hybrid-format"] < sent["hybrid-dense"] / 10
 
 
 @pytest.mark.large
 def test_sharded_modes_send_fewer_bytes(tmp_path):
-    """6 blocks of width 384 are gathered twice. Embeddings and the head are gathered once.
+    """A step gathers 6 blocks of width 384 twice (kept: once), and the other parameters once.
 
-    The embedding and the head have 97 rows, which are padded to 98.
+    The token embedding and the head have 97 rows each, which are padded to 98.
     """
     modes = "fsdp-torch,fsdp-int8,fsdp-int8-kept"
     given = ["--steps", "15", "--modes", modes, "--loopback", "--out", str(tmp_path)]
@@ -174,7 +175,7 @@ def test_the_next_run_removes_the_namespaces_of_a_killed_run(tmp_path):
 
 @contextlib.contextmanager
 def _running(folder):
-    """A process that has created its namespaces and would run for minutes."""
+    """A run of bench.link that has created its namespaces and would take minutes."""
     command = [sys.executable, "-m", "bench.link", "--rates", "1mbit", "--out", str(folder)]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with started(command, cwd=ROOT, **pipes) as process:

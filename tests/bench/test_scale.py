@@ -28,13 +28,13 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def test_collectives_by_hand():
-    # A ring of 3 ranks with 6 bytes sends 4 messages of 2 bytes, in 1 + 2 / 2 seconds each.
+    # In a ring of 3, a rank sends 4 messages of 2 bytes, which take 1 + 2 / 2 seconds each.
     assert all_reduce(Link(1.0, 2.0), 3, 6) == 8.0
-    # A tree of 1,024 ranks sends 2 x 10 messages, and the tensor twice.
+    # A tree of 1,024 ranks takes 2 x 10 messages in sequence, and sends the tensor twice.
     assert all_reduce(Link(1.0, 1e6), 1024, 1e6) == pytest.approx(22.0)
-    # With 8 ranks of 4 bytes, a rank receives 3 messages, and 28 bytes at 2 bytes per second.
+    # With 4 bytes per rank, each of 8 ranks receives 3 messages with 28 bytes in total.
     assert all_gather(Link(1.0, 2.0), 8, 4) == 3 + 14
-    assert all_to_all(Link(0.0, 2.0), 8, 4) == 14  # in pairs, every byte is sent once
+    assert all_to_all(Link(0.0, 2.0), 8, 4) == 14  # pairwise, every byte is sent once
     assert all_to_all(Link(1.0, 1e9), 8, 4) == pytest.approx(3)  # Bruck's algorithm, 3 messages
 
 
@@ -95,7 +95,7 @@ def test_bytes_match_the_measured_ones(ranks):
 
 
 def test_predicted_steps_are_near_those_that_were_measured():
-    """Local steps at 10 Gbit/s mostly compute, so the compute time is taken from their run."""
+    """At 10 Gbit/s, local steps are mostly compute, so their time serves as the compute time."""
     milliseconds = {(c["mode"], c["ranks"], c["rate"]): c["step_ms"][1] for c in RUN["cells"]}
     compute = milliseconds["local-ternary", 2, 1e10] / 1e3
     errors = []
@@ -139,7 +139,7 @@ def test_the_rates_of_a_gpu_match_the_run_on_an_h200():
 
 
 def test_the_answer_is_a_sentence(capsys):
-    """A step sends 4 MB, 2 MB or 25,344 bytes, at 125 MB/s and 50 us per message."""
+    """A step sends 4 MB, 2 MB or 25,344 bytes on a link with 125 MB/s and 50 us per message."""
     given = ["--parameters", "1000000", "--compute-ms", "50", "--ranks", "2", "--device", "gpu"]
     assert scale.main([*given, "--rates", "1gbit"]) == 0
     printed = capsys.readouterr().out
@@ -189,7 +189,7 @@ def test_step_time_is_proportional_to_the_number_of_parameters(method):
     ("parameters", "overlap"), [(5_000_000, 0), (25_000_000, 50), (7_000_000_000, 67)]
 )
 def test_all_buckets_but_the_last_overlap_with_the_backward_pass(parameters, overlap, capsys):
-    """Gradients fill 1, 4 and 1,069 buckets of 25 MiB."""
+    """The gradients need 1, 4 and 1,069 buckets of 25 MiB."""
     given = ["--parameters", str(parameters), "--compute-ms", "900", "--device", "gpu"]
     assert scale.main([*given, "--ranks", "2", "--rates", "1gbit"]) == 0
     printed = capsys.readouterr().out

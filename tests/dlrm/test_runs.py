@@ -37,7 +37,7 @@ def _compare_runs():
     first, again, other = _run(*rows), _run(*rows), _run(*rows, seed=1)
     assert again.weights == first.weights != other.weights
     assert (again.record.loss == first.record.loss).all()
-    # Only the order of sums differs.
+    # Split models differ from the replicated model only in the order of sums.
     float32 = ["--row-format", "float32", "--format", "float32", "--density", 1]
     for mode, given in (
         ("dense", ["hybrid"]),

@@ -70,7 +70,7 @@ def _substitution(path):
     assert (alone.record.total == 0).all()
     assert (compressed.record.loss != dense.record.loss).any()
     np.testing.assert_allclose(compressed.record.loss, dense.record.loss, atol=0.03)
-    # Linear terms, the factorization machine's sum and squares, 26 pooled embeddings.
+    # Per sample: a linear term, the factorization machine's sums and squares, 26 pooled embeddings.
     partial = 4 * BATCH * (1 + 16 + 1 + 26 * 16)
     mlp = (13 + 26 * 16 + 1) * 256 + 257 * 128 + 129
     for result in (dense, compressed):

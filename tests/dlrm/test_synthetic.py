@@ -1,6 +1,7 @@
 """The generator of rows.
 
-Rows match published results and depend only on their number. Their best score is known.
+The generator yields the rows of the published results. A row depends only on seed and number. The
+best possible score is known.
 """
 
 import numpy as np

@@ -47,7 +47,7 @@ def results(tmp_path_factory):
 
 
 def _linears():
-    """Weights (in, out) of the MLPs; each has a bias."""
+    """(in, out) of each linear layer of the MLPs. Each layer also has a bias."""
     return [*pairwise([13, 512, 256, 64, DIM]), *pairwise([DIM + 27 * 26 // 2, 512, 256, 1])]
 
 
@@ -68,14 +68,14 @@ def test_the_summary_and_the_plot(results):
 
 
 def test_bytes_match_formulas(results):
-    """On 2 ranks, a ring all-reduce and an all-gather both send as many bytes as the tensor has."""
+    """Each of 2 ranks sends the bytes of a whole tensor, in ring all-reduces and in all-gathers."""
     _, _, summary = results
     weights = [(rows, DIM) for rows in table_rows(50)] + _linears()
     biases = sum(out for _, out in _linears())
     numel = sum(n * m for n, m in weights) + biases
     # PowerSGD compresses a matrix if its two factors are less than half as large.
     powersgd = sum(n + m if 2 * (n + m) < n * m else n * m for n, m in weights) + biases
-    # DCT sends a header, starts of blocks, and 4 bytes per entry. The capacity is 1.25 x density.
+    # DCT sends a header, starts of blocks, and 4 bytes for each of 1.25 x density x numel entries.
     capacity, blocks = -(-int(numel * DENSITY * 125) // 100), -(-numel // 16384)
     dct = sum(-(-n // 16) * 16 for n in (64 + 4 * (blocks + 1), 2 * capacity, 2 * capacity))
     expected = {"dense": 4 * numel, "bf16": 2 * numel, "powersgd": 4 * powersgd, "dct": dct}

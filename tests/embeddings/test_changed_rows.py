@@ -2,7 +2,8 @@
 
 Here gradients do not depend on weights, and all numbers are small multiples of a power of two. So
 SGD gives bitwise equal results for any order of averaging. The oracle holds both replicas' whole
-tables in one process. It is exact for SGD except in int4, and close for row-wise AdaGrad.
+tables in one process. With SGD, weights equal the oracle's bitwise, except in int4. With row-wise
+AdaGrad, weights are close to the oracle's.
 """
 
 from functools import partial

@@ -38,7 +38,7 @@ def test_a_copy_of_bags_trains_without_their_sync(rank):
         optimizer.step()
 
     train(bags, optimizer)
-    mean = AveragedModel(bags)  # before a sync, with rows that are recorded as changed
+    mean = AveragedModel(bags)  # a copy before a sync, while rows are recorded as changed
     optimizer_of_mean = RowWiseAdagrad([mean.module.weight], lr=0.1)
     sync.step()
     assert_same(bags.weight)

@@ -9,7 +9,7 @@ from dct_embeddings.distinct import distinct, repeat
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (7, 1), (64, 5)])
 def test_wanted_and_inverse_restore_the_ids(shape):
     ids = torch.randint(0, 6, shape, dtype=torch.int32)
-    ids[:, -1] += 2**31 - 10  # as large as a table may be
+    ids[:, -1] += 2**31 - 10  # close to the largest int32
     wanted, inverse, counts = distinct(ids, torch.arange(shape[1]), shape[1])
     assert wanted.dtype == torch.int32 and inverse.shape == ids.shape
     assert torch.equal(wanted[inverse], ids)

@@ -1,4 +1,4 @@
-"""Rows created during training equal rows created before it. Also tests checkpoints and errors."""
+"""Rows created in training equal rows created before training. Also: checkpoints and errors."""
 
 import copy
 import re
@@ -136,7 +136,7 @@ def _trained(rank):
     assert state["weight"].shape == (len(rows), 1 + WIDTH)
     assert state["weight"].untyped_storage().nbytes() == state["weight"].nbytes
 
-    # Loading the state replaces the rank's other rows.
+    # Loading the state replaces all previous rows of the rank.
     again = _rows()
     _layer(again)(*_bags(30, [rank]))
     other = RowWiseAdagrad([again.weight], LR)
@@ -168,7 +168,7 @@ def _trained(rank):
 
 
 def _check_merged(rank, states, merged):
-    """Check that four ranks hold the rows and attached state of both ranks, bitwise equal."""
+    """Check that four ranks hold exactly the rows and attached state of the two saved ranks."""
     rows = _rows()
     optimizer = RowWiseAdagrad([rows.weight], LR)
     sums = optimizer.state[rows.weight]["sum"]
@@ -203,7 +203,7 @@ def test_checkpoints_of_two_ranks_merge_and_load_on_four():
 
 @on_ranks(1)
 def test_attached_state_is_the_state_of_the_optimizer(rank):
-    """States load in any order, even states that were saved before `attach` took the optimizer."""
+    """The states of the rows and of the optimizer load in either order."""
     seen = {7: 0.0, 2**62: 0.0, 5: 0.0}  # {id: expected accumulator}
 
     def made():

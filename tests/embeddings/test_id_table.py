@@ -34,7 +34,7 @@ def test_places_match_a_dict(sizes):
 
 
 def test_ids_of_one_bucket():
-    """Ids fill the bucket, and later ids go to the list. Ids that were not added are not found."""
+    """Ids fill the bucket, and later ids go to the sorted list. Other ids are not found."""
     ids = _colliding(40)
     assert len(ids) == 40
     table = IdTable(32, CPU)

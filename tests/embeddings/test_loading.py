@@ -99,7 +99,7 @@ def _optimizer(seed):
 @pytest.mark.parametrize("make", [_trained_layer, _layer, _bags, _optimizer, _rows])
 @on_ranks(1)
 def test_a_refused_state_changes_nothing(rank, make):
-    warnings.simplefilter("ignore")  # of torch, for sparse CSR and nested tensors
+    warnings.simplefilter("ignore")  # torch warns about CSR and nested tensors
     loader, other = make(0), make(7)
     state = copy.deepcopy(other.state_dict())
     before = copy.deepcopy(loader.state_dict())

@@ -181,7 +181,7 @@ def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, 
                 got = optimizer.state[bags.weight]["sum"].double()
                 assert torch.allclose(got, mean, rtol=1e-6, atol=0)
 
-        # flush() sends the pending changes, and does nothing else.
+        # flush() sends the pending changes, and keeps the optimizer state.
         assert pending.any()
         synced, state = _snapshot(bags, optimizer)
         sync.flush()
@@ -200,7 +200,7 @@ def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, 
 
 
 class _Sizes(TorchDispatchMode):
-    """Records the largest new tensor. Writing into `known` creates no tensor."""
+    """Records the size of the largest result that is not stored in a `known` tensor."""
 
     def __init__(self, *known):
         super().__init__()
@@ -368,6 +368,6 @@ def _dies(rank):
 
 
 def test_the_other_replica_raises_when_a_replica_dies():
-    # The exit code is not -9, so the other rank was not killed.
+    # Rank 0 has exit code 1, so it raised an error and was not killed.
     with pytest.raises(RuntimeError, match=r"(?s)exit codes \[1, 7\].*in sync\b"):
         run_ranks(_dies, 2)

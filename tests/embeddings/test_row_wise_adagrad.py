@@ -20,7 +20,7 @@ def _weights(dtype=torch.float64):
 
 
 def _per_id(step):
-    """The gradients of the rows of a batch, per id."""
+    """One gradient for each id of a batch."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randn(len(BATCHES[step]), WIDTH, generator=generator, dtype=torch.float64)
 
@@ -73,7 +73,7 @@ def test_steps_match_the_oracle(dtype, tolerance, sparse, bags):
 
 @pytest.mark.parametrize("delayed", [False, True])  # before the first sync, pending sums are used
 def test_the_scale_divides_the_accumulators_in_a_step(delayed):
-    settings = {"scale": 3, "eps": 0.01, "delayed": delayed}  # large enough to change the result
+    settings = {"scale": 3, "eps": 0.01, "delayed": delayed}  # this eps changes the result
     weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, **settings)
     w, v = _oracle(lambda v: math.sqrt(v / 3 + 0.01))
     assert np.abs(weight.detach().numpy() - w).max() < 1e-14

@@ -315,7 +315,7 @@ def test_frozen_parameters(rank, aggregate):
 
 @on_ranks(2)
 def test_rows_are_distributed_evenly(rank):
-    """Each row is on one rank. Ranks have similar numbers of rows, also among strided ids."""
+    """Each row is on one rank. Ranks have similar numbers of rows, also for strided ids."""
     for rows in (2, 3, 64, 1000, 2**20 + 7):
         owned = FeatureRows(torch.arange(rows).double().view(-1, 1))
         ids = owned.ids()

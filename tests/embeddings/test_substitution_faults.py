@@ -133,7 +133,7 @@ def test_empty_bags(rank):
 
 @on_ranks(2)
 def test_operators_and_rows_must_be_the_same_on_all_ranks(rank):
-    """If they differ, a rank could receive ids of rows that it does not own, or wrong sizes."""
+    """Otherwise, a rank could receive ids of other ranks' rows, or messages of the wrong size."""
     text = "dct::FeatureRows: rows must be the same on every rank, got 10 on rank 0, 11 on rank 1"
     _refused(text, lambda: FeatureRows(torch.zeros(10 + rank, 3)))
     alone = [dist.new_group([r]) for r in range(2)][rank]
@@ -276,7 +276,7 @@ def test_lengths_that_wrap_around_raise(rank):
 
 @on_ranks(2)
 def test_training_mode_must_be_the_same_on_all_ranks(rank):
-    """A rank that evaluates would create no rows for the new features that it owns."""
+    """In evaluation mode, a rank would create no rows for the new features that it owns."""
     layer = _of(DynamicFeatureRows(3, 50), [LinearTerms()])
     ids, lengths = torch.arange(40), torch.full((1, 40), 1)
     layer.train(rank == 0)
@@ -322,6 +322,6 @@ def _dies(rank, when):
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_the_other_rank_raises_when_a_rank_dies(when):
-    # The exit code is not -9, so the other rank was not killed.
+    # Rank 0 has exit code 1, so it raised an error and was not killed.
     with pytest.raises(RuntimeError, match=r"(?s)exit codes \[1, 7\].*(all_to_all|work.wait)"):
         run_ranks(_dies, 2, when)

@@ -24,11 +24,11 @@ from ranks import on_ranks, shard_mesh
 from wire_meter import WireMeter
 
 ROWS, WIDTH, BATCH, LR = [10, 7, 4, 5], 3, 3, 0.5
-ROW_WISE = [0, 2]  # with 4 ranks, the second table has one row per rank
+ROW_WISE = [0, 2]  # with 4 ranks, table 2 has one row per rank
 
 
 def _tables(dtype=torch.float64):
-    """Values are as small as initial embeddings, so 1e-6 is only a few rounding errors."""
+    """Values are small, like initial embeddings, so that 1e-6 is a few float32 rounding errors."""
     generator = torch.Generator().manual_seed(0)
     return [0.1 * torch.randn(rows, WIDTH, generator=generator).to(dtype) for rows in ROWS]
 
@@ -76,7 +76,7 @@ def _whole(bags):
 def _trained(
     rank, mesh, optimizer_of, steps, dtype=torch.float64, every=1, syncing=True, **settings
 ):
-    """Bags, their optimizer and sync after some steps together with a dense part in DDP."""
+    """Bags, their optimizer and their sync, after training together with a dense part in DDP."""
     bags = ShardedEmbeddingBags(_tables(dtype), _plan(mesh["shard"].size()), mesh, **settings)
     dense = DDP(_dense(dtype))
     optimizer = optimizer_of([bags.weight])
@@ -109,7 +109,7 @@ def _sgd(params):
 
 
 def _copies(bags, tensor):
-    """`tensor` of all replicas of this rank, in order."""
+    """`tensor` of each rank in this rank's replication group, in order."""
     group = bags.mesh.get_group("replicate")
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.detach().contiguous(), group=group)
@@ -182,7 +182,7 @@ def _refused(text, make, error=ValueError):
         make()
 
 
-PLAN = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]  # two tables of four rows, one on each rank
+PLAN = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]  # two tables of four rows, one table per rank
 SHARDS = "dct::ShardedEmbeddingBags: "
 
 
@@ -273,21 +273,21 @@ def test_rows_and_bytes_of_a_lookup(rank):
     expected = torch.stack([two[0][3], torch.zeros(WIDTH), torch.zeros(WIDTH), two[1][:2].sum(0)])
     with WireMeter() as meter:
         out = bags(IDS, LENGTHS)
-        # Counts, bags and ids for the other rank, and pooled rows of its samples.
+        # Sent: counts, bags and ids for the other rank, and pooled rows of that rank's samples.
         assert meter.take() == 32 + 4 * (2 + (2, 1)[rank]) + 2 * WIDTH * 8
     assert torch.equal(out.transpose(0, 1).flatten(0, 1), expected)
     once = ShardedEmbeddingBags(two, PLAN, mesh, dedup=True)
     often, of_often = torch.tensor([3, 3, 0, 0, 3, 1]), torch.tensor([[1, 1], [1, 3]])
     with WireMeter() as meter:
         out = once(often, of_often)
-        # Counts, distinct ids of the other rank's table, and the 1 or 3 rows that it requests.
+        # Sent: counts, distinct ids of the other rank's table, and rows for the other rank.
         assert meter.take() == 32 + 4 * (3, 1)[rank] + (1, 3)[rank] * WIDTH * 8
     bags_of_2 = [two[0][3], two[0][3], two[1][0], two[1][[0, 3, 1]].sum(0)]
     assert torch.allclose(out.transpose(0, 1).flatten(0, 1), torch.stack(bags_of_2), atol=1e-15)
     out.sum().backward()
     grad = once.weight.grad.coalesce()
     assert grad.indices().tolist() == ([[3]], [[0, 1, 3]])[rank]
-    # The gradient is the mean over the samples of both ranks.
+    # The gradient is the mean over the ranks, as in DDP.
     assert torch.equal(grad.values()[:, 0], torch.tensor(([2.0], [2.0, 1.0, 1.0])[rank]).double())
     for of_bags in (bags, once):
         nothing = of_bags(IDS[:0].int(), LENGTHS[:, :0].contiguous())
@@ -362,7 +362,7 @@ def test_a_plan_has_every_table_once_and_equally_many_per_rank(ranks, row_wise):
 
 
 def test_plans_by_hand():
-    # Largest first, each table goes to the rank with the smaller sum. Both ranks get two tables.
+    # Largest first, each table goes to the rank with the fewest rows. Both ranks get two tables.
     plan = plan_shards([9, 1, 8, 7], 2)
     assert [[shard.table for shard in part] for part in plan] == [[0, 1], [2, 3]]
     assert plan_shards([5, 9, 2, 4], 2) == [

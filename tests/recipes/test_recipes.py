@@ -42,7 +42,7 @@ def test_a_recipe_trains_and_resumes(recipe, options, tmp_path):
     # docs/reference/payload.md: a header, and rows of 1,024 entries in int4 or ternary
     nbytes, dense = 64 + math.ceil(numel / 1024) * (544 if period == 1 else 240), 8 * numel
     if "--fsdp2" in options:
-        # In int8, three messages contain half of the first layer, and two half of the second.
+        # In int8, three messages contain half of the first layer, two contain half of the second.
         # Biases follow in float32, padded to multiples of 16 bytes.
         halves = 128 * 256 + 256, 512 + 1
         first_layer, second = (64 + math.ceil(half / 1024) * 1056 for half in halves)
@@ -72,9 +72,9 @@ def _weights(printed):
 
 
 def _run(program, options, folder):
-    """(output, bytes sent on a private loopback device or None if it cannot be created).
+    """(output, bytes sent on a private loopback device, or None if there is no such device).
 
-    The kernel counts the bytes, so the count includes everything that a framework sends.
+    Linux counts the bytes, so the count includes everything that a framework sends.
     """
     namespace = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     up = ["sh", "-ec", 'ip link set lo up; "$@"; cat /proc/net/dev', "sh"]

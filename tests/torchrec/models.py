@@ -1,4 +1,4 @@
-"""A model with four tables of TorchRec, its batches, and its training on ranks."""
+"""A TorchRec model with four tables, its batches, and its training on ranks."""
 
 import os
 import warnings

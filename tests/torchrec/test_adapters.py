@@ -41,7 +41,7 @@ def _dense(rank, folder):
     assert losses == pytest.approx(train(parallel()), abs=0.05)
     assert_same(_dense_part(dmp))
     assert 0.01 < state.stats()["density"] < 0.07
-    # Saved with the model by torch.distributed.checkpoint.
+    # torch.distributed.checkpoint saves and loads the state together with the model.
     dcp.save({"model": dmp.state_dict(), "dct": state}, checkpoint_id=folder)
     residual = next(iter(state.state_dict()["ranks"].values()))["parameters"]
     saved = {name: part["residual"].clone() for name, part in residual.items()}
@@ -68,7 +68,7 @@ def test_the_hook_on_the_dense_part(tmp_path):
 
 
 def _collection(shards):
-    """Replicas of `shards` ranks each, with different initial weights."""
+    """A model in replicas of `shards` ranks each."""
     torch.manual_seed(0)
     model = Model(RowWiseAdagrad, 0.1)
     sharders = compressed_sharders()
@@ -108,7 +108,7 @@ def _pending(replicas, group):
 
 
 def _bytes_sent(settings, numel, others):
-    """The bytes of weights that a rank sends in a sync. Each replica owns a range."""
+    """The bytes of weights that a rank sends per sync. With reduce_scatter, a rank owns a range."""
     times, ranges = (1, 1) if settings["transport"] == "all_gather" else (2, others + 1)
     longest = range_bounds(numel, ranges, 0)[1]
     if settings["density"] == 1:

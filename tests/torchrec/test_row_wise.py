@@ -131,7 +131,7 @@ def test_ranks_compare_the_format():
 
 
 def _without_rows(rank):
-    """The last rank has no row of a table. FBGEMM on the CPU has no backward pass for this case."""
+    """The last rank has no row of t1. FBGEMM on the CPU has no backward pass for this case."""
     prepare()
     tables, sizes = ((40, 64, "SUM"), (3, 32, "SUM")), (2, 3, 1, 2)
     shardings = {"t0": row_wise(), "t1": row_wise()}

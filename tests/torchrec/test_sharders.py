@@ -66,7 +66,7 @@ BYTES = {64: (256, 34, 10), 32: (128, 18, 6)}  # bytes of a piece in float32, in
 
 
 def _training(rank, kind, pooled):
-    """float32 losses equal those of TorchRec. Quantized rows give close losses and fewer bytes."""
+    """float32 losses equal TorchRec's losses. Quantized rows give close losses and fewer bytes."""
     prepare()
     plain = parallel(None, SHARDINGS[kind], pooled)
     floats = parallel(compressed_sharders(format="float32"), SHARDINGS[kind], pooled)

@@ -1,10 +1,10 @@
 """TorchRec's own tests of sharding on gloo, with our sharders in float32 (make torchrec).
 
-They compare a training step of a sharded model with a step of an unsharded model. In
-TorchRec's own suite, these tests need GPUs, and skip row-wise and table-row-wise tables on gloo.
-This file calls the code of the tests directly, on CPUs. Kernels that need CUDA (UVM) and grid
-sharding are not included. Neither are batch sizes that vary between
-features, because FBGEMM on the CPU does not support them with bounds checks.
+The tests compare a training step of a sharded model with a step of an unsharded model. In
+TorchRec's own suite, they need GPUs, and skip row-wise and table-row-wise tables on gloo. This file
+calls the code of the tests directly, on CPUs. Grid sharding and kernels that need CUDA (UVM) are
+not included. Batch sizes do not vary between features, because FBGEMM on the CPU does not support
+this with bounds checks.
 """
 
 import sys

@@ -51,7 +51,7 @@ class Executor:
         self._library.ptx_configure(ctypes.c_int64(seed), ctypes.c_int64(resident_blocks))
 
     def call(self, op: str, *arguments) -> None:
-        """Call a launcher. Only the tensors among its arguments are device memory."""
+        """Call a launcher. Only tensor arguments are device memory."""
         fields = b"".join(bytes(to_c(argument)) for argument in arguments)
         self._on_device(op, lambda: getattr(self._library, op)(fields), arguments)
 

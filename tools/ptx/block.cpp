@@ -60,7 +60,7 @@ Block::Block(Launch& launch, uint32_t index)
   }
 }
 
-// Returns the group that is furthest behind. Running it first makes lanes reconverge.
+// Removes and returns the group that is furthest behind. Running it first lets lanes reconverge.
 Block::Group Block::furthest_behind(Warp& warp) {
   const auto chosen = std::min_element(warp.groups.begin(), warp.groups.end(),
                                        [](const Group& a, const Group& b) { return a.at < b.at; });
@@ -79,7 +79,7 @@ void Block::run(uint32_t number) {
   for (; launch_.steps <= kMaxSteps; ++launch_.steps) {
     const Instruction& i = program_.code[group.at];
     if (i.labelled && !warp.groups.empty()) {
-      bool behind = false;  // whether another group is
+      bool behind = false;  // whether another group is further behind
       for (size_t g = warp.groups.size(); g-- > 0;) {
         if (warp.groups[g].at == group.at) {
           group.lanes |= warp.groups[g].lanes;
@@ -151,7 +151,8 @@ void Block::branch(Warp& warp, Group& group, const Instruction& i, uint32_t lane
   group = {lanes, i.target};
 }
 
-// Whether the group contains all lanes that it waits for, so that it can proceed.
+// Runs the collective and returns true if the group contains all live lanes of its mask. Otherwise,
+// the lanes of the group wait.
 bool Block::collect(Warp& warp, const Group& group, const Instruction& i) {
   const Operand mask = *std::find_if(std::rbegin(i.from), std::rend(i.from),
                                      [](const Operand& o) { return o.at != kNone; });

@@ -81,7 +81,7 @@ class Block {
     const int64_t at = address - local_begin(thread);
     return 0 <= at && at + bytes <= program_.local_bytes;
   }
-  // Host memory, and a flag per byte that is set if the byte was written (null: all were).
+  // Host memory, and a flag per byte that is set if the byte was written (null if all bytes were).
   struct Place {
     char *memory, *written;
   };

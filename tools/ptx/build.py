@@ -26,7 +26,7 @@ def build(patched: Path | None = None, ops: Sequence[str] = (), gpu: int | None 
     """Build the executor and, if nvcc is found, the launchers and kernels of all ops.
 
     The kernels of `ops` are built from `patched`, a copy of csrc. With `gpu`, an architecture such
-    as 90, the launchers and kernels are built for this GPU instead of the executor.
+    as 90, the launchers and kernels are built for this GPU, and the executor is not built.
     """
     own_headers = cache.contents(HERE.glob("*.h"))
     gxx = ["g++", *_FLAGS, "-c"]
@@ -37,7 +37,7 @@ def build(patched: Path | None = None, ops: Sequence[str] = (), gpu: int | None 
     if missing() is None:
         compiles += _launchers(gxx, own_headers, patched, ops, gpu)
 
-    # Variants can be built in parallel, because the shared files have been built before.
+    # Variants are built without the lock, because the files that they share have been built before.
     with contextlib.nullcontext() if patched else cache.alone():
         objects, running = [], []
         for command, source, headers in compiles:
@@ -47,7 +47,7 @@ def build(patched: Path | None = None, ops: Sequence[str] = (), gpu: int | None 
             running.append(process)
         for process in running:
             cache.finish(process)
-        # With -Bsymbolic, launchers use the executor's cudaMalloc even if torch loads CUDA's.
+        # With -Bsymbolic, launchers use the executor's cudaMalloc even if torch loads another.
         linker = ["g++", "-Wl,-Bsymbolic"] if gpu is None else [toolkit.nvcc()]
         built, process = cache.start([*linker, "-shared", *objects], b"", "ptx.so")
         cache.finish(process)

@@ -1,6 +1,6 @@
 """The calls whose instructions and memory sectors are counted.
 
-bench/kernels.py and bench/gpu/check.py time them with more elements at the same cost per element.
+bench/kernels.py and bench/gpu/check.py time these calls with more elements.
 """
 
 import contextlib

@@ -9,9 +9,9 @@ namespace {
 
 constexpr int kBanks = 32, kWord = 4;  // banks of shared memory, and bytes of a word in a bank
 
-// The extra passes of an access. Accesses of 8 bytes are split into half warps, and accesses of 16
-// bytes into quarter warps. A bank needs a pass for each distinct word. For an atomic, it needs a
-// pass for each lane, even if lanes use the same word.
+// The number of extra passes of an access. Accesses of 8 bytes are split into half warps, and
+// accesses of 16 bytes into quarter warps. A bank needs a pass for each distinct word. For an
+// atomic, a bank needs a pass for each lane, even if lanes use the same word.
 uint64_t conflicts(const Touched& touched, int bytes, bool atomic) {
   const int words = std::max(bytes / kWord, 1), together = kLanes / words;
   uint64_t passes = 0;

@@ -14,7 +14,7 @@ using ptx::runtime;
 
 namespace {
 
-// Kernel names, by the address of the stub on the host.
+// Kernel names, by the address of the kernel's host stub.
 std::map<const void*, std::string>& registered() {
   static std::map<const void*, std::string> names;
   return names;

@@ -30,8 +30,8 @@ T one_nan(T x) {
 }
 
 inline constexpr auto add = [](auto a, auto b) { return one_nan(a + b); };
-// Rounds towards zero: returns the nearest float, or the previous float if the nearest float is
-// beyond the exact sum. The exact sum is the sum in double plus its rounding error.
+// Rounds towards zero: if the nearest float is larger in magnitude than the exact sum, returns the
+// next float towards zero. The exact sum is the sum in double plus the rounding error of that sum.
 inline constexpr auto add_to_zero = [](float a, float b) {
   const double sum = double{a} + b, of_b = sum - a, error = (a - (sum - of_b)) + (b - of_b);
   const auto nearest = static_cast<float>(sum);
@@ -93,7 +93,7 @@ inline constexpr auto least_above_zero = [](auto a, auto b) {
 };
 inline constexpr auto most_and_zero = [](int32_t a, int32_t b) { return std::max({a, b, 0}); };
 
-// These change only the sign bit, even for NaN.
+// absolute and negate change only the sign bit of a float, even for NaN.
 inline constexpr auto absolute = [](float a) { return std::fabs(a); };
 inline constexpr auto negate = [](auto a) { return -a; };
 
@@ -163,7 +163,7 @@ inline constexpr auto less = [](auto a, auto b) { return a < b; };
 inline constexpr auto less_equal = [](auto a, auto b) { return a <= b; };
 inline constexpr auto greater = [](auto a, auto b) { return a > b; };
 inline constexpr auto greater_equal = [](auto a, auto b) { return a >= b; };
-// These are also true if an operand is NaN.
+// Unordered comparisons are also true if an operand is NaN.
 template <auto opposite>
 inline constexpr auto unordered = [](auto a, auto b) { return !opposite(a, b); };
 inline constexpr auto any_nan = [](auto a, auto b) { return (a != a) | (b != b); };
@@ -182,7 +182,7 @@ To convert(From x) {
       const bool wide = sizeof(From) == 8 || sizeof(To) == 8;
       return wide ? static_cast<To>(uint64_t{1} << (8 * sizeof(To) - 1)) : To{0};
     }
-    // The smallest power of 2 above To's maximum. From represents it exactly, unlike the maximum.
+    // The smallest power of 2 above To's maximum. The type From may not represent that maximum.
     const From beyond = std::ldexp(From{1}, std::numeric_limits<To>::digits);
     if (x >= beyond) return std::numeric_limits<To>::max();
     if (x < static_cast<From>(std::numeric_limits<To>::min()))

@@ -31,7 +31,7 @@ uint16_t narrow(float a) {
   if (x >= 65520) return sign | kInfinity;  // halfway between the largest number and 2^16
   if (x == 0) return sign;
   const int unit = std::max(std::ilogb(x) - kFraction, kLeast);
-  // The leading bit of `units` adds 1 to the exponent. A carry from rounding also does.
+  // The leading bit of `units` adds 1 to the exponent, and so does a carry from rounding.
   const auto units = static_cast<int>(std::nearbyint(std::ldexp(x, -unit)));
   return static_cast<uint16_t>(sign | (((unit - kLeast) << kFraction) + units));
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .toolkit import Compiled, demangle
 
-# Per multiprocessor. https://docs.nvidia.com/cuda/cuda-c-programming-guide, compute capabilities
+# Per multiprocessor: compute capabilities in https://docs.nvidia.com/cuda/cuda-c-programming-guide
 REGISTERS = 65536
 THREADS = 2048
 BLOCKS = 32

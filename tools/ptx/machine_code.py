@@ -19,8 +19,8 @@ ARCHITECTURE = 90
 _LINE = re.compile(r"//## File .*, line (\d+)")
 _LABEL = re.compile(r"(\S+):$")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
-# Instructions of the pipe that takes 64 lanes per clock, so that a scheduler issues one every other
-# clock. Sums and products of floats, and IMAD, use other pipes.
+# Instructions of a pipe that takes 64 lanes per clock. So each of the four schedulers issues one
+# every other clock. Sums and products of floats, and IMAD, use other pipes.
 _HALF_RATE = re.compile(
     r"(IADD3?|V?IADDMNMX|VIADD|V?IMNMX3?|LEA|LOP3?|SHF|SHL|SHR|PRMT|BMSK|SGXT|IABS|VABSDIFF|[IFH]SETP2?"
     r"|[FH]SET2?|[FH]MNMX2?|F?SEL|PLOP3|P2R|R2P|MOV|CS2R|VOTE|I2FP|F2FP)\b"
@@ -53,7 +53,7 @@ class MachineCode:
 
     blocks: list[Block]
     subroutines: dict[str, list[Instruction]]  # by name
-    copies: Counter  # {line: how often the enclosing loop was unrolled}
+    copies: Counter  # {line: number of copies in the machine code, from unrolled loops}
 
     def slots(self, issues: Mapping[int, int]) -> float:
         """The number of issue slots. `issues` counts how often warps issued each line of PTX."""
@@ -99,7 +99,7 @@ def _blocks(listing: str) -> tuple[list[Block], dict[str, list[Instruction]]]:
             blocks.append(Block(found[1], []))
         elif found := _INSTRUCTION.search(text):
             if found[1] == f"BRA `({blocks[-1].label})":
-                break  # padding after the code branches to itself
+                break  # the padding after the code is a branch to itself
             instruction = Instruction(found[1], line)
             if subroutines:  # they come last
                 subroutines[list(subroutines)[-1]].append(instruction)

@@ -11,7 +11,7 @@ namespace {
 constexpr int kRows = 8, kBytes = 2, kRowBytes = kRows * kBytes;
 
 // In each matrix, lane l has the elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 in one register.
-// In a transposed matrix, it has elements of column l / 4. rows[r] is row r % 8 of matrix r / 8.
+// In a transposed matrix, they are in column l / 4. rows[r] is row r % 8 of matrix r / 8.
 void exchange(char* registers, const Instruction& i, char rows[][kRowBytes]) {
   for (int matrix = 0; matrix < i.count; ++matrix) {
     const Operand data = i.action == Action::kLoad ? i.to[matrix] : i.from[matrix];

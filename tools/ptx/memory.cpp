@@ -123,7 +123,7 @@ const char* Races::read(const Clock& clock, uint32_t thread, uint64_t address, i
     if (!(atomic && granule->write.atomic) && !ordered(granule->write, clock, thread)) {
       return "a load is not ordered after another thread's store";
     }
-    // Keep one of the unordered reads at random. A later write may conflict with this read.
+    // Keep one of the unordered reads, at random, to compare with later writes.
     if (ordered(granule->read, clock, thread) || random_.below(2) == 0) granule->read = now;
   }
   return nullptr;

@@ -54,15 +54,15 @@ class Allocations {
   std::string nearest(uint64_t address) const;
 
  private:
-  std::map<uint64_t, Allocation> all_;  // by their begins
+  std::map<uint64_t, Allocation> all_;  // by `begin`
   Allocation* last_ = nullptr;
 };
 
-// The clock of a block. Records which accesses of this and other blocks precede its threads.
+// The clock of a block. Records which accesses happened before the current position of each thread.
 class Clock {
  public:
-  // The view that a release publishes: {block: all earlier epochs are known}. This is
-  // enough, because kernels release only accesses that the block made before a barrier.
+  // The view that a release publishes: {block: the epoch before which all accesses are known}. This
+  // is enough, because kernels release only accesses that the block made before a barrier.
   using View = std::unordered_map<uint32_t, uint32_t>;
 
   Clock(uint32_t block, uint32_t threads);

@@ -49,7 +49,7 @@ struct Scratch {
   }
 };
 
-int64_t size_factor = 1;  // mask_pack uses the tile sizes of a tensor that is this much larger
+int64_t size_factor = 1;  // mask_pack uses the tile sizes of a tensor this many times as large
 
 }  // namespace
 

@@ -117,7 +117,7 @@ class Parser {
       entry_->name = name;
       return;
     }
-    // Braces of inline assembly. Its registers are not used outside the braces.
+    // Ignore the braces of inline assembly, whose registers are not used outside them.
     if (line.size() > 1 && line[0] == '{') line = trimmed(line.substr(1));
     if (line.size() > 1 && line.back() == '}') line = trimmed(line.substr(0, line.size() - 1));
     if (line == "{" || line == "}" || line == ")") {

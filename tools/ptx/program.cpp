@@ -279,7 +279,7 @@ class Decoder {
   Operand allocate(int bytes) {
     const Operand result = {static_cast<int32_t>(program_.arena.size()),
                             static_cast<uint8_t>(bytes)};
-    // Registers start with an unusual value.
+    // Registers start with an unusual value, and predicates with false.
     program_.arena.resize(program_.arena.size() + kLanes * bytes, bytes == 1 ? 0 : '\xcd');
     return result;
   }

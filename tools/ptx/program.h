@@ -33,7 +33,7 @@ enum class Matrices : uint8_t { kNone, kAsTheyAre, kTransposed };
 
 struct Instruction;
 using Update = uint64_t (*)(uint64_t old, uint64_t operand);
-// Runs on `lanes` of a warp.
+// Executes an instruction for `lanes` of a warp.
 using Compute = void (*)(char* registers, const Instruction&, uint32_t lanes);
 
 struct Operand {
@@ -96,7 +96,7 @@ struct Program {
   bool dynamic_shared = false;
 };
 
-// Throws an Error with the opcode if it is unknown.
+// Throws an Error that contains the opcode if the opcode is unknown.
 Program decode(const Module& module, const Entry& entry);
 
 }  // namespace ptx

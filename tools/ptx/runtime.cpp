@@ -35,7 +35,7 @@ void run(Launch& launch) {
       for (const auto& block : resident) where += block->waiting();
       throw Error("deadlock, all threads wait:" + where);
     }
-    // Run several turns before listing the runnable warps again, because that is slow.
+    // Run several turns before listing the runnable warps again, because listing is slow.
     for (size_t turn = 0; turn < runnable.size(); ++turn) {
       const auto [block, warp] =
           runnable[launch.in_turn ? turn : launch.random.below(uint32_t(runnable.size()))];
@@ -111,7 +111,7 @@ Status launch(const std::string& name, uint32_t blocks, uint32_t threads, int64_
                      runtime().memory,
                      runtime().races,
                      *kernel.counts};
-    // Report reads of unwritten bytes last, because a race may have caused them.
+    // Report reads of unwritten bytes after the run, because a race may have caused them.
     try {
       run(launch);
     } catch (const Error& error) {

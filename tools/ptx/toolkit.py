@@ -103,7 +103,7 @@ def flags() -> list[str]:
 
 @functools.cache
 def nvcc() -> Path | None:
-    """The toolkit's nvcc; the one on PATH may be a link or a script."""
+    """The nvcc in the toolkit. The nvcc on PATH may be a link or a script."""
     home = os.environ.get("CUDA_HOME")
     if not home and shutil.which("nvcc"):
         plan = _output("nvcc", "--dryrun", "-x", "cu", os.devnull)
@@ -119,7 +119,7 @@ def nvcc_version() -> str:
 
 @functools.cache
 def cuobjdump() -> Path | None:
-    """The path of cuobjdump, or None. It extracts and disassembles machine code."""
+    """The path of cuobjdump, which extracts and disassembles machine code, or None."""
     folders = [nvcc().parent]
     triton = importlib.util.find_spec("triton")
     if triton is not None:

@@ -1,8 +1,8 @@
 """The backend "ptx-triton" executes the PTX that Triton compiles for sm_90, on CPU tensors.
 
 Triton gets a driver that uses the executor as a GPU. Therefore, Triton compiles and launches the
-same kernels as on a GPU, with the same options and specialization of arguments. When Triton is
-imported, it decides whether it interprets or compiles kernels; TRITON_INTERPRET=0 is needed here.
+same kernels as on a GPU, with the same options and specialization of arguments. Triton
+decides at import whether it interprets or compiles kernels, so TRITON_INTERPRET=0 must be set.
 """
 
 import hashlib

@@ -15,8 +15,8 @@ from ..backend import Executor
 
 
 def mask_pack(backend):
-    """Two ranges with five tiles, of which the last is short. The kept entries of the first range
-    fit into the payload. The second range has too many, and half of its warps fill their slots."""
+    """Four tiles in the first range, which keeps more entries than the payload holds. A short tile
+    in the second range, whose entries fit into the payload. Two of its warps fill their slots."""
     numel, capacity, ranges = 9 * 4096 + 77, 1000, 2
     nbytes = payload_layout(numel, capacity, torch.float32, ranges).nbytes
     residual, payload = samples.normal(numel), torch.zeros(ranges, nbytes, dtype=torch.uint8)
@@ -42,7 +42,7 @@ def scatter_unpack(backend):
 
 
 def sample_threshold(backend):
-    """A call with more samples than one block handles, and a call with samples for one block."""
+    """Calls with more samples than one block handles, with fewer, and with three ranges."""
     grad, residual = samples.normal(30000), torch.zeros(30000)
     return tuple(
         backend.sample_threshold(grad, residual, 0.01, ranges, samples)
@@ -91,7 +91,7 @@ def row_unpack(backend):
 
 
 def findings(run, backend: SimpleNamespace, executor: Executor, seed: int) -> str:
-    """Return the error of a run, "wrong" if its results are wrong, or '' without errors."""
+    """Return the error of a run, "wrong" if its results are wrong, or else ''."""
     executor.configure(seed)
     try:
         results = run(backend)

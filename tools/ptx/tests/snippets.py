@@ -1,4 +1,4 @@
-"""Wraps a few lines of PTX into a kernel and runs it."""
+"""Wraps a few lines of PTX in a kernel, and runs the kernel."""
 
 import itertools
 

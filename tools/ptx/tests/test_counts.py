@@ -19,7 +19,7 @@ SYMBOLS = {
 
 
 def counted(body, *tensors, threads=32, shared=0):
-    """Rows (issues, lanes, sectors, conflicts) by opcode; and sectors read, written, launches."""
+    """{opcode: (issues, lanes, sectors, conflicts)}, (sectors read, sectors written, launches)."""
     executor().configure(0)
     run(body, *tensors, threads=threads, shared=shared)
     totals, report = executor().counts().split("\n\n")

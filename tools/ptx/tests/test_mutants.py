@@ -96,7 +96,7 @@ def mutants(run: Run, instruction: str, replacement: str) -> Iterator[str]:
 @pytest.mark.skipif(TRITON, reason="the patterns are for nvcc's PTX")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name):
-    """At least one mutant must be detected, because a run does not execute all instructions."""
+    """One detected mutant is enough, because a run does not execute all instructions."""
     run, instruction, replacement, expected = MUTANTS[name]
     found = []
     for report in mutants(run, instruction, replacement):

@@ -1,4 +1,4 @@
-"""Tests "ptx-triton" in its own process, because Triton either interprets or compiles kernels."""
+"""Tests "ptx-triton" in another process, because Triton either interprets or compiles kernels."""
 
 import os
 import subprocess
