@@ -28,7 +28,7 @@ def encode(columns, width, k):
 
 
 def decode(raw, width, k):
-    """The column of each of the k slots, or None if it is invalid."""
+    """The column of each of the k slots, or None if the slot is invalid."""
     name, _ = encoding(width, k)
     if name == "bitmap":
         columns = [c for c in range(width) if raw[c // 8] >> c % 8 & 1][:k]

@@ -28,7 +28,7 @@ def picks(n, m, seed, r):
 
 
 def rank(density, n):
-    """The k of the k-th largest, from a float64 product."""
+    """The k of the k-th largest: density * n in float64, rounded up."""
     return min(max(math.ceil(density * n), 1), n)
 
 
