@@ -1,4 +1,4 @@
-"""Rank processes that run many programs, because starting them takes longer than a program."""
+"""Rank processes that run many programs, because startup takes longer than a program."""
 
 import contextlib
 import gc
@@ -39,7 +39,7 @@ class Pool:
         self._end()
 
     def call(self, function, *args, seconds=SECONDS):
-        """Return [function(rank, *args) for each rank]. If one fails, end all and raise Failed."""
+        """Return [function(rank, *args) for each rank]. On a failure, end all and raise Failed."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
