@@ -1,4 +1,4 @@
-"""Runs ops of a backend on guarded copies of their arguments; checks results with the oracle."""
+"""Runs ops of a backend on guarded copies of their arguments; compares results with the oracle."""
 
 from typing import NamedTuple
 
@@ -139,7 +139,7 @@ def summed(
 
     `op` is (the backend's op, the oracle's function). `settings` are the arguments after `out`.
     `payloads[p][r]` are the bytes of range r from rank p. The op's payload tensor is
-    [P, R, nbytes], or [P, nbytes] if there is one range and `three_dims` is false.
+    [ranks, ranges, nbytes], or [ranks, nbytes] if there is one range and `three_dims` is false.
     """
     call, oracle = op
     arena = Arena(backend.device, offset)
@@ -156,7 +156,7 @@ def summed(
 
 
 def stacked(payloads, geometry, three_dims=False):
-    """The payloads as uint8 [P, nbytes], or [P, R, nbytes] with several ranges or `three_dims`."""
+    """The payloads as uint8 [ranks, ranges, nbytes] or [ranks, nbytes]; see `summed`."""
     raw = np.frombuffer(b"".join(b"".join(rows) for rows in payloads), np.uint8)
     shape = (len(payloads), geometry.ranges, geometry.nbytes)
     if geometry.ranges == 1 and not three_dims:
@@ -172,7 +172,7 @@ def compare_rows(payload, rows):
 
 
 def random_payload(geometry, density, seed, pool, flags=0):
-    """One rank's payload: a fraction `density` of each range, up to the capacity, from `pool`."""
+    """One rank's payload of random entries with values from `pool`, limited by the capacity."""
     rng = np.random.default_rng([seed, geometry.numel, geometry.ranges])
     rows = []
     for r in range(geometry.ranges):

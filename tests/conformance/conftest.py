@@ -7,7 +7,7 @@ import torch
 
 # Triton's interpreter takes milliseconds per program of a launch, and Triton's compiler takes
 # seconds per kernel. So each test runs a limited number of random cases on Triton, always the same
-# ones. Tests with a hundred launches (many_launches) run on Triton only if the limit is at least
+# ones. Tests with 100 launches or more (many_launches) run on Triton only if the limit is at least
 # CASES_OF_MANY_LAUNCHES. Tests with thousands of programs (many_programs) do not run on Triton.
 # ptx-cuda runs faster and has a separate limit. With a limit of 0, all tests and cases run.
 CASES_OF_MANY_LAUNCHES = 8

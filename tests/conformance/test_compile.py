@@ -127,7 +127,7 @@ def assert_same(compiled, function, args):
     [(step, step_arguments(40000, 300)), (exchange, exchange_arguments(20000, "int4"))],
 )
 def test_inductor(function, args):
-    """Mutations are in order and in place, although Inductor functionalizes them first."""
+    """Mutations are in order and in place, although AOTAutograd functionalizes them first."""
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="inductor")
     assert_same(compiled, function, args)
 

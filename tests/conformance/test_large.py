@@ -15,7 +15,7 @@ from oracle import floats, payload, quantized_payload, thresholds
 
 NUMEL = 2**31 + 2**22 + 16385
 PLANTED = (0, 16384, 2**30, 2**31 - 1, 2**31, 2**31 + 1, NUMEL - 2, NUMEL - 1)
-LAST = NUMEL - 16385  # where the last two blocks begin
+LAST = NUMEL - 16385  # the first element of the last two blocks
 
 pytestmark = pytest.mark.large
 CPP = BACKENDS.get("cpp")

@@ -39,7 +39,7 @@ def test_mask_pack(triton, ranges, threshold, value_dtype, non_finite):
     packed = calls.mask_pack(
         triton, residual, grad, threshold, 6000, value_dtype=value_dtype, ranges=ranges
     )
-    assert packed.contents[0].count == 6000  # the overflow begins within a block
+    assert packed.contents[0].count == 6000  # the capacity is reached within a block
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16])

@@ -18,13 +18,13 @@ def row_bytes(width, format):
 
 
 def row_quantize(x, format):
-    """uint8 [rows, bytes]; x is a float32 array [rows, width]."""
+    """Return uint8 [rows, bytes]; `x` is a float32 array [rows, width]."""
     raw = b"".join(_quantize(row.tobytes(), format) for row in x)
     return np.frombuffer(raw, np.uint8).reshape(len(x), row_bytes(x.shape[1], format))
 
 
 def row_dequantize(rows, width, format, dtype):
-    """Raw bits [rows, width]; `rows` are uint8 [rows, bytes] with any bytes."""
+    """Return raw bits [rows, width]; `rows` are uint8 [rows, bytes] with any bytes."""
     out = np.empty((len(rows), width), np.float64)
     for row, values in zip(rows.tolist(), out, strict=True):
         (scale,) = floats.widen([row[-2] + 256 * row[-1]], "bfloat16")
@@ -36,7 +36,7 @@ def row_dequantize(rows, width, format, dtype):
 
 
 def row_dequantize_sum(rows, width, format, dtype):
-    """Raw bits [B, width]; rows are uint8 [P, B, w] with any bytes."""
+    """Return raw bits [rows, width]; `rows` are uint8 [ranks, rows, bytes] with any bytes."""
     total, *others = (
         floats.widen(row_dequantize(message, width, format, "float32"), "float32")
         for message in rows
@@ -47,7 +47,7 @@ def row_dequantize_sum(rows, width, format, dtype):
         return floats.narrow(total, dtype)
 
 
-@functools.lru_cache(50000)  # all backends quantize the same rows
+@functools.lru_cache(50000)  # for all backends, which quantize the same rows
 def _quantize(row, format):
     row = np.frombuffer(row, F32)
     codes, scale = [0] * len(row), NAN

@@ -33,7 +33,7 @@ def rank(density, n):
 
 
 def sample_threshold(grad, residual, density, ranges=1, max_samples=65536, seed=0, inv_scale=None):
-    """float32 [ranges]; `grad` and `residual` are float32 arrays."""
+    """Return float32 [ranges]; `grad` and `residual` are float32 arrays."""
     acc = floats.accumulate(residual, grad, inv_scale)
     result = []
     for r in range(ranges):

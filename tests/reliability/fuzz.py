@@ -2,7 +2,7 @@
 
 Each CPU op that reads messages is called with valid and mutated messages, under ASan and UBSan.
 Inputs that reach new branches are kept and mutated further. No call may access memory outside its
-arguments, have undefined behavior, or hang. Results and status must equal those of decoders written
+arguments, have undefined behavior, or hang. Results and status must match decoders that are written
 from the format's description. The entry point `payload_info` reads random headers in Python.
 
 The fuzzer is tests/native/fuzz.cpp. Successive batches run on different instruction sets. If an

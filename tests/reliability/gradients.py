@@ -1,4 +1,4 @@
-"""The base class of the runners of both hooks: steps, checkpoints and the account."""
+"""Base class of the runners of both hooks, with steps, checkpoints and the account."""
 
 import contextlib
 import copy

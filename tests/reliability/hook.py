@@ -101,7 +101,7 @@ class Runner(GradientRunner):
         scaled = {"grad_scaler": self._scaler, "optimizer": self._optimizer}
         self._state = DCTState(self._ddp, **scaled, **self._options)
         self._ddp.register_comm_hook(self._state, dct_hook)
-        self._exchanged = 0  # exchanged passes; DDP rebuilds its buckets after the first
+        self._exchanged = 0  # number of exchanges; DDP rebuilds its buckets after the first one
 
     def _set_weights(self, weights):
         parts = weights.split([p.numel() for p in self._all])

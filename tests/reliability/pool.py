@@ -13,9 +13,9 @@ import forked
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=60)  # for collectives; machines may be busy
-SECONDS = 240  # for a call
-GRACE = 2  # seconds for the other ranks after one has failed
+TIMEOUT = timedelta(seconds=60)  # of collectives, long enough for busy machines
+SECONDS = 240  # time limit of a call
+GRACE = 2  # seconds until other ranks count as hung after one has failed
 
 
 class Failed(Exception):

@@ -1,4 +1,4 @@
-"""Random programs over the public API.
+"""Random programs that call the public API.
 
 Programs contain steps, skipped steps, accumulation, take_back, flush, checkpoints, changes of the
 number of ranks, NaN, overflow and invalid calls. After each program, all finite contributions of

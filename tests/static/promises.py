@@ -31,7 +31,7 @@ class Promise:
     fewer_blocks: dict[int, int] = field(default_factory=dict)
 
 
-# A block adds its counts before it adds to the number of finished blocks. The last block then
+# A block adds its counts before it adds to the number of finished blocks. The last block to finish
 # invalidates its cache.
 LAST_BLOCK = ("RED.E.ADD.STRONG.GPU", "MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU", "CCTL.IVALL")
 
