@@ -97,7 +97,7 @@ def test_out_scale(backend, out_scale):
 
 @out_dtypes
 def test_out_is_rounded_once(backend, out_dtype):
-    """Includes ties and subnormals. Sums overflow to infinity; only packing saturates."""
+    """Values include ties and subnormals. Sums overflow to infinity; only packing saturates."""
     geometry = Geometry(4000, "float32")
     for values in (samples.hard(4000), samples.patterns(4000)):
         ranks = [packed_values(geometry, *values.tolist())]

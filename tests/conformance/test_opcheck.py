@@ -39,7 +39,7 @@ CASES += [
     ("dequantize_sum", {"payloads": RANGES.repeat(3, 1, 1), "out": BF16_OUT, "format": "int4"}),
     ("dequantize_sum", {"out_scale": None}),
 ]
-# Empty tensors, zero rows, and the rows of a single rank.
+# Empty tensors, tensors without rows, and the rows of a single rank.
 CASES += [
     ("sample_threshold", {"grad": empty(0), "residual": empty(0)}),
     ("mask_pack", {"residual": empty(0), "grad": empty(0), "payload": u8(2, NOTHING)}),

@@ -42,7 +42,7 @@ def test_every_byte(backend, format):
 @formats
 @dtypes
 def test_every_scale(backend, dtype, format):
-    """Includes NaN, infinite, negative and subnormal scales. Each row has one byte of codes."""
+    """Scales include NaN, infinite, negative and subnormal ones. Each row has one byte of codes."""
     scales = torch.arange(0, 2**16, 7 if backend.device == "cpu" else 1)
     rows = torch.full((len(scales), 3), 0x7E, dtype=torch.uint8)
     rows[:, 1], rows[:, 2] = (scales & 255).to(torch.uint8), (scales >> 8).to(torch.uint8)

@@ -117,7 +117,7 @@ def test_out_scale(backend, out_scale):
 
 @out_dtypes
 def test_out_is_rounded_once(backend, out_dtype):
-    """Includes ties and subnormals. Sums overflow to infinity; only packing saturates."""
+    """Values include ties and subnormals. Sums overflow to infinity; only packing saturates."""
     geometry = Geometry(20000, 20000, "float32")
     for pool in (samples.hard(5000, non_finite=False), samples.patterns(5000)):
         ranks = [calls.random_payload(geometry, 1.0, 0, pool)]

@@ -52,7 +52,7 @@ def written(geometry, content):
 
 @pytest.mark.many_launches
 def test_every_bit_of_the_header(backend):
-    """All bit flips except in two known flags are detected. A count that is too low voids blocks."""
+    """Every bit flip is detected, except in the two known flags. A count too low voids blocks."""
     geometry = Geometry(16384 + 50, 50, "float32")
     (row,) = valid(geometry)
     flips = []

@@ -144,7 +144,7 @@ T make(double x) {
   return result;
 }
 
-// float32 arithmetic through double, where a product is exact and rounding a sum twice is harmless.
+// float32 arithmetic in double: a product is exact, and rounding a sum twice does not change it.
 inline float multiply(float a, float b) {
   return from_bits(encode<float>(static_cast<double>(a) * b));
 }

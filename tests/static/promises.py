@@ -87,7 +87,7 @@ PROMISES = {
     "dequantize_sum_kernel<(PayloadFormat)6>": replace(
         SUMS, in_flight={STREAMS: 4}, dynamic_shared_bytes=8 * 8704, fuses=True
     ),
-    # Also loads eight vectors of the residual.
+    # Like dequantize_sum_kernel, but also loads eight vectors of the residual.
     "dequantize_sum_pack_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608, divides=True),
     "dequantize_sum_pack_kernel<(PayloadFormat)0>": SUMS,
     "dequantize_sum_pack_kernel<(PayloadFormat)1>": replace(SUMS, dynamic_shared_bytes=8 * 4608),
