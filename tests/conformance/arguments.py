@@ -121,7 +121,7 @@ def raises(call, args, op, named, error):
     for was, now in zip(before, snapshot(args), strict=True):
         assert torch.equal(was, now)
     text = str(caught.value)
-    text = text[text.index("dct::") :].partition("\n")[0]  # torch may add text around it
+    text = text[text.index("dct::") :].partition("\n")[0]  # torch may add other text
     assert re.match(rf"dct::{op}: {re.escape(named)}\S* must .+, got .+", text), text
     return text
 

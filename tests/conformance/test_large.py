@@ -82,7 +82,7 @@ def test_mask_pack_and_scatter_unpack(ranges):
 
 
 def test_seen_saturates_and_a_range_overflows():
-    """Needs 13 GB. More entries pass than int32 can count. All but one stay in the residual."""
+    """Needs 13 GB. More entries pass than int32 can count. All except one stay in the residual."""
     residual, grad = torch.ones(NUMEL), torch.zeros(NUMEL, dtype=torch.bfloat16)
     geometry = payload.Geometry(NUMEL, 1, "float32")
     packed = torch.zeros(geometry.nbytes, dtype=torch.uint8)

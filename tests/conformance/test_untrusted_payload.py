@@ -52,7 +52,7 @@ def written(geometry, content):
 
 @pytest.mark.many_launches
 def test_every_bit_of_the_header(backend):
-    """Every bit flip is detected, except in the two known flags. A count too low voids blocks."""
+    """Every bit flip is detected, except in the two known flags. A reduced count voids blocks."""
     geometry = Geometry(16384 + 50, 50, "float32")
     (row,) = valid(geometry)
     flips = []
@@ -120,7 +120,7 @@ def start(b, value):
     return {"starts": change}
 
 
-# The blocks hold about 33, 33, 33 and 0 entries. The first start is 0, the last is the count.
+# The blocks hold about 33, 33, 33 and 0 entries. The first start is 0 and the last is the count.
 WRONG_STARTS = {
     "first not 0": start(0, 1),
     "first all ones": start(0, 2**32 - 1),

@@ -82,7 +82,7 @@ def _call(draw, most):
 
 def draw_step(draw, most):
     step = {"seed": draw.randrange(10**6)}
-    if draw.random() < 0.1:  # one rank skips, as a GradScaler or training loop may
+    if draw.random() < 0.1:  # one rank skips the step, as a GradScaler may
         step["skipped_by"] = draw.randrange(most)
     if draw.random() < 0.12:
         value = draw.choice(["nan", "inf", "-inf"])

@@ -19,7 +19,7 @@ class Promise:
     # {loads: minimum number of them before the first result is used}
     in_flight: dict[str, int] = field(default_factory=dict)
     # All instructions that order or update memory shared with other blocks. If `in_order` is set,
-    # the order of the instructions matters, because one releases and a later one acquires.
+    # the order of the instructions matters, because one releases memory and another acquires it.
     between_blocks: tuple[str, ...] = ()
     in_order: bool = False
     # A correctly rounded division uses fused multiply-adds, and instructions that flush subnormals.
