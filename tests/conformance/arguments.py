@@ -25,7 +25,7 @@ def arguments(op):
     """Valid arguments by name; every call creates new tensors."""
     f32, grad, one = torch.ones(NUMEL), torch.ones(NUMEL), torch.tensor(1.0)
     received, sent = valid_payloads(), torch.full((QUANTIZED_BYTES,), 7, dtype=U8)
-    # With 4 of 50 columns, 4 bytes of column indices are smaller than a bitmap of 7 bytes.
+    # 4 column indices of one byte are smaller than a bitmap of 50 columns, which has 7 bytes.
     x, positions = torch.ones(ROWS, WIDTH), torch.zeros(ROWS, K, dtype=U8)
     values, rows = torch.ones(ROWS, K), torch.zeros(ROWS, WIDTH + 2, dtype=U8)
     of_ranks = torch.zeros(2, ROWS, WIDTH + 2, dtype=U8)
@@ -88,7 +88,7 @@ def arguments(op):
 
 
 def valid_payloads():
-    """Payloads of two ranks with a valid header. All other bytes are 7."""
+    """Payloads of two ranks with valid headers. All other bytes are 7."""
     payloads = torch.full((2, QUANTIZED_BYTES), 7, dtype=U8)
     header = quantized_payload.header(NUMEL, "int8")
     payloads[:, : len(header)] = torch.frombuffer(bytearray(header), dtype=U8)
@@ -105,7 +105,7 @@ def placed(value, device):
 
 
 def snapshot(args):
-    """The bytes of every tensor, because NaN values do not compare equal."""
+    """The tensors as bytes, because NaN values do not compare equal."""
     return [t.clone().contiguous().view(U8) for t in tensors(args)]
 
 
@@ -114,23 +114,23 @@ def tensors(args):
 
 
 def raises(call, args, op, named, error):
-    """Check that the call fails, names the argument and writes nothing; return the error text."""
+    """Check that the error names the argument and nothing is written; return the error text."""
     before = snapshot(args)
     with pytest.raises(error) as caught:
         call(**args)
     for was, now in zip(before, snapshot(args), strict=True):
         assert torch.equal(was, now)
     text = str(caught.value)
-    text = text[text.index("dct::") :].partition("\n")[0]  # torch may add text around it
+    text = text[text.index("dct::") :].partition("\n")[0]  # torch may add other text
     assert re.match(rf"dct::{op}: {re.escape(named)}\S* must .+, got .+", text), text
     return text
 
 
 def refused(backend, op, args, named, error):
-    """Check the errors of the public function and the backend's op; return the function's text.
+    """Check the errors of the public function and the backend's op; return the first error's text.
 
-    A Python backend raises an error with the same text. A compiled backend raises RuntimeError, and
-    the values after "got" in its text also occur in the public function's text.
+    A Python backend raises the same error. A compiled backend raises RuntimeError. The values after
+    "got" in its text also occur in the public function's text, except for the word "other".
     """
     text = raises(getattr(dct_kernels, op), args, op, named, error)
     assert re.match(rf"dct::{op}: {re.escape(named)} must ", text), text

@@ -1,4 +1,4 @@
-"""Converts tensors for the oracle, and compares them bit for bit."""
+"""Converts tensors for the oracle, and compares results bit for bit."""
 
 import numpy as np
 import torch

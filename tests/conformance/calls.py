@@ -1,4 +1,4 @@
-"""Runs an op of a backend on guarded copies of its arguments, and compares it with the oracle."""
+"""Runs ops of a backend on guarded copies of their arguments; compares results with the oracle."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from oracle import thresholds
 from conformance import bits
 from conformance.memory import Arena
 
-PREFILL = 0x5A  # fills payloads before the op, which must not change unused bytes
+PREFILL = 0x5A  # fills payloads before the op runs; unused bytes must keep this value
 
 
 class Packed(NamedTuple):
@@ -31,7 +31,7 @@ def neutral_gradient(residual):
 def sample_threshold(
     backend, grad, residual, density, ranges=1, inv_scale=None, offset=0, **options
 ):
-    """Run sample_threshold, compare it with the oracle, and return the thresholds.
+    """Run sample_threshold, compare the thresholds with the oracle, and return them.
 
     With `residual=None`, nothing is added to the gradient.
     """
@@ -71,7 +71,7 @@ def mask_pack(
     inv_scale=None,
     offset=0,
 ):
-    """Run mask_pack, compare residual, seen and all bytes with the oracle, and return them.
+    """Run mask_pack, compare residual, seen and payload bytes with the oracle, and return them.
 
     With `grad=None`, nothing is added to the residual. `threshold` is one number, or a list with
     one number per range. The payload is [nbytes] if `ranges` is None, otherwise [ranges, nbytes].
@@ -137,9 +137,9 @@ def summed(
 ):
     """Run an op that sums payloads, compare out and status with the oracle, and return them.
 
-    `op` is a pair of the backend's op and the oracle's. `settings` are the arguments after `out`.
-    `payloads[p][r]` are bytes. With one range the tensor is [P, nbytes], or [P, 1, nbytes] with
-    `three_dims`.
+    `op` is (the backend's op, the oracle's function). `settings` are the arguments after `out`.
+    `payloads[p][r]` are the bytes of range r from rank p. The op's payload tensor is
+    [ranks, ranges, nbytes], or [ranks, nbytes] if there is one range and `three_dims` is false.
     """
     call, oracle = op
     arena = Arena(backend.device, offset)
@@ -156,7 +156,7 @@ def summed(
 
 
 def stacked(payloads, geometry, three_dims=False):
-    """A uint8 tensor [P, nbytes], or [P, R, nbytes] with several ranges or `three_dims`."""
+    """The payloads as uint8 [ranks, ranges, nbytes] or [ranks, nbytes]; see `summed`."""
     raw = np.frombuffer(b"".join(b"".join(rows) for rows in payloads), np.uint8)
     shape = (len(payloads), geometry.ranges, geometry.nbytes)
     if geometry.ranges == 1 and not three_dims:
@@ -172,7 +172,7 @@ def compare_rows(payload, rows):
 
 
 def random_payload(geometry, density, seed, pool, flags=0):
-    """One rank's payload: a fraction `density` of each range, with values drawn from `pool`."""
+    """One rank's payload of random entries with values from `pool`, limited by the capacity."""
     rng = np.random.default_rng([seed, geometry.numel, geometry.ranges])
     rows = []
     for r in range(geometry.ranges):

@@ -5,11 +5,11 @@ from collections import defaultdict
 import pytest
 import torch
 
-# Triton's interpreter takes milliseconds per program of a launch, and Triton's compiler seconds per
-# kernel. So only a limited number of each test's cases run on Triton, drawn with a fixed seed.
-# Tests of a hundred launches (many_launches) run only if the limit is at least this number. Tests
-# of thousands of programs (many_programs) run only on other backends. PTX from nvcc executes
-# faster, so ptx-cuda has a separate limit. With a limit of 0, all tests and cases run.
+# Triton's interpreter takes milliseconds per program of a launch, and Triton's compiler takes
+# seconds per kernel. So each test runs a limited number of random cases on Triton, always the same
+# ones. Tests with 100 launches or more (many_launches) run on Triton only if the limit is at least
+# CASES_OF_MANY_LAUNCHES. Tests with thousands of programs (many_programs) do not run on Triton.
+# ptx-cuda runs faster and has a separate limit. With a limit of 0, all tests and cases run.
 CASES_OF_MANY_LAUNCHES = 8
 
 
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _is_deselected(item, limit: int) -> bool:
-    """Whether this limit deselects the test."""
+    """Whether a Triton backend with this limit skips the test."""
     if item.get_closest_marker("many_programs"):
         return True
     return limit < CASES_OF_MANY_LAUNCHES and bool(item.get_closest_marker("many_launches"))
@@ -49,7 +49,7 @@ def several_threads():
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fills new memory with NaN. Zero pages would hide an output that is not written."""
+    """Fills new tensors with NaN or large integers, because zeros could hide a missing write."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

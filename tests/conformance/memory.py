@@ -2,7 +2,7 @@
 
 import torch
 
-MARGIN = 64  # guard elements on each side
+MARGIN = 64  # guard elements on each side of an argument
 GUARD = 0xA5
 
 

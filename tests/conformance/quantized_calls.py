@@ -1,4 +1,4 @@
-"""Like `calls.py`, for the ops on dense payloads."""
+"""Runs the ops on dense payloads and compares results with the oracle, like `calls.py`."""
 
 import functools
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class Packed(NamedTuple):
 
 
 def quantize_pack(backend, residual, grad, format, ranges=None, inv_scale=None, room=0, offset=0):
-    """Run quantize_pack, compare the residual and all bytes with the oracle, and return them.
+    """Run quantize_pack, compare residual and payload bytes with the oracle, and return them.
 
     With `grad=None`, nothing is added to the residual. The payload is [nbytes] if `ranges` is
     None, otherwise [ranges, nbytes]. Each payload is `room` bytes longer than needed.
@@ -101,7 +101,7 @@ def _compared(residual, expected_residual, payload, rows, geometry):
 def numbers(numel, dtype=torch.float32, seed=0):
     """[numel] numbers, with one kind of values per group of 64.
 
-    Most groups are finite, because a NaN makes its whole group NaN.
+    Most groups are finite, because a single NaN makes the whole decoded group NaN.
     """
     return _numbers(numel, dtype, seed).clone()
 
@@ -123,7 +123,7 @@ def _numbers(numel, dtype, seed):
 
 
 def random_payload(geometry, seed=0, flags=0):
-    """One rank's payload: random code bytes with scales around 1, or normal values."""
+    """One rank's payload: random codes with scales around 1, or normally distributed values."""
     rng = np.random.default_rng([seed, geometry.numel, geometry.ranges])
     rows = []
     for r in range(geometry.ranges):

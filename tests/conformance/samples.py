@@ -5,7 +5,7 @@ import torch
 
 from conformance import bits
 
-# Around blocks of 16,384 and vectors of 8 to 64, with and without tails.
+# Numbers of elements around 32 and around multiples of the block size, 16,384.
 SIZES = (0, 1, 31, 32, 33, 16383, 16384, 16385, 3 * 16384 + 7)
 LARGE = 10**6 + 3
 
@@ -24,7 +24,7 @@ FINITE_BITS = (
 
 
 def hard(numel, dtype=torch.float32, seed=0, non_finite=True):
-    """[numel]: half are rounded normal values with many ties, half are special values or zeros."""
+    """[numel]: half are multiples of 1/8, half are special (float32) or arbitrary (16 bits)."""
     rng = np.random.default_rng([seed, numel])
     if dtype == torch.float32:
         pool = np.array(FINITE_BITS + (NAN_BITS + INFINITY_BITS if non_finite else ()), np.uint32)
@@ -43,7 +43,7 @@ def normal(numel, dtype=torch.float32, seed=0):
 
 
 def patterns(numel, seed=0):
-    """[numel] random bits of finite float32 values, with all exponents."""
+    """[numel] finite float32 values with random bits, and so with random exponents."""
     rng = np.random.default_rng([seed, numel])
     random = rng.integers(0, 2**32, numel, dtype=np.uint32)
     exponent_all_ones = (random & 0x7F800000) == 0x7F800000

@@ -10,7 +10,7 @@ from conformance import bits, samples
 from conformance.arguments import OPS, arguments, raises
 from dct_kernels import row_gather, row_pack, row_unpack
 
-# (width, k): a bitmap, uint8 columns, uint16 columns.
+# (width, k) of each encoding: bitmap, uint8 columns, uint16 columns.
 SHAPES = [(40, 6), (40, 3), (600, 5)]
 shapes = pytest.mark.parametrize(("width", "k"), SHAPES)
 F32, BF16, F16 = bits.FLOATS
@@ -23,7 +23,7 @@ def separated(rows, width):
     return (signs * (order + 1) / 4).requires_grad_()
 
 
-# The ops do not accept float64, so gradcheck uses float32 and a larger step.
+# The ops do not accept float64, so gradcheck uses float32 and a larger step than its default.
 @pytest.mark.filterwarnings("ignore:Input .* requires gradient and is not a double")
 @pytest.mark.parametrize(("width", "k"), [(12, 3), (40, 3), (300, 2)])
 def test_gradcheck(width, k):
@@ -114,9 +114,9 @@ def test_forward_mode_raises(entry, op):
 
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # raised by vmap once per op
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap warns once per op
 def test_torch_func_gradients(op):
-    """Differentiates sum(kept**3) twice, with torch.func alone and inside plain autograd."""
+    """Differentiates the sum of the cubed outputs twice, by torch.func alone and with autograd."""
     x = samples.normal(60).view(2, 30)
     values, positions = row_pack(x, 4, torch.float32)
     kept = torch.where(x.abs() >= x.abs().topk(4, 1).values[:, -1:], x, 0.0)
@@ -167,7 +167,7 @@ def test_only_mutated_arguments_bump_their_version_counter(op):
     ],
 )
 def test_mutating_an_argument_that_requires_grad_raises(entry, op, arg):
-    """Ops raise for leaves and non-leaves, like torch's in-place ops, unless grad mode is off."""
+    """Unless grad mode is off, ops raise an error for leaf and for non-leaf tensors."""
     args, call = arguments(op), getattr(entry, op)
     args[arg].requires_grad_()
     text = raises(call, args, op, arg, ValueError)

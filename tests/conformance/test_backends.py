@@ -36,7 +36,7 @@ def python(*args, backend=None, package=PACKAGE, **variables):
     )
 
 
-# Torch is imported once, and each case runs in a fork of that process.
+# One process imports torch, and each case runs in a fork of this process.
 FORKS = """
 import contextlib, io, json, multiprocessing, os, sys, traceback, torch
 def run(case):
@@ -96,7 +96,7 @@ BROKEN = [pytest.param(name, marks=pytest.mark.large) for name in ("empty", "gar
 
 @pytest.fixture(scope="module", params=["without", *BROKEN])
 def uncompiled(request, tmp_path_factory):
-    """The package without its compiled libraries, or with ones that do not load."""
+    """Outputs of a copy of the package whose compiled libraries are missing or do not load."""
     copy = tmp_path_factory.mktemp("uncompiled") / "dct_kernels"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copytree(Path(dct_parallel.__file__).parent, copy.parent / "dct_parallel")
@@ -128,7 +128,7 @@ def test_the_command_lists_every_backend(installed):
     available = availability(installed["command"])
     assert available["eager"]
     assert available["cpp"] == bool(list(PACKAGE.glob("_C*.so")))
-    # The conformance suite uses every backend that can run here.
+    # The conformance suite must use every backend that can run on this machine.
     runnable = {name for name, there in available.items() if there}
     if not torch.cuda.is_available():
         runnable.discard("cuda")
@@ -200,7 +200,7 @@ def test_a_library_built_for_other_schemas_is_not_loaded(tmp_path):
 
 
 def run_again(files, *options, **environment):
-    """Run test files of this folder in a process with other environment variables."""
+    """Run test files of this folder in a new process with these environment variables."""
     paths = [str(Path(__file__).parent / f"test_{name}.py") for name in files]
     result = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *paths, **environment)
     assert result.returncode == 0, result.stdout[-3000:]  # 5 if nothing ran
@@ -208,7 +208,7 @@ def run_again(files, *options, **environment):
 
 @pytest.mark.large
 def test_forced_eager_passes_opcheck_and_autograd():
-    """By default the dispatcher chooses the backend for these tests, possibly a compiled one."""
+    """Without DCT_BACKEND, the two test files may run on a compiled backend."""
     run_again(("opcheck", "autograd"), backend="eager")
 
 
@@ -223,13 +223,13 @@ def test_public_functions_and_ops_give_equal_results(op):
 
 
 def test_the_schema_digest_is_current():
-    """If a schema changes, change its function in csrc/bindings/ops.cpp and then this digest."""
+    """If a schema changes, change its function in ops.cpp, then the digest in built_with.cpp."""
     built_with = Path(__file__).parents[2] / "csrc" / "bindings" / "built_with.cpp"
     assert f' for schemas {_ops.schemas_digest()}"' in built_with.read_text()
 
 
 @pytest.mark.skipif("cpp" not in testing.backends(), reason="no compiled CPU kernels")
-@pytest.mark.large  # the native tests run on every instruction set by default
+@pytest.mark.large  # by default, only the native tests run on every instruction set
 @pytest.mark.parametrize("isa", ["default", "avx2"])
 def test_older_instruction_sets(isa):
     """The CPU kernels use the best instruction set unless ATEN_CPU_CAPABILITY limits it."""

@@ -89,7 +89,7 @@ def quantized_rows(x):
     return results
 
 
-# All row sizes have the same encoding, because the encoding determines a shape.
+# All cases have the same encoding, because the shape of `positions` depends on the encoding.
 ROWS = [(5, 64, 3), (31, 128, 7), (8, 250, 20), (100, 99, 2)]
 SIZES = {
     step: [step_arguments(*sizes) for sizes in [(5000, 100), (40000, 300, 3), (999, 3, 5)]],
@@ -127,13 +127,13 @@ def assert_same(compiled, function, args):
     [(step, step_arguments(40000, 300)), (exchange, exchange_arguments(20000, "int4"))],
 )
 def test_inductor(function, args):
-    """Mutations are in order and in place, although Inductor functionalizes them first."""
+    """Mutations are in order and in place, although AOTAutograd functionalizes them first."""
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="inductor")
     assert_same(compiled, function, args)
 
 
 def test_density_as_a_dynamic_argument():
-    """Dynamo makes the density symbolic, so its checks must be traceable."""
+    """Dynamo makes the density symbolic, so the checks of the density must be traceable."""
     compiled = torch.compile(sample_threshold, fullgraph=True, dynamic=True, backend="aot_eager")
     grad, residual = samples.normal(1000), samples.normal(1000, seed=1)
     for density in (0.01, 0.5, 1.0):
@@ -143,7 +143,7 @@ def test_density_as_a_dynamic_argument():
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_forward_and_backward(backend):
-    """Inductor generates kernels here, and must not reuse a buffer that backward needs."""
+    """Inductor generates kernels around the ops. It must not reuse a buffer that backward needs."""
 
     def model(x, k):
         values, positions = row_pack(torch.tanh(x), k, torch.float32)
@@ -156,7 +156,7 @@ def test_forward_and_backward(backend):
         leaf = x.clone().requires_grad_()
         function(leaf, 5).backward()
         gradients.append(leaf.grad)
-    # Inductor's tanh differs from torch's, so values are only close; the mask is equal.
+    # Inductor's tanh differs slightly from torch's, so gradients are close and not equal.
     torch.testing.assert_close(gradients[1], gradients[0])
     assert torch.equal(gradients[1] != 0, gradients[0] != 0)
 

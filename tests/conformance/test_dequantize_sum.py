@@ -65,7 +65,7 @@ def test_sum_is_in_rank_order(backend, format):
         ([minus, large, one], 2.0),
         ([one, large, minus], 0.0),
     ):
-        # The scale 2**30 / 127 is rounded, and so is the product with a code.
+        # `rel`: 1.0 is stored with a scale of 1 / 127 (int8) or 1 / 7 (int4), rounded to bfloat16.
         out, status = quantized_calls.dequantize_sum(backend, ranks, geometry, scale=2.0)
         assert out[0].item() == pytest.approx(expected, rel=0.01)
         assert out[1:].tolist() == [0.0] * 69
@@ -77,7 +77,7 @@ SCALES = (1 / 3, -1.0, 0.0, -0.0, 1e-45, 1e-320, 1e39, math.inf, math.nan)
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_scale_is_rounded_to_float32_once(backend, scale):
-    """All elements are multiplied, so infinity times a sum of 0 is NaN. Nothing is fused."""
+    """Every element is multiplied, even 0 by an infinite scale. No multiply-add is fused."""
     for format in ("float32", "int4"):
         geometry = Geometry(300, format)
         ranks = [packed_values(geometry, 0.0, -1.5, 3e38), packed_values(geometry, 0.0, 0.5)]
@@ -97,7 +97,7 @@ def test_out_scale(backend, out_scale):
 
 @out_dtypes
 def test_out_is_rounded_once(backend, out_dtype):
-    """Includes ties and subnormals. Sums overflow to infinity; only packing saturates."""
+    """Values include ties and subnormals. Sums overflow to infinity; only packing saturates."""
     geometry = Geometry(4000, "float32")
     for values in (samples.hard(4000), samples.patterns(4000)):
         ranks = [packed_values(geometry, *values.tolist())]

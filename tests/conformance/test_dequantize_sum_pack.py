@@ -30,7 +30,7 @@ def test_equals_the_two_ops_in_sequence(backend, ranks, format):
 
 @formats
 def test_mean_plus_residual_by_hand(backend, format):
-    """The owner adds its residual to the mean of two ranks. All formats represent it exactly."""
+    """The owner adds its residual to the mean of two ranks. The sum is exact in all formats."""
     geometry = Geometry(1030, format)
     unit = 127.0 if format == "int8" else 7.0
     residual = torch.zeros(1030)
@@ -43,7 +43,7 @@ def test_mean_plus_residual_by_hand(backend, format):
 
 
 def test_a_payload_without_a_header_adds_nothing(backend):
-    """Other payloads are added. Only `status` reports the damage, not the packed flags."""
+    """The other payloads are added. The error is in `status`, but not in the packed flags."""
     geometry = Geometry(100, "int8")
     first, second = packed_values(geometry, 127.0), packed_values(geometry, 254.0)
     empty = [bytes(geometry.nbytes)]

@@ -43,7 +43,7 @@ def misaligned(*shape):
 
 
 def payloads(nbytes):
-    """Wrong payloads: dimensions, ranges, number of bytes, strides, alignment."""
+    """Payloads with wrong dimensions, ranges, numbers of bytes, strides or alignment."""
     small = [u8(nbytes), u8(2, 0, nbytes), u8(2, nbytes - 16), u8(2, 64)]
     return [*small, u8(2, nbytes + 8), u8(4, nbytes)[::2], misaligned(2, nbytes)]
 

@@ -20,7 +20,7 @@ from conformance.arguments import (
 )
 from dct_kernels.layout import HEADER, MAGIC
 
-# (op, the argument in the error, {argument: (dtype, first byte, elements) in one buffer}).
+# (op, argument that the error names, {argument: (dtype, first byte, elements) in one buffer}).
 VECTOR = (F32, 0, NUMEL)
 ROW = (U8, 384, QUANTIZED_BYTES)
 OVERLAPS = [

@@ -1,8 +1,8 @@
 """More than 2**31 elements need 64-bit indices. Runs on the compiled CPU kernels only.
 
-The tests are deselected by default; run them with `pytest -m large`. Only a few planted
-entries are nonzero, so the tests need no second tensor with the expected results. Pages that are
-never touched take no memory.
+The tests are deselected by default; run them with `pytest -m large`. In most tests, only a few
+planted entries are nonzero, so no second tensor with the expected results is necessary. Pages that
+are never touched take no memory.
 """
 
 import math
@@ -15,7 +15,7 @@ from oracle import floats, payload, quantized_payload, thresholds
 
 NUMEL = 2**31 + 2**22 + 16385
 PLANTED = (0, 16384, 2**30, 2**31 - 1, 2**31, 2**31 + 1, NUMEL - 2, NUMEL - 1)
-LAST = NUMEL - 16385  # where the last two blocks begin
+LAST = NUMEL - 16385  # the first element of the last two blocks
 
 pytestmark = pytest.mark.large
 CPP = BACKENDS.get("cpp")
@@ -40,13 +40,13 @@ def assert_planted(x, scale=1, indices=PLANTED):
 
 
 def test_sample_threshold():
-    """Needs 13 GB. Checks samples against Python integers, and the k-th largest of a tail."""
+    """Needs 13 GB. Checks sampled indices against Python integers, and the last range's result."""
     grad, residual = planted(torch.bfloat16), torch.zeros(NUMEL)
     picks = thresholds.picks(NUMEL, 1000, seed=5, r=0)
     assert max(picks) > 2**31
     grad[picks[-1]] = 77.0
     assert CPP.sample_threshold(grad, residual, 0.001, 1, 1000, 5).tolist() == [77.0]
-    # One stratum has more than 2**31 elements, so hash * length needs more than 62 bits.
+    # A single stratum has more than 2**31 elements, so hash * length can exceed 2**63.
     grad[thresholds.picks(NUMEL, 1, seed=11, r=0)] = 55.0
     assert CPP.sample_threshold(grad, residual, 1.0, 1, 1, 11).tolist() == [55.0]
     # Each range has two blocks. The threshold of the last range is its second largest entry.
@@ -82,7 +82,7 @@ def test_mask_pack_and_scatter_unpack(ranges):
 
 
 def test_seen_saturates_and_a_range_overflows():
-    """Needs 13 GB. More entries pass than int32 can count. All but one stay in the residual."""
+    """Needs 13 GB. More entries pass than int32 can count. All except one stay in the residual."""
     residual, grad = torch.ones(NUMEL), torch.zeros(NUMEL, dtype=torch.bfloat16)
     geometry = payload.Geometry(NUMEL, 1, "float32")
     packed = torch.zeros(geometry.nbytes, dtype=torch.uint8)
@@ -110,7 +110,7 @@ def test_dense_payload():
 
 
 def test_dense_payload_of_several_ranges_and_dequantize_sum_pack():
-    """Needs 10 GB. Three ranges hold the same rows as one range. Then an owner repacks them."""
+    """Needs 10 GB. Three ranges hold the same rows as a single range, which is then repacked."""
     where, ranges = (0, 2**30, 2**31 - 1, 2**31, LAST, NUMEL - 1), 3  # in separate groups of 64
     grad = planted(torch.bfloat16, where)
     geometry = quantized_payload.Geometry(NUMEL, "ternary", ranges)

@@ -1,4 +1,4 @@
-"""mask_pack: values, sizes, dtypes and thresholds. test_overflow.py has capacity and ranges."""
+"""mask_pack: values, sizes, dtypes and thresholds. test_overflow.py tests capacity and ranges."""
 
 import math
 
@@ -103,7 +103,7 @@ def test_a_non_finite_gradient_leaves_the_residual_unchanged(backend):
 
 
 def test_packed_values_by_hand(backend):
-    """bfloat16 rounds ties to even and saturates. float32 keeps the bits of acc except NaN."""
+    """bfloat16 rounds ties to even and saturates. float32 keeps the bits unless acc is NaN."""
     inf, nan = 0x7F800000, 0xFF812345
     acc = [0x3F808000, 0x3F818000, 0xBF808001, 0x7F7FFFFF, 0xFF7F8000, inf, nan, 0x00000001]
     residual = bits.from_raw(np.array(acc, np.uint32), torch.float32)

@@ -1,7 +1,7 @@
 """torch.library.opcheck of the registered ops: schema, fake, autograd registration, AOT dynamic.
 
-opcheck does not compare values with the oracle; the other files do. The ops run on the dispatcher's
-backend for the CPU. test_backends.py runs this file again with eager forced.
+opcheck does not compare values with the oracle; the other test files do. The ops run on the
+dispatcher's backend for the CPU. test_backends.py runs this file again with eager forced.
 """
 
 import pytest
@@ -39,7 +39,7 @@ CASES += [
     ("dequantize_sum", {"payloads": RANGES.repeat(3, 1, 1), "out": BF16_OUT, "format": "int4"}),
     ("dequantize_sum", {"out_scale": None}),
 ]
-# Empty tensors, and zero rows.
+# Empty tensors, tensors without rows, and the rows of a single rank.
 CASES += [
     ("sample_threshold", {"grad": empty(0), "residual": empty(0)}),
     ("mask_pack", {"residual": empty(0), "grad": empty(0), "payload": u8(2, NOTHING)}),

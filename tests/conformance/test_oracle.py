@@ -47,7 +47,7 @@ def test_payload_layout_matches_the_oracle(dtype, ranges):
 def test_payload_layout_by_hand():
     # One block: a header of 64 bytes and 2 starts, then 3 positions, then 3 values of 2 bytes.
     assert payload_layout(100, 3, torch.bfloat16) == (112, 64, 80, 96)
-    # 16,385 elements in 2 blocks: 64 + 3 starts = 76, rounded up to 80; 9 positions = 98 -> 112.
+    # Two blocks: 3 starts of 4 bytes end at 76 (padded to 80), 9 positions at 98 (padded to 112).
     assert payload_layout(16385, 9, torch.float32) == (160, 64, 80, 112)
     # Two ranges of one block each.
     assert payload_layout(16385, 9, torch.float32, ranges=2) == (160, 64, 80, 112)

@@ -13,7 +13,7 @@ value_dtypes = pytest.mark.parametrize("value_dtype", bits.PAYLOAD_VALUES, ids=b
 
 
 def spread(numel, count):
-    """([numel] small values with `count` ones among them, the positions of the ones)."""
+    """([numel] values of 0.25 with `count` ones among them, the positions of the ones)."""
     where = np.sort(np.random.default_rng(0).choice(numel, count, replace=False))
     residual = torch.full((numel,), 0.25)
     residual[torch.from_numpy(where)] = 1.0
@@ -57,7 +57,7 @@ def test_the_non_finite_flag_covers_entries_beyond_the_capacity(backend):
 @pytest.mark.parametrize("ranges", [1, 2, 3, 7])
 @pytest.mark.parametrize("numel", [0, 5, 16385, 3 * 16384, 3 * 16384 + 7, 5 * 16384 + 1])
 def test_ranges(backend, numel, ranges):
-    """Each range has its own threshold. The last ranges are short or empty."""
+    """Each range has its own threshold. The last ranges may be short or empty."""
     residual, grad = samples.hard(numel), samples.hard(numel, torch.bfloat16, seed=1)
     thresholds = [0.75, -1.0, math.inf, 2.0, math.nan, 0.0, 0.5][:ranges]
     value_dtype = bits.PAYLOAD_VALUES[ranges % 2]

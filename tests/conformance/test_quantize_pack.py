@@ -15,7 +15,7 @@ formats = pytest.mark.parametrize("format", oracle.FORMATS)
 with_scales = pytest.mark.parametrize("format", oracle.WITH_SCALES)
 grad_dtypes = pytest.mark.parametrize("grad_dtype", bits.FLOATS, ids=bits.name)
 
-# Around groups of 64, rows of 1,024 and blocks of 16,384.
+# Numbers of elements around groups of 64, rows of 1,024 and blocks of 16,384.
 SIZES = (0, 1, 63, 64, 65, 1023, 1024, 1025, 16383, 16384, 16385)
 
 
@@ -65,7 +65,7 @@ BY_HAND = {
     "int8": ([127.0, 0.5, 1.5, -2.5, -126.5], [127, 0, 2, 254, 130], 0x3F80, [0, 0.5, -0.5, -0.5]),
     "int4": ([7.0, -7.0, 2.25, -0.5], [0x97, 0x02], 0x3F80, [0, 0, 0.25, -0.5]),
     # The mean magnitude is 9 / 64 over all 64 entries, and 3 over the 3 entries that are sent. The
-    # first byte is 1 - 3 - 9.
+    # first byte is 1 - 3 - 9 = 245 - 256.
     "ternary": ([4.0, -4.0, -1.0], [245, 0], 0x4040, [1, -1, 2]),
 }
 
@@ -97,7 +97,7 @@ def test_rows_by_hand(backend, format):
 
 
 def test_values_without_scales_by_hand(backend):
-    """bfloat16 rounds ties to even and saturates. float32 keeps the bits of acc except NaN."""
+    """bfloat16 rounds ties to even and saturates. float32 keeps the bits unless acc is NaN."""
     acc = [0x3F808000, 0x3F818000, 0xBF808001, 0x7F7FFFFF, 0x7F800000, 0xFF812345, 0x00000001]
     residual = bits.from_raw(np.array([*acc, 0x80000000], np.uint32), torch.float32)
     packed = quantized_calls.quantize_pack(backend, residual, None, "bfloat16")
@@ -119,7 +119,7 @@ def test_values_without_scales_by_hand(backend):
 @pytest.mark.many_programs
 @formats
 def test_conservation_over_all_exponents(backend, format):
-    """Value + new residual == acc exactly, except that ternary rounds the residual once."""
+    """Decoded value + new residual == acc, except that ternary rounds the residual once."""
     exponents = torch.arange(-149, 126, dtype=torch.float64).repeat_interleave(64)
     by_exponent = samples.normal(len(exponents)) * torch.exp2(exponents)
     acc = torch.cat([by_exponent.float(), samples.patterns(20_000)])

@@ -18,7 +18,7 @@ formats = pytest.mark.parametrize("format", oracle.FORMATS)
 @formats
 @pytest.mark.parametrize("ranges", [1, 2, 3, 7])
 def test_ranges(backend, ranges, format):
-    """Bytes after the rows are unchanged, also in a shorter last range and an empty range."""
+    """Bytes after the rows are unchanged, even if the last range is shorter or a range is empty."""
     for numel in (0, 5, 16384, 16385, 2 * 16384 + 7):
         residual, grad = numbers(numel), numbers(numel, torch.bfloat16, seed=1)
         packed = quantized_calls.quantize_pack(backend, residual, grad, format, ranges, room=32)

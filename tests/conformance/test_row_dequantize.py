@@ -32,7 +32,7 @@ def test_garbage(backend, dtype, format):
 
 @formats
 def test_every_byte(backend, format):
-    """Every byte of codes, also those that no sender writes, such as int8 -128 and int4 -8."""
+    """All bytes are valid, even codes that row_quantize never writes (int8 -128 and int4 -8)."""
     each = {"int8": 1, "int4": 2, "ternary": 5, "sign": 8}[format]
     rows = torch.arange(256).to(torch.uint8).view(256, 1)
     scale = torch.tensor([0x80, 0x3F], dtype=torch.uint8)
@@ -42,7 +42,7 @@ def test_every_byte(backend, format):
 @formats
 @dtypes
 def test_every_scale(backend, dtype, format):
-    """Includes NaN, infinite, negative and subnormal scales. Each row has one byte of codes."""
+    """Scales include NaN, infinite, negative and subnormal ones. Each row has one byte of codes."""
     scales = torch.arange(0, 2**16, 7 if backend.device == "cpu" else 1)
     rows = torch.full((len(scales), 3), 0x7E, dtype=torch.uint8)
     rows[:, 1], rows[:, 2] = (scales & 255).to(torch.uint8), (scales >> 8).to(torch.uint8)
@@ -57,7 +57,7 @@ def test_by_hand(backend):
     rows = torch.tensor([[79, 0x00, 0x40]], dtype=torch.uint8)  # 79 = 1 - 3 + 81
     assert check(backend, rows, 5, "ternary").tolist() == [[2.0, -2.0, 0.0, 0.0, 2.0]]
     assert check(backend, rows, 5, "sign").tolist() == [[-2.0, -2.0, -2.0, -2.0, 2.0]]
-    # Bytes that are not a sum of five ternary codes decode as five ones.
+    # 122 (0x7A) and -128 (0x80) are not sums of five ternary codes. They decode like 121 (0x79).
     for byte, value in ((0x79, 2.0), (0x7A, 2.0), (0x80, 2.0), (0x87, -2.0)):
         rows = torch.tensor([[byte, 0x00, 0x40]], dtype=torch.uint8)
         assert check(backend, rows, 5, "ternary").tolist() == [[value] * 5]
@@ -77,7 +77,7 @@ def test_float16_overflow_and_nan(backend, dtype, format):
 @formats
 @pytest.mark.parametrize("width", [5, 64, 300])
 def test_round_trip(backend, width, format):
-    """The result is close to x. Quantizing the result reproduces it up to rounding."""
+    """Dequantized rows are close to x. A second round trip changes them only by rounding."""
     x = samples.normal(20 * width).view(20, width)
     rows = backend.row_quantize(x.to(backend.device), format)
     once = backend.row_dequantize(rows, width, format, torch.float32)

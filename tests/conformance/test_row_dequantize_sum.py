@@ -28,7 +28,7 @@ def check(backend, rows, width, format, dtype=torch.float32, offset=0):
 
 
 def messages(ranks, rows, width, format, seed=0):
-    """Return all ranks' messages: rows of normal numbers, with some large and some zero rows."""
+    """Return all ranks' messages: rows of random numbers with different magnitudes, and zeros."""
     x = samples.normal(ranks * rows * width, seed=seed).view(ranks * rows, width)
     x *= torch.tensor([1.0, 1e-3, 4096.0, 0.0, 1e30, 7.0, 1e-30]).repeat(len(x))[: len(x), None]
     raw = oracle.row_quantize(bits.numbers(x), format)

@@ -13,7 +13,7 @@ from conformance.memory import Arena
 x_dtypes = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
 value_dtypes = pytest.mark.parametrize("value_dtype", bits.FLOATS, ids=bits.name)
 
-# (width, k): around vectors and bytes, and where the encoding changes.
+# (width, k) around multiples of bytes and vectors, and where the encoding changes.
 SHAPES = [(1, 1), (2, 1), (7, 7), (8, 1), (9, 2), (31, 3), (32, 4), (33, 5), (33, 33), (64, 7)]
 SHAPES += [(64, 8), (64, 9), (100, 50), (127, 1), (255, 31), (256, 31), (256, 32), (256, 256)]
 SHAPES += [(257, 16), (257, 17), (512, 31), (512, 32), (1000, 1), (1024, 100), (1025, 64)]
@@ -22,7 +22,7 @@ WIDE += [(65537, 5000), (70001, 70001)]
 
 
 def check(backend, x, k, value_dtype, offset=0):
-    """Compare row_pack, and the other ops at its positions, with the oracle."""
+    """Compare row_pack with the oracle, then row_gather and row_unpack at the same positions."""
     arena = Arena(backend.device, offset)
     values, positions = backend.row_pack(arena.read(x), k, value_dtype)
     arena.check()

@@ -13,8 +13,8 @@ from dct_kernels import row_layout
 x_dtypes = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
 formats = pytest.mark.parametrize("format", oracle.FORMATS)
 
-# Widths around the boundaries of bytes (2, 5 and 8 codes), vectors, warps, 32-entry blocks, and
-# the tile of a Triton program.
+# Widths around multiples of bytes (2, 5 or 8 codes), vectors, warps, blocks of 32 entries and
+# Triton tiles.
 WIDTHS = (1, 2, 4, 5, 6, 7, 8, 9, 16, 31, 32, 33, 64, 127, 128, 255, 256)
 WIDTHS += (1023, 1024, 1025, 2048, 2052, 4099)
 

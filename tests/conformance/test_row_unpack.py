@@ -70,8 +70,8 @@ BITMAP = (20, 4)
     ],
 )
 def test_invalid_positions_are_ignored(backend, shape, positions, accepted):
-    """Columns must ascend. Set bits after the k-th one or past the width are invalid. An invalid
-    slot gathers 0 and scatters nothing. Later slots keep their values."""
+    """Columns must ascend. Set bits after the k-th one or past the width are ignored. An invalid
+    slot gathers 0, scatters nothing, and does not affect later slots."""
     width, k = shape
     positions = torch.tensor([positions], dtype=torch.uint8)
     x, values = torch.arange(1.0, width + 1).view(1, width), torch.arange(1.0, k + 1).view(1, k)
@@ -84,7 +84,7 @@ def test_invalid_positions_are_ignored(backend, shape, positions, accepted):
 
 @pytest.mark.parametrize(("width", "k"), [*SHAPES, *WIDE])
 def test_garbage_positions(backend, width, k):
-    """Random bytes, random small columns, all zeros and all ones."""
+    """Positions are random bytes, random bytes mixed with zeros, all zeros, or all ones."""
     nbytes = oracle.encoding(width, k)[1]
     rng = np.random.default_rng([width, k])
     rows = 40 if width < 2000 else 2

@@ -69,7 +69,7 @@ def test_density_of_a_million_elements_is_within_the_stated_error(backend):
     ],
 )
 def test_k_is_a_float64_product_rounded_up(backend, density, n, k):
-    """The magnitudes are 1 to n, so the k-th largest determines k."""
+    """The magnitudes are 1 to n, so the threshold determines k."""
     x = torch.arange(1.0, n + 1).flip(0)
     assert check(backend, x, None, density) == n - k + 1
     for max_samples in (n, n + 1):
@@ -79,7 +79,7 @@ def test_k_is_a_float64_product_rounded_up(backend, density, n, k):
 @pytest.mark.parametrize("ranges", [1, 2, 3, 7])
 @pytest.mark.parametrize("numel", [0, 5, 16385, 3 * 16384, 5 * 16384 + 1])
 def test_ranges(backend, numel, ranges):
-    """Long ranges are sampled. The threshold of an empty range is infinity."""
+    """Ranges of more than 500 elements are sampled. The threshold of an empty range is infinity."""
     x = samples.hard(numel)
     result = check(backend, x, x.flip(0), 0.02, ranges, max_samples=500, seed=3)
     check(backend, x, x.flip(0), 0.5, ranges)

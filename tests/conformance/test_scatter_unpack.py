@@ -54,7 +54,7 @@ def test_ranks_and_ranges(backend, ranges, ranks):
 
 
 def test_many_ranks(backend):
-    """There are more ranks than pieces of a tile, so ranks share pieces."""
+    """The CPU kernel divides a tile into 128 pieces, which are fewer than the 130 ranks."""
     geometry = Geometry(5000, 100, "bfloat16")
     calls.scatter_unpack(backend, payloads(geometry, 130, 0.01), geometry, scale=1 / 130)
 
@@ -117,7 +117,7 @@ def test_out_scale(backend, out_scale):
 
 @out_dtypes
 def test_out_is_rounded_once(backend, out_dtype):
-    """Includes ties and subnormals. Sums overflow to infinity; only packing saturates."""
+    """Values include ties and subnormals. Sums overflow to infinity; only packing saturates."""
     geometry = Geometry(20000, 20000, "float32")
     for pool in (samples.hard(5000, non_finite=False), samples.patterns(5000)):
         ranks = [calls.random_payload(geometry, 1.0, 0, pool)]
@@ -137,7 +137,7 @@ def test_misaligned_out(backend, offset, out_dtype):
 
 @pytest.mark.parametrize("flags", range(4))
 def test_non_finite_and_overflow_together_give_nan(backend, flags):
-    """The first element of the range becomes NaN, with or without an entry there."""
+    """With both flags, the first element of the range becomes NaN, even without an entry there."""
     geometry = Geometry(40000, 50, "float32", ranges=2)
     pool = torch.tensor([1.0, 2.0])
     valid = calls.random_payload(geometry, 0.001, 0, pool)

@@ -1,5 +1,5 @@
-"""The Triton kernels with tile sizes of a GPU, and smaller ones. By default the interpreter uses
-larger tiles, so most tensors of this suite fit in one tile."""
+"""Runs the Triton kernels with tiles as small as on a GPU, or smaller. In the interpreter, the
+default tiles are larger, so most tensors of this suite fit in one tile."""
 
 import importlib
 
@@ -24,7 +24,7 @@ TILES = {
 def triton(monkeypatch):
     for op, sizes in TILES.items():
         for name, size in sizes.items():
-            # Imported by path, because the package's attribute of this name is the function.
+            # By module path, because the package's attribute of this name is the function.
             monkeypatch.setattr(importlib.import_module(f"dct_kernels.triton.{op}"), name, size)
     return BACKENDS["triton"]
 
@@ -39,7 +39,7 @@ def test_mask_pack(triton, ranges, threshold, value_dtype, non_finite):
     packed = calls.mask_pack(
         triton, residual, grad, threshold, 6000, value_dtype=value_dtype, ranges=ranges
     )
-    assert packed.contents[0].count == 6000  # the overflow begins within a block
+    assert packed.contents[0].count == 6000  # the capacity is reached within a block
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16])

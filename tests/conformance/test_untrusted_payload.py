@@ -1,7 +1,7 @@
 """scatter_unpack of payloads from a faulty or hostile peer.
 
-Status and out match the oracle, and no access is out of bounds. The bad payloads are always between
-two valid ones.
+Status and out match the oracle, and no other memory is written. In most tests, valid payloads
+precede and follow the bad ones.
 """
 
 import numpy as np
@@ -52,7 +52,7 @@ def written(geometry, content):
 
 @pytest.mark.many_launches
 def test_every_bit_of_the_header(backend):
-    """Every bit flip is detected, except in the two known flags. A lower count voids blocks."""
+    """Every bit flip is detected, except in the two known flags. A reduced count voids blocks."""
     geometry = Geometry(16384 + 50, 50, "float32")
     (row,) = valid(geometry)
     flips = []
@@ -110,7 +110,7 @@ def test_only_the_range_with_the_wrong_header_is_void(backend):
 
 
 def start(b, value):
-    """A change that replaces start b with a number, or with a function of the content."""
+    """A change that sets start b to a number, or to the result of a function of the content."""
 
     def change(content):
         starts = list(content.starts)
@@ -120,7 +120,7 @@ def start(b, value):
     return {"starts": change}
 
 
-# The payload's blocks hold about 33, 33, 33 and 0 entries. Three starts can vary.
+# The blocks hold about 33, 33, 33 and 0 entries. The first start is 0 and the last is the count.
 WRONG_STARTS = {
     "first not 0": start(0, 1),
     "first all ones": start(0, 2**32 - 1),
@@ -166,14 +166,14 @@ def test_the_only_start_of_an_empty_range(backend):
 
 
 def test_the_other_blocks_are_added(backend):
-    """A descending start voids the block that ends there and the next block."""
+    """A descending start voids the block that ends there. Here it also voids the next block."""
     geometry = Geometry(4 * 16384, 100, "float32")
     indices = np.array([5, 6, 16384, 16390, 32768 + 3, 49152])
     content = payload.content(geometry, 0, indices, [0x3F800000] * 6)
     assert content.starts == [0, 2, 4, 5, 6]
     rows = written(geometry, content.but(starts=[0, 2, 1, 5, 6]))
     out, status = calls.scatter_unpack(backend, [rows], geometry)
-    # Block 1 ends before it starts. Block 2 spans entries 1 to 5, whose positions do not ascend.
+    # Block 1 ends before it starts. Block 2 spans entries 1 to 4, whose positions do not ascend.
     assert status == [2 | 4]
     assert out.nonzero().flatten().tolist() == [5, 6, 49152]
 
@@ -213,7 +213,7 @@ def test_positions_in_a_short_last_block(backend):
 
 
 def test_more_entries_than_a_block_has_elements(backend):
-    """With more entries than elements in a block, positions cannot all ascend."""
+    """If a block has more entries than elements, some position is past the block."""
     geometry = Geometry(2 * 16384, 2 * 16384, "float32")
     count = 16384 + 20
     content = payload.content(geometry, 0, np.arange(count), [0x3F800000] * count)

@@ -1,7 +1,7 @@
 """dequantize_sum and dequantize_sum_pack of payloads from a faulty or hostile peer.
 
-A payload with a wrong header is not added and has status 1. Any bytes are valid rows. The bad
-payloads are between two valid ones.
+A range with a wrong header is not added, and its payload has status 1. Any bytes are valid rows.
+In most tests of headers, valid payloads precede and follow the bad ones.
 """
 
 import math
@@ -48,7 +48,7 @@ def test_every_bit_of_the_header(backend, format):
 
 
 def other_headers(numel, format):
-    """Headers of other formats, versions and sizes, and random ones."""
+    """Headers with other formats, versions, flags and sizes, and random bytes."""
     others = [oracle.header(numel, other) for other in oracle.FORMATS if other != format]
     sizes = (0, numel - 1, numel + 1, 1024, 16384, 2 * 16384, numel + 2**32, 2**63)
     others += [oracle.header(other, format) for other in sizes if other != numel]
@@ -97,7 +97,7 @@ def test_the_header_of_an_empty_range(backend):
 @formats
 @pytest.mark.parametrize("out_dtype", bits.FLOATS, ids=bits.name)
 def test_noise_in_rows(backend, out_dtype, format):
-    """Scales and values are random bits, including NaN, infinite and subnormal ones."""
+    """All bytes of the rows are random, so some scales or values are NaN, infinite or subnormal."""
     geometry = Geometry(3000, format, ranges=2)
     rng = np.random.default_rng(0)
     for ranks in (1, 2):
@@ -140,7 +140,7 @@ def test_scales_of_every_kind(backend, format):
 
 @pytest.mark.parametrize("format, codes", [("int8", (0xFF, 2, 0xFE)), ("int4", (0xFF, 0x22, 0xEE))])
 def test_products_that_overflow(backend, format, codes):
-    """A code times the largest scale overflows to infinity before it is added."""
+    """The product of 2 and the largest scale overflows to infinity before it is added."""
     geometry = Geometry(1024, format)
     (valid,) = random_payload(geometry)
     scales = np.full(16, 0x7F7F, np.uint16).tobytes()

@@ -1,11 +1,11 @@
 // Feeds ops with bytes that a peer might send: valid inputs and mutations of them.
 //
 //   fuzz OP SEED FIRST COUNT   inputs FIRST .. FIRST + COUNT - 1, determined by SEED and FIRST
-//   fuzz OP HEX                one input, as printed by a run that stopped
+//   fuzz OP HEX                one input, as printed by a run that failed
 //
 // Kernels compiled with DCT_COVERAGE report the branches that they take, and inputs that take new
 // branches are mutated further. No call may access memory outside of its arguments; guards and
-// sanitizers detect such accesses. Results must equal those of the decoders in the headers.
+// sanitizers detect such accesses. Results must equal the results of the reference decoders.
 
 #include <unistd.h>
 
@@ -22,13 +22,13 @@ namespace {
 
 #define DCT_PLAIN __attribute__((no_sanitize("address", "undefined")))
 
-// Counts of each taken branch, indexed by a hash of the branch's source and target.
+// How often each branch was taken, indexed by a hash of the branch's source and target.
 constexpr int64_t kBranches = 1 << 14;
 uint8_t taken[kBranches];
 uint16_t touched[kBranches];
 int64_t num_touched = 0, num_taken = 0;
 uintptr_t last = 0;
-uint8_t known[kBranches];  // a bit for each magnitude of `taken`
+uint8_t known[kBranches];  // bit b: some input took the branch 2^b to 2^(b+1)-1 times
 
 DCT_PLAIN void forget_branches() {
   for (int64_t i = 0; i < num_touched; ++i) taken[touched[i]] = 0;
@@ -36,7 +36,7 @@ DCT_PLAIN void forget_branches() {
   last = 0;
 }
 
-// Returns whether the last input took some branch a number of times that is new in magnitude.
+// Returns whether the branches of the last input set a new bit of `known`.
 DCT_PLAIN bool is_new() {
   bool found = false;
   for (int64_t i = 0; i < num_touched; ++i) {
@@ -131,7 +131,7 @@ class Campaign {
     return input;
   }
 
-  // Draws a few inputs, from the recent ones or from all, and returns the one with the lowest cost.
+  // Draws a few inputs, each from the recent ones or from all, and returns the cheapest.
   const Input& choose() {
     const auto all = static_cast<int64_t>(found_.size());
     const auto one = [&]() -> const Found& {

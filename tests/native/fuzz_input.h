@@ -26,7 +26,7 @@ struct Input {
   std::vector<uint8_t> bytes;
 };
 
-// Decodes a setting. Each choice consumes one digit of the setting.
+// Decodes a setting as a mixed-radix number with one digit per pick.
 class Setting {
  public:
   explicit Setting(uint32_t setting) : rest_(setting) {}
@@ -42,7 +42,7 @@ class Setting {
   uint32_t rest_;
 };
 
-// The position of a number in an input's bytes.
+// The offset and size of a number in an input's bytes.
 struct Field {
   int64_t offset;
   int bytes;
@@ -92,14 +92,14 @@ class Memory {
   std::vector<std::pair<int64_t, int64_t>> guards_;
 };
 
-// Numbers at or next to limits that a reader may check incorrectly.
+// Returns a number at or next to a limit that a reader may check incorrectly.
 inline uint64_t boundary(Random& random) {
   const uint64_t near = random.pick<uint64_t>(
       {0, 1, 2, 64, 255, 1024, 16384, 65535, 1u << 31, 1ull << 32, 1ull << 63, ~0ull});
   return near + random.integer(-1, 1);
 }
 
-// Mutates an input slightly. `field` returns the byte offset of a numeric field of the input.
+// Mutates an input slightly. `field` returns a random numeric field of the input.
 template <typename FieldOf>
 void mutate(Random& random, Input& input, const Input& other, const FieldOf& field) {
   std::vector<uint8_t>& bytes = input.bytes;
@@ -165,13 +165,13 @@ void mutate(Random& random, Input& input, const Input& other, const FieldOf& fie
   }
 }
 
-// Values of the trusted arguments: numbers near 1 and special values, the same in every run.
+// Values of the trusted arguments, including special values. They are the same in every run.
 inline const std::vector<float>& floats() {
   static const std::vector<float> pool = Random(1).reals<float>(1 << 14);
   return pool;
 }
 
-// Calls function(parallel). `parallel` runs tasks one after the other, or with TSan on threads.
+// Calls function(parallel). `parallel` runs tasks sequentially, or on threads in TSan builds.
 template <typename Function>
 void with_tasks(int64_t tasks, Function&& function) {
 #if defined(__SANITIZE_THREAD__)

@@ -155,7 +155,7 @@ class Quantized : public Target {
       out = setting.pick({DType::kFloat32, DType::kBFloat16, DType::kFloat16});
       nbytes = bytes_for(*kind, numel, ranges, setting.pick({0, 16}));
       if (cut &&
-          setting.pick({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1}) == 1) {  // two ranges
+          setting.pick({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1}) == 1) {  // two blocks
         numel += kBlock;
         nbytes = bytes_for(*kind, numel, ranges, 0);
       }

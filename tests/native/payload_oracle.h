@@ -1,6 +1,6 @@
 #pragma once
 
-// Dense payloads by their definition, in integers and doubles.
+// Reference implementation of dense payloads, in integers and doubles.
 
 #include <algorithm>
 #include <cmath>
@@ -19,7 +19,7 @@ struct Kind {
   PayloadFormat format;
   uint8_t code;
   int64_t code_bytes;  // of 64 entries
-  RowFormat rows;      // if they have a scale
+  RowFormat rows;      // unused without scales
 
   bool scaled() const { return code >= 4; }
   int64_t row_bytes() const { return kGroups * (code_bytes + (scaled() ? 2 : 0)); }

@@ -1,6 +1,6 @@
 #pragma once
 
-// Positions of packed rows, read column by column.
+// Reference decoder of the positions of packed rows.
 
 #include <vector>
 
@@ -9,7 +9,7 @@
 
 namespace dct::test {
 
-// The column of each slot, or -1 if it is not accepted.
+// The column of each slot, or -1 if the slot is invalid.
 inline std::vector<int64_t> columns_of(const uint8_t* positions, int64_t width, int64_t k) {
   std::vector<int64_t> columns(k, -1);
   const int64_t bytes = position_bytes(width, k), bitmap = (width + 7) / 8;
@@ -29,8 +29,8 @@ inline std::vector<int64_t> columns_of(const uint8_t* positions, int64_t width, 
   return columns;
 }
 
-// Checks the values [rows, k] of row_gather and the rows [rows, width] of row_unpack for any
-// positions. Returns whether every slot is accepted.
+// check_gathered checks the values [rows, k] of row_gather, and check_unpacked the rows
+// [rows, width] of row_unpack. Positions may be invalid. Returns whether all slots are valid.
 template <typename X, typename Value>
 bool check_gathered(const X* x, const uint8_t* positions, int64_t rows, int64_t width, int64_t k,
                     const Value* values) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Quantized rows by the definition of the formats, in integers and doubles.
+// Reference implementation of quantized rows, in integers and doubles.
 
 #include <algorithm>
 #include <cmath>

@@ -23,7 +23,7 @@ void put_sparse_header(uint8_t* out, int64_t numel, int64_t capacity, int64_t co
   std::memcpy(out + 20, &count, 4);
 }
 
-// Writes a valid payload with random entries of a range.
+// Writes a valid payload of a range with random entries.
 template <typename Value>
 void put_sparse(Random& random, uint8_t* out, const PayloadLayout& layout, int64_t numel,
                 int64_t capacity) {

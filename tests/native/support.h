@@ -19,7 +19,7 @@
 #include "../../csrc/common/floats.h"
 #include "../../csrc/cpu/parallel.h"
 
-// Prints the case and stops. `...` is a printf format and its arguments.
+// Exits with a message if the condition is false. `...` is a printf format and its arguments.
 #define CHECK(condition, ...)                                              \
   do {                                                                     \
     if (!(condition)) {                                                    \
@@ -37,7 +37,7 @@ constexpr DType kDType = std::is_same_v<T, Float16>    ? DType::kFloat16
                          : std::is_same_v<T, BFloat16> ? DType::kBFloat16
                                                        : DType::kFloat32;
 
-// Runs tasks on new threads, which take tasks one by one, so the order differs between runs.
+// Runs tasks on new threads. A free thread takes the next task, so the order of tasks varies.
 struct Threads {
   int64_t threads;
 
@@ -115,7 +115,7 @@ uint32_t encode(double x, bool saturate = false) {
   if (std::isinf(x)) return sign | infinity;
   if (x == 0) return sign;
   const int exponent = std::max(std::ilogb(x), 1 - F::kBias);
-  // The number of units in the last place is the bit pattern, except for the exponent's offset.
+  // The bit pattern is the number of units in the last place plus an offset for the exponent.
   const double units = std::nearbyint(std::ldexp(std::fabs(x), F::kMantissa - exponent));
   const double pattern = units + std::ldexp(exponent - 1 + F::kBias, F::kMantissa);
   if (pattern >= infinity) return sign | (saturate ? infinity - 1 : infinity);
@@ -144,7 +144,7 @@ T make(double x) {
   return result;
 }
 
-// float32 arithmetic through double, where a product is exact and rounding a sum twice is harmless.
+// float32 arithmetic in double: a product is exact, and rounding a sum twice does not change it.
 inline float multiply(float a, float b) {
   return from_bits(encode<float>(static_cast<double>(a) * b));
 }
@@ -165,7 +165,7 @@ class Random {
     return from.begin()[integer(0, static_cast<int64_t>(from.size()) - 1)];
   }
 
-  // Mostly numbers near 1, mixed with special values and random bits.
+  // Mostly normally distributed numbers, mixed with special values and random bits.
   float real() {
     if (chance(0.9)) return std::normal_distribution<float>(0, 1)(engine_);
     if (chance(0.5)) return from_bits(static_cast<uint32_t>(engine_()));

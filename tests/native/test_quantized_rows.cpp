@@ -1,4 +1,4 @@
-// Compares row_quantize with the definition of the formats. The fuzzer checks row_dequantize.
+// Compares row_quantize with the definitions of the formats. The fuzzer checks row_dequantize.
 
 #include "../../csrc/cpu/kernels.h"
 #include "row_oracle.h"

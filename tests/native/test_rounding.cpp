@@ -1,4 +1,4 @@
-// Compares the conversions with the definition of the formats.
+// Compares the float conversions with the definitions of the formats.
 
 #include "../../csrc/common/floats.h"
 #include "support.h"
@@ -38,7 +38,7 @@ void check_rounding(uint32_t u) {
 int main() {
   check_decoding<BFloat16>();
   check_decoding<Float16>();
-  // Tests every upper half with lower halves around the ties of both formats, then a sweep.
+  // Tests every upper half with lower halves around ties, and then bit patterns at equal distances.
   for (uint32_t high = 0; high < 65536; ++high) {
     for (uint32_t low : {0x0000u, 0x0001u, 0x0fffu, 0x1000u, 0x1001u, 0x2000u, 0x3000u, 0x7fffu,
                          0x8000u, 0x8001u, 0xefffu, 0xf000u, 0xf001u, 0xffffu}) {

@@ -13,7 +13,7 @@ using namespace dct::test;
 namespace {
 
 void check_picks() {
-  // Computed in Python from the published definition.
+  // The expected hash was computed in Python from the published definition.
   CHECK(hash32(0, 0, 0) == 0 && hash32(1, 2, 3) == 0xA99CD169u, "%08x", hash32(1, 2, 3));
   for (int64_t n :
        {int64_t{11}, int64_t{65537}, (int64_t{1} << 31) + 5, (int64_t{1} << 45) + 123}) {
@@ -72,7 +72,7 @@ void check_threshold(Random& random, int64_t numel) {
   }
 }
 
-// There are at most k nonzero entries. The smallest is far below the largest.
+// At most k entries are nonzero, and their magnitudes differ widely.
 void check_few_nonzeros() {
   const float grad[] = {0, 1e-20f, 0, -1, 0, 0}, residual[6] = {};
   float threshold = -1;

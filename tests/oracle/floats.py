@@ -17,7 +17,7 @@ def widen(bits, dtype):
 
 
 def narrow(x, dtype, saturate=False):
-    """Round float32 numbers to nearest even, as raw bits; every NaN becomes `NAN[dtype]`."""
+    """Round float32 numbers, ties to even, and return raw bits; any NaN becomes `NAN[dtype]`."""
     x = np.ascontiguousarray(x, np.float32)
     if dtype == "float32":
         bits = x.view(np.uint32).copy()
@@ -31,7 +31,7 @@ def narrow(x, dtype, saturate=False):
 
 
 def _nearest_bfloat16(x, saturate):
-    """Compare float64 distances to both neighbors; 2**128, or inf, follows the largest number."""
+    """Choose the nearer neighbor in float64. 2**128 follows the largest number and becomes inf."""
     bits = x.view(np.uint32)
     magnitude = np.where(np.isfinite(x), bits & 0x7FFFFFFF, 0)
     below = (magnitude >> 16).astype(np.uint16)

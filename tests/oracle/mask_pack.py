@@ -6,7 +6,7 @@ from . import floats, payload
 
 
 def mask_pack(residual, grad, threshold, rows, geometry, inv_scale=None):
-    """Return the new residual and seen; write `rows`, one bytearray per range, in place.
+    """Return the new residual and `seen`; write payloads into `rows`, one bytearray per range.
 
     `residual`, `grad` and `threshold` (one per range) are float32 arrays.
     """

@@ -124,7 +124,7 @@ def content(geometry, r, indices, values, flags=0):
 
 
 def indices(content):
-    """The index within the range of every entry of a valid payload."""
+    """The indices of all entries within their range. The payload must be valid."""
     found = []
     for b in range(len(content.starts) - 1):
         for entry in range(content.starts[b], content.starts[b + 1]):

@@ -1,4 +1,4 @@
-"""Dense payloads: header | rows of 1,024 entries, each with codes and then scales."""
+"""Dense payloads: a header, then rows of 1,024 entries (codes and then scales, or values)."""
 
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ def header(numel, format, flags=0):
 
 
 def quantize_pack(residual, grad, rows, geometry, inv_scale=None):
-    """Return the new residual; write `rows`, one bytearray per range, in place.
+    """Return the new residual; write payloads into `rows`, one bytearray per range.
 
     `residual` and `grad` are float32 arrays. With `residual=None` the new residual is None.
     """
@@ -57,7 +57,7 @@ def quantize_pack(residual, grad, rows, geometry, inv_scale=None):
 
 
 def encode(acc, format):
-    """(bytes of the rows of `acc`, their float32 values, mask of the entries that are sent)."""
+    """(bytes of the rows of `acc`, decoded float32 values, mask of the entries that are sent)."""
     padded = np.zeros(-(-len(acc) // ROW) * ROW, np.float32)
     padded[: len(acc)] = acc
     if format not in WITH_SCALES:
@@ -70,7 +70,7 @@ def encode(acc, format):
             parts += [row[:, :-2].tobytes(), row[:, -2:].tobytes()]
         body, values = b"".join(parts), _values(groups, format)
         sent = np.isfinite(padded.reshape(-1, GROUP)).all(1).repeat(GROUP)
-        # 7 and 127 times the largest scale are below 2**128, so no entry is infinite.
+        # 127 times the largest int8 scale and 7 times the largest int4 scale are finite.
         assert np.isfinite(values[sent]).all()
     return body, values[: len(acc)], sent[: len(acc)]
 
@@ -103,7 +103,7 @@ def dequantize_sum(payloads, geometry, out_dtype, scale=1.0, out_scale=None):
 
 
 def dequantize_sum_pack(payloads, residual, row, geometry, scale=1.0):
-    """Return the new residual and the status of every rank; write `row` in place."""
+    """Return the new residual and the status of every rank; write the payload into `row`."""
     bits, status = dequantize_sum([[p] for p in payloads], geometry, "float32", scale)
     return quantize_pack(residual, floats.widen(bits, "float32"), [row], geometry), status
 

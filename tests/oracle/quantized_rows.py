@@ -1,4 +1,4 @@
-"""row_quantize, row_dequantize, row_dequantize_sum: one row at a time, in Python integers."""
+"""row_quantize, row_dequantize and row_dequantize_sum, one row at a time."""
 
 import functools
 import math
@@ -18,13 +18,13 @@ def row_bytes(width, format):
 
 
 def row_quantize(x, format):
-    """uint8 [rows, bytes]; x is a float32 array [rows, width]."""
+    """Return uint8 [rows, bytes]; `x` is a float32 array [rows, width]."""
     raw = b"".join(_quantize(row.tobytes(), format) for row in x)
     return np.frombuffer(raw, np.uint8).reshape(len(x), row_bytes(x.shape[1], format))
 
 
 def row_dequantize(rows, width, format, dtype):
-    """Raw bits [rows, width]; `rows` are uint8 [rows, bytes] with any bytes."""
+    """Return raw bits [rows, width]; `rows` are uint8 [rows, bytes] with any bytes."""
     out = np.empty((len(rows), width), np.float64)
     for row, values in zip(rows.tolist(), out, strict=True):
         (scale,) = floats.widen([row[-2] + 256 * row[-1]], "bfloat16")
@@ -36,7 +36,7 @@ def row_dequantize(rows, width, format, dtype):
 
 
 def row_dequantize_sum(rows, width, format, dtype):
-    """Raw bits [B, width]; rows are uint8 [P, B, w] with any bytes."""
+    """Return raw bits [rows, width]; `rows` are uint8 [ranks, rows, bytes] with any bytes."""
     total, *others = (
         floats.widen(row_dequantize(message, width, format, "float32"), "float32")
         for message in rows
@@ -47,7 +47,7 @@ def row_dequantize_sum(rows, width, format, dtype):
         return floats.narrow(total, dtype)
 
 
-@functools.lru_cache(50000)  # the same rows for every backend
+@functools.lru_cache(50000)  # for all backends, which quantize the same rows
 def _quantize(row, format):
     row = np.frombuffer(row, F32)
     codes, scale = [0] * len(row), NAN
@@ -76,7 +76,7 @@ def _integers(row, format):
 
 
 def _in_units(row):
-    """Magnitudes and the unit of their sums, as multiples of 2**-149, the smallest float32."""
+    """Magnitudes and the unit of their sums, in multiples of the smallest subnormal, 2**-149."""
     bits = (row.view(np.uint32) & 0x7FFFFFFF).tolist()
     magnitudes = [(b & 0x7FFFFF | 0x800000) << (b >> 23) - 1 if b >> 23 else b for b in bits]
     # The unit is 2**-21 times a power of two, but at least 2**-126. The power of two is the largest
@@ -116,7 +116,7 @@ def _pack(codes, format):
 
 @functools.cache
 def codes_of(byte, format):
-    """The codes that a byte of any value holds."""
+    """The codes in a byte, which may have any value."""
     signed = byte - 256 if byte > 127 else byte
     if format == "int8":
         return [signed]
@@ -124,6 +124,6 @@ def codes_of(byte, format):
         return [n - 16 if n > 7 else n for n in (byte % 16, byte // 16)]
     if format == "sign":
         return [-1 if byte >> i & 1 else 1 for i in range(8)]
-    # 122 to 127 and -128 to -122 are not sums of five codes. They decode as 121.
+    # 122 to 127 and -128 to -122 are not sums of five codes. They decode like 121.
     number = signed if -121 <= signed <= 121 else 121
     return [(number + 121) // 3**i % 3 - 1 for i in range(5)]

@@ -28,7 +28,7 @@ def encode(columns, width, k):
 
 
 def decode(raw, width, k):
-    """The column of each of the k slots, or None if it is invalid."""
+    """The column of each of the k slots, or None if the slot is invalid."""
     name, _ = encoding(width, k)
     if name == "bitmap":
         columns = [c for c in range(width) if raw[c // 8] >> c % 8 & 1][:k]
@@ -52,7 +52,7 @@ def largest(row, k):
 
 
 def row_pack(x, k, dtype):
-    """Raw values [rows, k] and position bytes [rows, bytes]."""
+    """Return raw values [rows, k] and position bytes [rows, bytes]."""
     columns = [largest(row, k) for row in x]
     values = [row[chosen] for row, chosen in zip(x, columns, strict=True)]
     raw = [list(encode(chosen, x.shape[1], k)) for chosen in columns]
@@ -64,7 +64,7 @@ def row_pack(x, k, dtype):
 
 
 def row_gather(x, positions, k, dtype):
-    """Raw values [rows, k]."""
+    """Return raw values [rows, k]."""
     values = np.zeros((len(x), k), np.float32)
     for b, row in enumerate(x):
         for j, column in enumerate(decode(positions[b].tobytes(), x.shape[1], k)):
@@ -74,7 +74,7 @@ def row_gather(x, positions, k, dtype):
 
 
 def row_unpack(values, positions, width, dtype):
-    """Raw rows [rows, width]."""
+    """Return raw rows [rows, width]."""
     out = np.zeros((len(values), width), np.float32)
     for b, row in enumerate(values):
         for j, column in enumerate(decode(positions[b].tobytes(), width, len(row))):

@@ -28,12 +28,12 @@ def picks(n, m, seed, r):
 
 
 def rank(density, n):
-    """The k of the k-th largest, from a float64 product."""
+    """The k of the k-th largest: density * n in float64, rounded up."""
     return min(max(math.ceil(density * n), 1), n)
 
 
 def sample_threshold(grad, residual, density, ranges=1, max_samples=65536, seed=0, inv_scale=None):
-    """float32 [ranges]; `grad` and `residual` are float32 arrays."""
+    """Return float32 [ranges]; `grad` and `residual` are float32 arrays."""
     acc = floats.accumulate(residual, grad, inv_scale)
     result = []
     for r in range(ranges):

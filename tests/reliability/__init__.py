@@ -1,4 +1,4 @@
-"""Thousands of random cases: `python -m reliability PART`, in tests/.
+"""Thousands of random cases. Run them in tests/ with `python -m reliability PART`.
 
 A part is a module in this package that defines
 
@@ -8,11 +8,11 @@ A part is a module in this package that defines
         -> {"failures": [{"case": 7, "what": "..."}, ...], "name": 3, ...}
 
 `run` runs the cases first .. first + count - 1. The seed and the case's number determine the case.
-Other names in the result are counts, which are added up over the calls. For names that begin with
-"max_", the maximum is kept.
+Other values in the result are counts, which are added up over all calls. If a name begins with
+"max_", only the maximum of its values is kept.
 
-`make test` runs a thousandth of each part, but at least one case, at the entry points in QUICK (by
-default all). `-m large` runs a hundredth at all entry points.
+`make test` runs a thousandth of COUNTS, but at least one case, for the entry points in QUICK (by
+default all). `pytest -m large` runs a hundredth for all entry points.
 """
 
 import importlib

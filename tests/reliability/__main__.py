@@ -1,7 +1,7 @@
-"""Runs thousands of random cases: python -m reliability PART, in tests/.
+"""Runs thousands of random cases. Usage in tests/: python -m reliability PART.
 
-The results file is written after each batch, and a later run resumes from it. The exit status is 1
-if any case failed. The file lists the failures.
+The results file is written after each batch, and a later run resumes from it. The file lists all
+failures. The exit status is 1 if it lists any.
 """
 
 import argparse

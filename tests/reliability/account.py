@@ -7,7 +7,7 @@ ROUNDINGS = 16 * 2.0**-24  # relative; errors grow as the square root of the num
 
 
 class Account:
-    """Checks per entry that all contributions are in the weights or pending in a residual.
+    """Checks for each entry that all contributions are in the weights or pending in a residual.
 
     Sums are in units of the mean over ranks, so the number of ranks can change.
 
@@ -21,14 +21,14 @@ class Account:
         self._start = start.double()
         self.contributions = torch.zeros(numel, dtype=torch.float64)  # of this rank and group
         self.before = torch.zeros_like(self.contributions)  # mean contributions of earlier groups
-        self.squares = torch.zeros(len(self._sizes), dtype=torch.float64)  # of rounded values
+        self.squares = torch.zeros(len(self._sizes), dtype=torch.float64)  # of the largest values
         self.puts = 1
         self.tolerance = torch.zeros(numel, dtype=torch.float64)  # additional tolerance
         self.may_lose = torch.zeros(numel, dtype=torch.bool)  # until the next check
         self.lost = torch.zeros(numel, dtype=torch.bool)  # permanently non-finite in the weights
 
     def put(self, values, times=1.0):
-        """Add `times` * values [numel], this rank's contribution. Negative `times` remove it."""
+        """Add `times` * values [numel], this rank's contribution. A negative `times` removes it."""
         self.contributions += times * values.double()
         self.squares += self._largest(values) ** 2
         self.puts += 1

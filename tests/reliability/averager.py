@@ -82,7 +82,7 @@ def _call(draw, most):
 
 def draw_step(draw, most):
     step = {"seed": draw.randrange(10**6)}
-    if draw.random() < 0.1:  # by a GradScaler or the training loop
+    if draw.random() < 0.1:  # one rank skips the step, as a GradScaler may
         step["skipped_by"] = draw.randrange(most)
     if draw.random() < 0.12:
         value = draw.choice(["nan", "inf", "-inf"])
@@ -159,7 +159,7 @@ class Runner:
         assert not any(s["residual"].any() for s in self._entry()["parameters"].values())
 
     def replay(self, how, steps):
-        """Repeat steps from a checkpoint; results must be bitwise equal."""
+        """Repeat steps from a checkpoint. Results must be equal, except with policy "fixed"."""
         names = "account", "_since", "_bad"
         saved = through_a_file(self._averager.state_dict())
         kept = copy.deepcopy([getattr(self, name) for name in names])
@@ -190,7 +190,7 @@ class Runner:
         name = max(entry["parameters"], key=lambda n: entry["parameters"][n]["residual"].numel())
         part = entry["parameters"][name]
         if kind == "nan" and not part["residual"].numel():
-            return  # none of its parameters has an element
+            return  # no parameter has elements
         broken = part | {"residual": part["residual"] * torch.nan}
         changed = {
             "rank": ("77", entry),
@@ -295,7 +295,7 @@ class Runner:
         self._averager.load_state_dict(saved)
 
     def _restart(self, ranks):
-        """Flush the averager and create a new one from its weights."""
+        """Flush the averager, and create a new one with the same weights for `ranks` ranks."""
         weights = None
         if not self.idle:
             while self._on_any_rank(self._bad):

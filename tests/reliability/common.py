@@ -1,4 +1,4 @@
-"""Models, gradients, digests and checks of errors for all random programs."""
+"""Models, gradients, digests and error checks for all random programs."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ def draw_shapes(draw, shapes=SHAPES):
 
 
 def draw_format(draw):
-    """Draw a format and a density that it supports."""
+    """Draw a format, and a density unless the format is quantized."""
     format = draw.choice(FORMATS)
     if format in QUANTIZED:
         return {"format": format}
@@ -55,7 +55,7 @@ def _odd_parameter(shape):
 
 
 def values(parameters, seed, rank):
-    """Draw values per parameter: small, large or all zero, and different per seed and rank."""
+    """Draw each parameter's values: small, medium, large or all zero. Each rank draws others."""
     drawn = random.Random(seed)
     generator = torch.Generator().manual_seed(31 * seed + rank)
     return [torch.randn(p.shape, generator=generator) * drawn.choice(SCALES) for p in parameters]
@@ -122,7 +122,7 @@ def require_equal(value, group, what):
 
 @contextlib.contextmanager
 def refused(*errors):
-    """The body must raise one of these errors, with a message of this package."""
+    """Check that the body raises one of these errors, with a message of this package."""
     try:
         yield
     except errors as error:

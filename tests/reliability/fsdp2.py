@@ -1,4 +1,4 @@
-"""Random programs for dct_fully_shard_hook, on replicas of shards."""
+"""Random programs for dct_fully_shard_hook, on meshes of replicas and shards."""
 
 import warnings
 
@@ -98,7 +98,7 @@ class Runner(GradientRunner):
         self._reset_account()
 
     def _make(self, mesh, weights=None):
-        """Create a model, a state and an optimizer. The scaler and the account are kept."""
+        """Create a model, a state and an optimizer. Keep the scaler and the account."""
         self._mesh = mesh_of(*mesh)
         self._model = Units(self._units, self._frozen)
         if weights is not None:
@@ -229,5 +229,5 @@ class Runner(GradientRunner):
         return self._layout
 
     def _sends_with(self, rank):
-        shards = self._mesh["shard"].size()  # the mean over a shard group is sent
+        shards = self._mesh["shard"].size()  # a message holds means over a shard group
         return rank // shards == self.rank // shards

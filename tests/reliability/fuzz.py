@@ -2,11 +2,11 @@
 
 Each CPU op that reads messages is called with valid and mutated messages, under ASan and UBSan.
 Inputs that reach new branches are kept and mutated further. No call may access memory outside its
-arguments, have undefined behavior, or hang. Results and status must equal those of decoders written
-from the format's description. `payload_info` reads headers in Python.
+arguments, have undefined behavior, or hang. Results and status must match decoders that are written
+from the format's description. The entry point `payload_info` reads random headers in Python.
 
-The fuzzer is tests/native/fuzz.cpp, which runs for each instruction set in turn. It prints the
-input that made it stop. To run that input again: build/fuzz/fuzz OP HEX.
+The fuzzer is tests/native/fuzz.cpp. Successive batches run on different instruction sets. If an
+input fails, the fuzzer prints it. To run the input again: build/fuzz/fuzz OP HEX.
 """
 
 import functools
@@ -56,7 +56,7 @@ def run(entry_point: str, first: int, count: int, seed: int) -> dict[str, Any]:
 def fuzz(
     program: Path, op: str, first: int, count: int, seed: int, most: int = 10
 ) -> dict[str, Any]:
-    """Fuzz an op until `most` inputs have failed."""
+    """Run `count` inputs of an op, but stop after `most` failures."""
     isa = ISAS[first // BATCH % len(ISAS)]
     found: dict[str, Any] = {"failures": []}
     end = first + count

@@ -1,4 +1,4 @@
-"""Code that the runners of both hooks share: it runs one step and updates the account."""
+"""Base class of the runners of both hooks, with steps, checkpoints and the account."""
 
 import contextlib
 import copy
@@ -54,7 +54,7 @@ class GradientRunner:
     """
 
     idle = False
-    TAKES_BACK_ALL_PASSES = True  # take_back also restores entries sent in earlier passes
+    TAKES_BACK_ALL_PASSES = True  # take_back also restores entries sent in earlier backward passes
 
     def _backward(self, gradients, exchanged):
         """Run a backward pass; `exchanged` says whether its gradients are sent."""
@@ -125,7 +125,7 @@ class GradientRunner:
             self.account.may_lose |= affected
 
     def replay(self, how, steps):
-        """Repeat steps from a checkpoint in the same or new objects; results must be equal."""
+        """Repeat steps from a checkpoint. Results must be equal, except with policy "fixed"."""
         self.check()
         with folder(self._group) as place:
             saved = self._save(place if how == "dcp" else None)
@@ -187,7 +187,7 @@ class GradientRunner:
             assert 0 <= figures["density"] <= 1 and figures["residual_norm"] >= 0
 
     def _record(self, mean, times, affected):
-        """Record a mean that was applied or dropped but is not yet in the account."""
+        """Add a mean to the account (`times` is 1), or remove a dropped one (`times` is -1)."""
         self.account.put(torch.where(affected | ~mean.isfinite(), 0.0, mean), times)
         self.account.may_lose |= affected
 
@@ -198,18 +198,18 @@ class GradientRunner:
         assert ((mean - expected).abs() <= DENSE * room)[~hit].all(), "dense mean"
 
     def _nonfinite_mask(self, bad):
-        """Return the entries that are non-finite on some rank."""
+        """Return a mask of the entries that `bad` makes non-finite."""
         mask = torch.zeros(sum(p.numel() for p in self._parameters), dtype=torch.bool)
         if bad and bad[0] < self._group.size():
             mask[bad[2] : bad[2] + bad[3]] = True
         return mask
 
     def _with_same_scale(self, mask):
-        """Add the entries that share a scale with masked entries."""
+        """Extend the mask to all entries that share a scale with masked ones."""
         return with_same_scale(mask, *self._positions(), self._options["format"])
 
     def _first_of_payloads(self):
-        """Return the first entry of each payload block, which can report an overflow."""
+        """Return a mask of the first entry of each block, which can be NaN after an overflow."""
         return self._positions()[1] % BLOCK == 0
 
     def _reset_account(self):

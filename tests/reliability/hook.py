@@ -88,7 +88,7 @@ class Runner(GradientRunner):
         self._group = group_of(ranks)
 
     def _make(self, weights=None):
-        """Create a model, its DDP, a state and an optimizer. Reuses the scaler and the account."""
+        """Create a DDP model, a state and an optimizer. Keep the scaler and the account."""
         self._model = Odd(self._shapes, self._frozen)
         self._all = list(self._model.p)
         self._parameters = [p for p in self._all if p.requires_grad]
@@ -101,7 +101,7 @@ class Runner(GradientRunner):
         scaled = {"grad_scaler": self._scaler, "optimizer": self._optimizer}
         self._state = DCTState(self._ddp, **scaled, **self._options)
         self._ddp.register_comm_hook(self._state, dct_hook)
-        self._exchanged = 0  # exchanged passes; DDP rebuilds its buckets after the first
+        self._exchanged = 0  # number of exchanges; DDP rebuilds its buckets after the first one
 
     def _set_weights(self, weights):
         parts = weights.split([p.numel() for p in self._all])
@@ -134,7 +134,7 @@ class Runner(GradientRunner):
             self._state.load_state_dict(through_a_file(merged))
 
     def unfreeze(self):
-        """Unfreeze parameters and create a new DDP and state, without the old residuals."""
+        """Unfreeze parameters and create a new state. Loading the old state must raise."""
         if not self._frozen:
             return
         self._frozen = []

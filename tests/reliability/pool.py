@@ -1,4 +1,4 @@
-"""Rank processes that run many programs, because starting them takes longer than a program."""
+"""Rank processes that run many programs, because startup takes longer than a program."""
 
 import contextlib
 import gc
@@ -13,9 +13,9 @@ import forked
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=60)  # for collectives; machines may be busy
-SECONDS = 240  # for a call
-GRACE = 2  # seconds for the other ranks after one has failed
+TIMEOUT = timedelta(seconds=60)  # of collectives, long enough for busy machines
+SECONDS = 240  # time limit of a call
+GRACE = 2  # seconds until other ranks count as hung after one has failed
 
 
 class Failed(Exception):
@@ -39,7 +39,7 @@ class Pool:
         self._end()
 
     def call(self, function, *args, seconds=SECONDS):
-        """Return [function(rank, *args) for each rank]. If one fails, end all and raise Failed."""
+        """Return [function(rank, *args) for each rank]. On a failure, end all and raise Failed."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:

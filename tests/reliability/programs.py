@@ -1,13 +1,13 @@
-"""Random programs over the public API.
+"""Random programs that call the public API.
 
 Programs contain steps, skipped steps, accumulation, take_back, flush, checkpoints, changes of the
-number of ranks, NaN, overflow and invalid calls. After each program, all contributions of ranks are
-in the weights or pending, except non-finite ones and those that are lost with them. Each entry is
-compared with float64 sums, up to float32 rounding. Replicas are bitwise identical. A run that
-resumes from a checkpoint is bitwise identical to an uninterrupted run. Invalid calls raise an error
-of this package and change nothing.
+number of ranks, NaN, overflow and invalid calls. After each program, all finite contributions of
+ranks are in the weights or pending, except entries that are lost with a non-finite one. Each entry
+is compared with float64 sums, up to float32 rounding. Replicas are bitwise identical. Except with
+policy "fixed", a run that resumes from a checkpoint is bitwise identical to an uninterrupted run.
+Invalid calls raise an error of this package and change nothing.
 
-A program consists of settings and a list of calls, which are methods of a `Runner`. To repeat one:
+A program consists of settings and a list of calls of `Runner` methods. To repeat a program:
 
     python -c "from reliability import programs; programs.rerun('hook', RANKS, SETTINGS, CALLS)"
 """

@@ -231,7 +231,7 @@ class Runner:
     # Helpers
 
     def _state(self):
-        """Return the optimizer's accumulated sums [rows], including pending ones, or zeros."""
+        """Return the optimizer's sums of squares [rows], including pending ones, or zeros."""
         state = self._optimizer.state.get(self._bags.weight, {})
         if "sum" not in state:
             return torch.zeros(len(self._bags.weight))

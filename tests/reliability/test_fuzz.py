@@ -8,7 +8,7 @@ import pytest
 
 from reliability import ROOT, fuzz
 
-# {defect: (op, text of its source, replacement)}
+# {defect: (op, text in the op's source file, replacement)}
 DEFECTS = {
     "position past the end": ("scatter_unpack", "|| positions[entries - 1] >= length", ""),
     "position twice": ("scatter_unpack", "<= positions[i - 1]", "< positions[i - 1]"),

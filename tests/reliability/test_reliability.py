@@ -1,6 +1,6 @@
-"""Runs a thousandth of the cases of each part, at the entry points in its QUICK.
+"""Runs a thousandth of the cases of each part, for the entry points in the part's QUICK.
 
-With -m large, runs a hundredth of the cases, at all entry points.
+With -m large, runs a hundredth of the cases, for all entry points.
 """
 
 import json

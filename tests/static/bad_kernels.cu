@@ -1,4 +1,4 @@
-// bad_kernels.cu -- kernels that each break one promise, which the check must detect.
+// bad_kernels.cu -- kernels that break promises, which the check must detect.
 
 // More live values than fit in 32 registers.
 __global__ void __launch_bounds__(1024, 2) spills(float* x) {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(256) waits(const float4* x, float4* y) {
   y[threadIdx.x + 256] = __ldcs(x + threadIdx.x + 256);
 }
 
-// Five blocks of 48 KB need 240 KB of shared memory.
+// Five blocks of 48 KB need 240 KB of shared memory, more than a multiprocessor has.
 __global__ void __launch_bounds__(256, 5) crowds(float* x) {
   __shared__ float all[12288];
   for (int i = threadIdx.x; i < 12288; i += 256) all[i] = x[i];

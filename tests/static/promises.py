@@ -1,10 +1,10 @@
-"""The promises about the machine code of each kernel, and the check that finds broken ones."""
+"""Promises (requirements on the machine code of each kernel), and the check that they hold."""
 
 from dataclasses import dataclass, field, replace
 
 from ptx.kernels import Kernel
 
-# Prefixes of the names of loads.
+# Patterns of the names of load instructions.
 LOADS = "LDG"
 STREAMS = r"LDG\.E\.EF"
 VECTORS = r"LDG\.E\.128"
@@ -18,20 +18,20 @@ class Promise:
     wide_stores: int = 0
     # {loads: minimum number of them before the first result is used}
     in_flight: dict[str, int] = field(default_factory=dict)
-    # All instructions that synchronize blocks. With `in_order` their order matters, because one
-    # releases and the next acquires.
+    # All instructions that order or update memory shared with other blocks. If `in_order` is set,
+    # the order of the instructions matters, because one releases memory and another acquires it.
     between_blocks: tuple[str, ...] = ()
     in_order: bool = False
     # A correctly rounded division uses fused multiply-adds, and instructions that flush subnormals.
     divides: bool = False
-    # Multiply-adds are fused only where the product is exact, which does not change the result.
+    # Multiply-adds are fused only where the product is exact, so the result is the same.
     fuses: bool = False
     dynamic_shared_bytes: int = 0
-    # {architecture: blocks, if fewer fit than __launch_bounds__ requests}
+    # {architecture: blocks per multiprocessor}, if fewer fit than __launch_bounds__ requests
     fewer_blocks: dict[int, int] = field(default_factory=dict)
 
 
-# A block adds its counts before it adds to the number of finished blocks. The last block then
+# A block adds its counts before it adds to the number of finished blocks. The last block to finish
 # invalidates its cache.
 LAST_BLOCK = ("RED.E.ADD.STRONG.GPU", "MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU", "CCTL.IVALL")
 
@@ -45,7 +45,7 @@ SCATTERS = Promise(wide_stores=1, in_flight={STREAMS: 16}, between_blocks=MARKS)
 
 # {prefix of the kernel's name: its promises}; the longest matching prefix applies.
 PROMISES = {
-    # Eight vectors each of residual and gradient. Loads of 16-bit gradients read 8 bytes each.
+    # Loads eight vectors each of residual and gradient. Vectors of 16-bit gradients have 8 bytes.
     "mask_pack_stage_kernel": Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}),
     "mask_pack_stage_kernel<float>": Promise(wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}),
     # Loads positions and values of six groups of entries.
@@ -67,8 +67,8 @@ PROMISES = {
     "gather_keys_kernel": Promise(in_flight={LOADS: 2}, in_order=True),
     "select_key_kernel": Promise(in_flight={WORDS: 32}),
     # Shared memory holds the sums of a payload block, 64 KB, or of half of one. The 164 KB of sm_80
-    # hold two blocks. Eight positions and values are read before the first is added. Each block
-    # sets bits of a rank's status.
+    # hold two blocks. Eight positions and values are read before the first is added. A block can
+    # set bits of a rank's status.
     "scatter_unpack_kernel": replace(
         SCATTERS, dynamic_shared_bytes=16384 * 4, fewer_blocks={80: 2}
     ),
@@ -79,15 +79,15 @@ PROMISES = {
     "quantize_pack_kernel": QUANTIZES,
     "quantize_pack_kernel<(PayloadFormat)0>": replace(QUANTIZES, divides=False),
     "quantize_pack_kernel<(PayloadFormat)1>": replace(QUANTIZES, divides=False),
-    # Loads a row's codes and scales of several ranks. The first block of a range sets a status bit.
-    # Lanes exchange sums through 4.5 KB per row, except with float32; ternary has two rows.
+    # Loads codes and scales of several ranks. The first block of a range can set a status bit.
+    # Lanes exchange sums through 4.5 KB per warp (ternary: 8.5 KB), except with float32.
     "dequantize_sum_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608, fuses=True),
     "dequantize_sum_kernel<(PayloadFormat)0>": SUMS,
     "dequantize_sum_kernel<(PayloadFormat)1>": replace(SUMS, dynamic_shared_bytes=8 * 4608),
     "dequantize_sum_kernel<(PayloadFormat)6>": replace(
         SUMS, in_flight={STREAMS: 4}, dynamic_shared_bytes=8 * 8704, fuses=True
     ),
-    # Also loads eight vectors of the residual.
+    # Like dequantize_sum_kernel, but also loads eight vectors of the residual.
     "dequantize_sum_pack_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608, divides=True),
     "dequantize_sum_pack_kernel<(PayloadFormat)0>": SUMS,
     "dequantize_sum_pack_kernel<(PayloadFormat)1>": replace(SUMS, dynamic_shared_bytes=8 * 4608),
@@ -97,7 +97,7 @@ PROMISES = {
     # Loads two or more vectors per lane if the width is a multiple of 16 bytes.
     "row_pack_narrow_kernel<float": Promise(wide_loads=4, in_flight={VECTORS: 3}),
     "row_pack_narrow_kernel": Promise(wide_loads=2, in_flight={VECTORS: 2}),
-    # Loads up to 64 columns of 16 bits; the second load depends on the first.
+    # Loads up to 64 columns of 16 bits. The second load may follow the use of the first.
     "row_pack_narrow_kernel<BFloat16, 4, 8>": Promise(wide_loads=2, in_flight={VECTORS: 1}),
     "row_pack_narrow_kernel<Float16, 4, 8>": Promise(wide_loads=2, in_flight={VECTORS: 1}),
     "row_pack_wide_kernel": Promise(in_flight={LOADS: 4}),
@@ -115,9 +115,9 @@ PROMISES = {
         wide_loads=2, wide_stores=1, in_flight={STREAMS: 2}, divides=True
     ),
     "row_quantize_wide_kernel": Promise(in_flight={LOADS: 4}, divides=True),
-    # A warp reads up to 1,304 bytes of its rows.
+    # A warp loads up to 1,304 bytes, so a lane loads three vectors.
     "row_dequantize_kernel": Promise(wide_loads=3, wide_stores=1, in_flight={STREAMS: 3}),
-    # Loads two messages of a warp's rows, or four if a lane loads one vector of each.
+    # Loads a warp's rows of two messages, or of four if a lane loads one vector per message.
     "row_dequantize_sum_kernel": Promise(
         wide_loads=4, wide_stores=5, in_flight={STREAMS: 4}, fuses=True
     ),

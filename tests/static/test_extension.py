@@ -1,6 +1,6 @@
-"""The extension built with CUDA kernels loads and registers without a GPU.
+"""The extension with CUDA kernels loads and registers its ops without a GPU.
 
-`make cuda` builds it and runs these tests. Without CUDA kernels they are skipped.
+`make cuda` builds the extension and runs these tests. Without CUDA kernels, they are skipped.
 """
 
 import os
@@ -38,7 +38,7 @@ def test_the_library_uses_the_stable_abi_of_python():
 
 
 def test_only_the_cuda_library_needs_cuda():
-    """So one wheel works with a torch without CUDA, or with another version of CUDA."""
+    """The wheel must also work with a torch without CUDA, or with another version of CUDA."""
     (cpu,) = LIBRARY.parent.glob("_C*.so")
     assert not re.search(r"NEEDED.*cuda", output("readelf", "-d", str(cpu)))
     assert re.search(r"NEEDED.*libcudart", output("readelf", "-d", str(LIBRARY)))
