@@ -59,7 +59,7 @@ COUNTERS += program("profile_ops", "--once")
 # the stage "triton" spend most of their time compiling.
 STAGES = (
     Stage("environment", 30, "versions of the software; the GPU's clocks", program("environment")),
-    Stage("build", 120, "build the extension and the kernels of peers", program("build")),
+    Stage("build", 120, "builds of the extension and of other methods' kernels", program("build")),
     Stage(
         "mask_pack",
         60,
@@ -68,7 +68,7 @@ STAGES = (
         COLLECT,
     ),
     Stage("ops", 120, "all other ops against the oracle", conformance("cuda and not mask_pack", 6)),
-    Stage("time", 110, "times of ops, a copy and peers; targets", program("time_ops")),
+    Stage("time", 110, "times of ops, copies and other methods; targets", program("time_ops")),
     Stage(
         "step",
         80,
@@ -115,7 +115,8 @@ Needs torch >= 2.11 with CUDA, nvcc, numpy, rich, pytest and hypothesis. Uses py
 ncu and compute-sanitizer if they are installed. Installs nothing, uses no network, and changes no
 setting of the GPU.
 
---stages plan means {plan}.
+By default, all stages except variants, sizes and light run. --stages plan means
+{plan}.
 With --dry-run, stages run on the CPU with small sizes. Stages that need a GPU only import their
 modules. Use --dry-run to find mistyped arguments before a run on a GPU.
 

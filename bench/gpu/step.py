@@ -1,6 +1,6 @@
 """Measures the cost of training steps with 100 million gradient entries, and writes step.json.
 
-First, calls the ops of the hook for each 25 MiB bucket, directly and in a CUDA graph. The sparse ops
+First calls the ops of the hook for each 25 MiB bucket, directly and in a CUDA graph. The sparse ops
 sample a threshold, pack the bucket, and unpack one payload per rank. The quantization ops pack the
 bucket and sum one payload per rank. The payloads of a bucket are copies of the same payload. Then
 trains a transformer in DDP on one rank, without a hook, with an empty hook, with torch's
