@@ -81,12 +81,12 @@ def parser() -> Parser:
         type=several(str, METHODS),
         default=",".join(REPLICATED),
         metavar="M,...",
-        help="modes to compare. dense and bf16 use an all-reduce. powersgd1 uses PowerSGD with rank "
-        "1. dct uses dct_hook. dct-int4 sends all entries in int4. local-ternary uses DCTAverager; "
-        "its results are means over a period of 10 steps. hybrid-dense, hybrid-dct and "
-        "hybrid-format shard the embedding tables, and send rows in float32, the largest entries "
-        "of rows, or quantized rows. -dedup sends each distinct row once. fsdp-torch trains a "
-        "sharded transformer in bfloat16. fsdp-FORMAT adds compress_fully_shard. With -kept, "
+        help="modes to compare. dense and bf16 use an all-reduce. powersgd1 uses rank-1 PowerSGD. "
+        "dct uses dct_hook. dct-int4 sends all entries in int4. local-ternary uses DCTAverager, "
+        "with results as means over 10 steps. hybrid-dense, hybrid-dct and hybrid-format shard the "
+        "embedding tables, and send rows in float32, the largest entries of rows, or quantized "
+        "rows. -dedup sends each distinct row once. fsdp-torch trains a sharded transformer in "
+        "bfloat16. fsdp-FORMAT adds compress_fully_shard. With -kept, "
         "weights are gathered once per step",
     )
     measured.add_argument(
