@@ -86,8 +86,8 @@ def parser() -> Parser:
         "with results as means over 10 steps. hybrid-dense, hybrid-dct and hybrid-format shard the "
         "embedding tables, and send rows in float32, the largest entries of rows, or quantized "
         "rows. -dedup sends each distinct row once. fsdp-torch trains a sharded transformer in "
-        "bfloat16. fsdp-FORMAT adds compress_fully_shard. With -kept, "
-        "weights are gathered once per step",
+        "bfloat16. fsdp-FORMAT adds compress_fully_shard. With -kept, weights are gathered once "
+        "per step",
     )
     measured.add_argument(
         "--loopback",

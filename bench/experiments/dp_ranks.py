@@ -19,7 +19,7 @@ from .in_process import Buckets
 
 
 class Counts:
-    """A base class that counts bytes: `sent` is for the rank that sends most."""
+    """A base class that counts sent bytes. `sent` is the count of the rank that sends most."""
 
     sent = 0
 

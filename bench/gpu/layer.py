@@ -88,7 +88,7 @@ def rows(rank: int, device: str, backend: str, format: str | RowFormat) -> list[
 def fully_sharded(rank: int, device: str, backend: str) -> list[Tensor]:
     """Run FSDP2. Return the gradients of a model with integer weights, whose sums are exact."""
     if device == "cuda":
-        torch.cuda.set_device(0)  # avoids a warning of the mesh
+        torch.cuda.set_device(0)  # otherwise the mesh warns
     dist.destroy_process_group()  # the mesh uses the backend of the default group
     dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=1)
     mesh = DeviceMesh(device, [[0]], mesh_dim_names=("replicate", "shard"))

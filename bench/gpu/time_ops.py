@@ -1,4 +1,4 @@
-"""Compares the speed of ops with a copy of the same number of bytes, and with other methods.
+"""Compares the ops with a copy of the same number of bytes, and with other methods.
 
 Cases and timing are from bench.kernels. The most important cases come first. Cases of at most
 25 MiB are timed twice: called directly, and replayed from a CUDA graph. time.json (or sizes.json)

@@ -80,6 +80,6 @@ def _rank(
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
     work(*args)
     # Not in a `finally`, because if a failed rank left the group, other ranks would also fail and
-    # could hide the cause. Collect garbage first, because a model in a cycle still uses the group.
+    # could hide the cause. First free models in reference cycles, because they use the group.
     gc.collect()
     dist.destroy_process_group()
