@@ -33,7 +33,7 @@ PERIOD = 20
 
 def make_accelerator(fsdp2):
     plugin = None
-    if fsdp2:  # transformers: use the default policy and transformer_cls_names_to_wrap=["..."]
+    if fsdp2:  # for transformers: the default policy, transformer_cls_names_to_wrap=["..."]
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1000
         )
