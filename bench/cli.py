@@ -1,4 +1,4 @@
-"""Shared by all programs: argument parsing, creating the results folder, and the exit status."""
+"""Argument types, the results folder and the exit status, for the programs of bench."""
 
 import argparse
 import signal
@@ -12,12 +12,12 @@ from examples.dlrm.errors import UsageError
 from examples.dlrm.options import Formatter, count, number, positive
 from examples.dlrm.options import fraction as density
 
-__all__ = ["UsageError", "count", "density", "number", "positive"]  # for programs
+__all__ = ["UsageError", "count", "density", "number", "positive"]  # names that programs import
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Parser(argparse.ArgumentParser):
-    """Accepts no abbreviations, and reports errors in one line without the usage."""
+    """A parser without abbreviated options. It prints an error in one line, without the usage."""
 
     def __init__(self, **kwargs: object) -> None:
         super().__init__(allow_abbrev=False, formatter_class=Formatter, **kwargs)
@@ -59,7 +59,7 @@ def widths(text: str) -> list[int]:
 
 
 def make_folder(folder: Path) -> None:
-    """Create the folder that --out names, before the work starts.
+    """Create the results folder before the work starts, and check that it is writable.
 
     Raises:
         UsageError: the folder cannot be created or written to.
@@ -74,7 +74,7 @@ def make_folder(folder: Path) -> None:
 
 
 def exit_status(program: str, work: Callable[[], int | None]) -> int:
-    """Call `work` and return the exit status. On failure, print the reason in one line on stderr.
+    """Call `work` and return the exit status. Print a UsageError or an interrupt in one line.
 
     SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that context managers exit.
     """

@@ -1,8 +1,9 @@
 """Predicts the time of a training step on P ranks: compute + pack + wire + unpack.
 
-A message of n bytes takes alpha + n / bandwidth (Hockney 1994), and collectives follow Thakur,
-Rabenseifner and Gropp (2005). Predictions are lower bounds, because the model assumes that messages
-do not block each other, no rank is slow, and ranks do not share cores.
+A message of n bytes takes alpha + n / bandwidth seconds (Hockney 1994), plus CPU time per byte. The
+algorithms of collectives are from Thakur, Rabenseifner and Gropp (2005). Predictions are lower
+bounds, because the model assumes that messages do not block each other, no rank is slow, and ranks
+do not share cores.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ class Link(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Bytes per second of a copy, of the sparse ops, and of the dense ops."""
+    """Speeds of a copy and of the ops, in bytes per second."""
 
     copy: float
     mask_pack: float
@@ -39,16 +40,16 @@ class Kernels(NamedTuple):
     dequantize: float
 
 
-RDMA_FROM = 100e9  # bits per second; such links are assumed to have RDMA
+RDMA_FROM = 100e9  # bits per second; links with at least this rate are assumed to use RDMA
 TCP, RDMA = Link(50e-6), Link(10e-6)  # assumed values for NCCL
-# Measured (tests/bench/test_scale.py): gloo and kernels of 2 ranks on 2 busy cores
-# (docs/results/link.md), and kernels at 2^28 elements on an H200 (docs/results/kernels_h200.md).
+# Measured values, which tests/bench/test_scale.py checks. GLOO and CPU: 2 ranks on 2 busy cores
+# (docs/results/link.md). H200: 2^28 elements (docs/results/kernels_h200.md).
 GLOO = Link(1.5e-3, per_byte=5e-10, gathered=0.7)
 CPU = Kernels(1.108e10, 9.773e9, 6.928e9, 1.094e10, 6.436e9)
 H200 = Kernels(4.280e12, 3.534e12, 3.754e12, 3.953e12, 4.020e12)
 SOURCES = {
-    "cpu": "gloo and kernels as measured on 2 busy cores of an AMD EPYC",
-    "gpu": "NCCL's messages assumed, kernels as measured on an NVIDIA H200",
+    "cpu": "gloo and kernels measured on 2 busy cores of an AMD EPYC",
+    "gpu": "kernels measured on an NVIDIA H200, latency of NCCL assumed",
 }
 
 
@@ -86,12 +87,12 @@ def _gathered(link: Link) -> float:
     return 1 / (link.gathered * link.bandwidth) + link.per_byte
 
 
-LARGEST = 2**31  # elements of a bucket, because a payload has fewer than 2^32 entries
-PERIOD = 10  # the default of DCTAverager
+LARGEST = 2**31  # elements of a planned bucket; a payload must have fewer than 2^32 entries
+PERIOD = 10  # the default period of DCTAverager
 PACK_BYTES = 12  # per element: read and write the residual, read the gradient
-OWNER_BYTES = 8  # per element that an owner packs again: read and write the residual
-# Bytes per element of local steps, at a copy's speed. Before: subtract the base from the weights
-# (12). After: add the mean to the base (12), and copy the base to the weights (8).
+OWNER_BYTES = 8  # per element of the mean that an owner packs: read and write the residual
+# Bytes per element that local steps move at a copy's speed. Before the exchange: subtract the base
+# from the weights (12). After it: add the mean to the base (12), copy the base to the weights (8).
 LOCAL_PACK_BYTES, LOCAL_UNPACK_BYTES = 12, 20
 
 
@@ -100,10 +101,10 @@ class Method(NamedTuple):
 
     Attributes:
         call: the call in the guide; DENSITY stands for the value of --density.
-        settings: DCT's settings; density 0 means --density. None for a dense all-reduce.
+        settings: settings of DCT, or None for a dense all-reduce. Density 0 stands for --density.
         optimizer: the only optimizer for which the guide recommends the method, or None.
         ranks: the largest number of ranks for which the guide recommends the method.
-        loss: the difference from the loss of float32, from the guide.
+        loss: the loss minus the loss of float32, as in the guide.
         period: the number of local steps between exchanges, or 1.
     """
 
@@ -115,7 +116,7 @@ class Method(NamedTuple):
     period: int = 1
 
 
-# Among equally fast methods the first is recommended, so simpler and more exact methods come first.
+# The first of equally fast methods is recommended, so simpler and more exact methods come first.
 METHODS = {
     "dense": Method("float32 DDP"),
     "bf16": Method("DDP with bf16_compress_hook"),
@@ -141,13 +142,13 @@ METHODS = {
     ),
 }
 DENSE_BYTES = {"dense": 4, "bf16": 2}  # per element
-# Bytes per element before and after the exchange, at a copy's speed. float32 gradients are divided
-# by the number of ranks, and bfloat16 gradients are cast before and after.
+# Bytes per element that are moved at a copy's speed, before and after the exchange. "dense" divides
+# gradients by the number of ranks. "bf16" casts gradients before and after the exchange.
 DENSE_PASSES = {"dense": (8, 0), "bf16": (6, 6)}
 
 
 class Step(NamedTuple):
-    """Seconds and sent bytes per rank and step; with local steps, means over a period."""
+    """Seconds and sent bytes per rank and step. With local steps, they are means over a period."""
 
     compute: float
     pack: float
@@ -200,7 +201,7 @@ class Model:
         return Step(self.compute, *(of / method.period for of in (before, wire, after, sent)))
 
     def plan(self, name: str, ranks: int) -> BucketPlan:
-        """The messages of a DCT method for at most LARGEST elements, by dct_parallel's formulas."""
+        """Plan the messages of a DCT method for at most LARGEST elements, as dct_parallel does."""
         known, numel = METHODS[name].settings, min(self.numel, LARGEST)
         settings = dataclasses.replace(known, density=known.density or self.density)
         transport = transport_for(settings, numel, ranks)
@@ -209,13 +210,13 @@ class Model:
     def _kernels(self, plan: BucketPlan) -> tuple[float, float]:
         """Seconds that a rank spends on packing and on unpacking."""
         ranks, payload, every = plan.ranks, plan.payload_bytes, plan.settings.every_entry
-        # A sparse payload is small compared with the gradient.
+        # A sparse payload is much smaller than the gradient, so writing the payload is not counted.
         packed, unpacked = PACK_BYTES * plan.numel + every * plan.owners * payload, 4 * plan.numel
         if plan.transport == "all_gather":
             unpacked += ranks * payload
         else:
             owned = plan.numel / plan.owners
-            if every:  # the owner sums its range and packs the sum in one pass
+            if every:  # an owner sums its range and packs the mean in one pass
                 unpacked += (ranks + 1) * payload + OWNER_BYTES * owned + plan.owners * payload
             else:
                 packed += PACK_BYTES * owned
@@ -227,7 +228,7 @@ class Model:
 
 
 def methods_for(optimizer: str, ranks: int) -> list[str]:
-    """The dense methods, and the methods that docs/guide/which_method.md recommends.
+    """The dense methods, and the methods that docs/guide/which_method.md recommends for this case.
 
     Args:
         optimizer: "sgd" or "adamw".

@@ -1,4 +1,4 @@
-"""Measures the host time of communication hooks per bucket of DDP."""
+"""Measures the host time of communication hooks per DDP bucket."""
 
 import argparse
 import statistics
@@ -19,9 +19,9 @@ from dct_parallel import DCTState, dct_hook
 DESCRIPTION = """\
 Measure the host time that a communication hook adds to a step of DDP, per bucket.
 
-Uses one rank, gloo and one thread. The model has one bucket of 992 elements per layer, so almost
-all of the time that a hook adds is host time. Hooks run in turns. A reported time is the median
-step time minus the median step time of DDP without a hook, divided by the number of buckets.
+The program uses one rank, gloo and one thread. The model has one bucket of 992 elements per layer,
+so almost all of the time that a hook adds is host time. Hooks run in turns. A reported time is the
+median step time minus the median step time of DDP without a hook, divided by the number of buckets.
 """
 HOOKS = {
     "none": None,

@@ -1,4 +1,4 @@
-"""Microbenchmarks: compare each op with a copy of the same number of bytes and other methods."""
+"""Compares the ops with a copy of the same number of bytes, and with other methods."""
 
 import sys
 from collections.abc import Sequence

@@ -31,15 +31,15 @@ from bench.rates import UNLIMITED, describe_rate, parse_rate
 
 ROOT = Path(__file__).parents[1]
 DESCRIPTION = """\
-Train over throttled links and measure the time of a step and the bytes that leave a rank's
-interface. Trains DLRM on generated rows with several ways of averaging gradients, or a sharded
+Train over throttled links. Measure the time of a step, and the bytes that leave a rank's interface.
+The model is DLRM on generated rows, with several ways of averaging gradients, or a sharded
 transformer.
 
 Every rank is a process in a network namespace. A link is a veth pair with a token bucket filter at
 both ends, so each direction has the full rate. A bridge joins the links. Bytes are read from the
-interface's counters. This needs root and the commands ip and tc (Debian, Ubuntu: apt-get install
-iproute2). --loopback needs neither, but has no rate limit. The program removes the namespaces
-when it ends, also after Ctrl-C. The next run removes the namespaces of a killed run.
+interface's counters. Namespaces need root, and the commands ip and tc (Debian, Ubuntu: apt-get
+install iproute2). --loopback uses no namespaces, but has no rate limit. The program removes the
+namespaces when it ends, also after Ctrl-C. The next run removes the namespaces of a killed run.
 """
 EPILOG = """\
 examples:
@@ -58,7 +58,7 @@ examples:
 
 
 def parser() -> Parser:
-    """Make the parser. On errors it exits with status 2 and prints argument, rule and value."""
+    """Make a parser that, on an error, prints the argument, rule and value, and exits with 2."""
     parser = Parser(prog="python -m bench.link", description=DESCRIPTION, epilog=EPILOG)
     measured = parser.add_argument_group("measurements")
     measured.add_argument(
@@ -67,7 +67,7 @@ def parser() -> Parser:
         default="2",
         metavar="N,...",
         help="numbers of ranks; ranks share this machine's cores, so they compute more slowly if "
-        "there are fewer cores than ranks",
+        "there are more ranks than cores",
     )
     measured.add_argument(
         "--rates",
@@ -81,18 +81,19 @@ def parser() -> Parser:
         type=several(str, METHODS),
         default=",".join(REPLICATED),
         metavar="M,...",
-        help="float32 and bfloat16 all-reduce, PowerSGD with rank 1, DCT with both transports, and "
-        "DCT with all entries in int4; local-ternary: DCTAverager every 10 steps, with figures "
-        "as means over 10 steps; hybrid-...: embedding tables sharded over the ranks, with rows "
-        "in float32, their largest entries, or a quantized format; with -dedup each distinct row "
-        "is sent once; fsdp-...: a sharded transformer that computes in bfloat16, with torch's "
-        "collectives or `compress_fully_shard`; with -kept weights are gathered once per step",
+        help="modes to compare. dense and bf16 use an all-reduce. powersgd1 uses rank-1 PowerSGD. "
+        "dct uses dct_hook. dct-int4 sends all entries in int4. local-ternary uses DCTAverager, "
+        "with results as means over 10 steps. hybrid-dense, hybrid-dct and hybrid-format shard the "
+        "embedding tables, and send rows in float32, the largest entries of rows, or quantized "
+        "rows. -dedup sends each distinct row once. fsdp-torch trains a sharded transformer in "
+        "bfloat16. fsdp-FORMAT adds compress_fully_shard. With -kept, weights are gathered once "
+        "per step",
     )
     measured.add_argument(
         "--loopback",
         action="store_true",
-        help="use 127.0.0.1 instead of namespaces and links: needs no root, has no rate limit, and "
-        "counts all bytes that this machine sends to itself",
+        help="use 127.0.0.1 instead of namespaces and links. Needs no root, has no rate limit, "
+        "and counts all bytes that this machine sends to itself",
     )
     extent = parser.add_argument_group("duration")
     extent.add_argument("--steps", type=count, default=60, help="timed steps per mode, in 3 rounds")
@@ -100,22 +101,22 @@ def parser() -> Parser:
         "--seconds",
         type=positive,
         default=15.0,
-        help="approximate maximum time for the timed steps of a mode; on slow links this allows "
-        "fewer steps, at least 15",
+        help="approximate maximum seconds of the timed steps of a mode. On slow links, fewer than "
+        "--steps steps are timed, but at least 15",
     )
     extent.add_argument(
         "--timeout",
         type=positive,
         default=120.0,
-        help="seconds per mode, at each rate, after which the run fails",
+        help="at each rate, the run fails after this many seconds per mode",
     )
     model = parser.add_argument_group("model")
     model.add_argument(
         "--bucket-mb",
         type=positive,
         default=1024.0,
-        help="DDP's bucket size in MiB; the default makes one bucket. With several buckets, "
-        "exchanges overlap with the backward pass",
+        help="DDP's bucket size in MiB. With the default, there is one bucket. With several "
+        "buckets, exchanges overlap with the backward pass",
     )
     model.add_argument("--batch-size", type=count, default=128, help="rows per rank and step")
     model.add_argument("--hash-size", type=count, default=4000, help="maximum rows per table")
@@ -124,22 +125,22 @@ def parser() -> Parser:
         "--density",
         type=density,
         default=0.005,
-        help="DCT: fraction of entries sent",
+        help="dct: fraction of gradient entries that is sent",
     )
     model.add_argument(
         "--row-density",
         type=density,
         default=0.05,
-        help="hybrid-dct: fraction of the entries of each pooled embedding, and of its gradient, "
-        "that is sent, rounded up",
+        help="hybrid-dct: fraction of entries that is sent, for each pooled embedding and for its "
+        "gradient; the number of entries is rounded up",
     )
     model.add_argument(
         "--row-format",
         type=row_format,
         default="int4",
         metavar="FORMAT[,BACKWARD]",
-        help="hybrid-format: number format of pooled embeddings, and of their gradients if it "
-        "differs",
+        help="hybrid-format: number format of pooled embeddings. BACKWARD is the format of their "
+        "gradients, if different",
     )
     parser.add_argument(
         "--out",
@@ -178,12 +179,12 @@ def run(options: argparse.Namespace) -> int:
                 # Written after each rate, so that an interrupted run keeps its results.
                 files.write_json(options.out / "link.json", result)
                 print(f"measured {ranks} ranks at {describe_rate(rate)}", flush=True)
-    print(f"\n{report.render(result)}\n\n{report.NOTE}\nin {options.out}: link.json")
+    print(f"\n{report.render(result)}\n\n{report.NOTE}\nResults: {options.out}/link.json")
     return 0
 
 
 def _measure(network: Namespaces | Loopback, ranks: int, options: argparse.Namespace) -> list[dict]:
-    """Run one process per rank and return the measurements of each.
+    """Run one process per rank, and return the measurements of each rank.
 
     Raises:
         UsageError: a rank failed or took too long.

@@ -1,4 +1,4 @@
-"""Describes the machine and the software of a measurement, for the JSON file of results."""
+"""Describes the machine and the software of a measurement, for a JSON file of results."""
 
 import datetime
 import os

@@ -1,4 +1,4 @@
-"""A cost model: predicts step times for 2 to thousands of ranks."""
+"""Predicts step times for two to thousands of ranks, with a cost model."""
 
 import argparse
 import math
@@ -20,16 +20,17 @@ BACKWARD, BUCKET_BYTES = 2 / 3, 25 * 2**20
 DESCRIPTION = """\
 Predict the time of a training step for float32 and bfloat16 all-reduce, DCTState and DCTAverager.
 For one number of ranks and one rate, print the times of all methods, and whether DCT helps. For
-several numbers or rates, print a table of the fastest methods.
+several numbers of ranks or several rates, print a table of the fastest methods.
 
-A step is compute + pack + wire + unpack; docs/design/measuring.md has the formulas. Message sizes
-are from dct_parallel. All times are lower bounds: they assume that no message blocks another, no
-rank is slow, and ranks do not share cores. Times that differ by less than 5 % count as equal.
+The time of a step is compute + pack + wire + unpack. The formulas are in docs/design/measuring.md.
+Message sizes are from dct_parallel. All times are lower bounds: they assume that no message blocks
+another, no rank is slow, and ranks do not share cores. Times that differ by less than 5 % count as
+equal.
 """
 EPILOG = """\
 examples:
   python -m bench.scale --parameters 25000000 --compute-ms 50 --ranks 2 --rates 1gbit
-      does DCT help this model, on this link?
+      does DCT help this model on this link?
   python -m bench.scale --parameters 124000000 --compute-ms 200 --ranks 2 --rates 1gbit \\
       --optimizer adamw --device gpu
       which method helps with AdamW?
@@ -37,7 +38,7 @@ examples:
 
 
 def parser() -> Parser:
-    """Make the parser. On errors it exits with status 2 and prints argument, rule and value."""
+    """Make a parser that, on an error, prints the argument, rule and value, and exits with 2."""
     parser = Parser(prog="python -m bench.scale", description=DESCRIPTION, epilog=EPILOG)
     add = parser.add_argument
     add(
@@ -50,19 +51,19 @@ def parser() -> Parser:
         "--compute-ms",
         type=positive,
         default=50.0,
-        help="milliseconds of forward, backward and optimizer per step",
+        help="milliseconds per step for forward, backward and optimizer",
     )
     add(
         "--density",
         type=density,
         default=0.005,
-        help="fraction of entries sent by the sparse hook",
+        help="fraction of entries that the sparse hook sends",
     )
     add(
         "--optimizer",
         choices=("sgd", "adamw"),
         default="sgd",
-        help="compare the methods recommended for this optimizer; sgd means without momentum",
+        help="compare the methods for this optimizer; sgd means SGD without momentum",
     )
     add(
         "--ranks",
@@ -95,7 +96,7 @@ def parser() -> Parser:
         type=number(float, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
         metavar="F",
         help="fraction of the compute that overlaps with communication, with and without a hook "
-        "(default: 2/3 for the backward pass, minus the part of DDP's last 25 MiB bucket)",
+        "(default: the backward pass, 2/3, minus the part of DDP's last 25 MiB bucket)",
     )
     return parser
 
@@ -119,8 +120,8 @@ def run(options: argparse.Namespace) -> int:
         return {method: model.step(method, ranks, link) for method in methods}
 
     print(f"{options.parameters:,} parameters, {options.compute_ms:g} ms of compute, of which")
-    print(f"{overlap:.0%} overlap with communication; {device}:")
-    print(f"{SOURCES[device]}. Predicted, lower bounds.\n")
+    print(f"{overlap:.0%} overlap with communication. Costs of {device}:")
+    print(f"{SOURCES[device]}. Predicted times are lower bounds.\n")
     if len(options.ranks) == len(options.rates) == 1:
         (ranks,), (rate,) = options.ranks, options.rates
         found = steps(ranks, rate)
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
             [f"{ranks:,}", *map(_winner, row)]
             for ranks, row in zip(options.ranks, cells, strict=True)
         ]
-        print("The fastest method, and its speed over float32 DDP\n")
+        print("The fastest method, and how many times as fast as float32 DDP it is\n")
         print(table(["ranks", *map(describe_rate, options.rates)], rows))
         fastest = {best(found) for row in cells for found in row}
     for name in filter(fastest.__contains__, METHODS):
@@ -176,7 +177,7 @@ def _table(steps: dict[str, Step], density: float) -> str:
         [_called(name, density), _ms(step), times(dense / step.seconds), _size(step)]
         for name, step in steps.items()
     ]
-    return table(["method", "a step", "speed over float32", "a rank sends"], rows)
+    return table(["method", "step time", "speed vs. float32", "sent per rank"], rows)
 
 
 def _winner(steps: dict[str, Step]) -> str:

@@ -58,7 +58,7 @@ def _schema(name: str) -> str | None:
 
 
 def _entry(call: str, value: Callable) -> str:
-    """The call with its lines aligned at the bracket, the first docstring line, and methods."""
+    """The call, with lines aligned at the bracket; the first docstring line; and the methods."""
     indent = " " * (call.index("(") + 1)
     whole = call.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
     lines = textwrap.wrap(whole, WIDTH, subsequent_indent=indent, break_long_words=False)

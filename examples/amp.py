@@ -1,8 +1,8 @@
-"""Mixed precision: bfloat16 autocast and a GradScaler. Skipped steps keep earlier gradients.
+"""Mixed precision: bfloat16 autocast and a GradScaler. A skipped step loses no residuals.
 
     torchrun --nproc-per-node 2 examples/amp.py
 
-At step 5 the batch of rank 1 contains an infinity, so the gradients of both ranks overflow. Both
+At step 5, the batch of rank 1 contains an infinity, so both ranks get non-finite gradients. Both
 ranks skip the step and halve the scale, and the entries that were sent in that step return to the
 residuals. Each rank prints the skipped step and the sum of its weights. All ranks print exactly the
 same sum.

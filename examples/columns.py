@@ -1,4 +1,4 @@
-"""A layer split by columns: ranks compute parts of the features, and gather all features.
+"""A layer split by columns: each rank computes a part of the features, then gathers all features.
 
     torchrun --nproc-per-node 2 examples/columns.py
 
@@ -35,7 +35,7 @@ def train(rank, ranks):
             loss = (head(whole) - (x @ teacher).abs()).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            for parameter in part.parameters():  # gradients are sums over equal losses
+            for parameter in part.parameters():  # sums over the ranks' equal losses
                 parameter.grad /= ranks
             optimizer.step()
             sent = meter.take()

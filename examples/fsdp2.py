@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 examples/fsdp2.py OTHER_FOLDER 80 --replicas 2
 
 The first run stops after step 40 and saves. The second run resumes and stops after step 80. The
-third run has two replicas of two shards, as on two nodes. A hook sends the gradients between the
+third run has two replicas of two shards, as for two nodes. A hook sends the gradients between the
 replicas in int4. Uses GPUs with NCCL if there are any, else CPUs with gloo. Prints the bytes that a
 rank sends for each module, the loss, and the sum of the weights. A single run of 80 steps in a
 different folder prints exactly the same sum.
@@ -49,7 +49,7 @@ class Transformer(nn.Module):
 
 
 def batch(step, rank, device):
-    """Each token has one successor, which the model learns. Samples differ by rank and step."""
+    """Make samples, which differ by rank and step. The model learns the successor of each token."""
     successor = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = [torch.randint(TOKENS, (16,), generator=generator)]
@@ -65,7 +65,7 @@ def train(device, options):
     torch.manual_seed(0)  # the same weights on all ranks, because fully_shard sends none
     model = Transformer().to(device)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["shard"])  # on the whole mesh, torch would average replicas
+        fully_shard(block, mesh=mesh["shard"])  # with the whole mesh, torch averages replicas
     fully_shard(model, mesh=mesh["shard"])
     shards = compress_fully_shard(model, weights=options.weights, gradients=options.gradients)
     states = {"shards": shards}
@@ -111,11 +111,11 @@ def main():
     )
     formats = {"type": lambda name: None if name == "none" else name, "default": "int8"}
     formats |= {"help": "int8 (default), int4, bfloat16, float32, or none for torch's collective"}
-    parser.add_argument("folder", metavar="FOLDER", help="of checkpoints, the same on all ranks")
-    parser.add_argument("stop", metavar="STOP", type=int, help="the last step")
+    parser.add_argument("folder", metavar="FOLDER", help="checkpoints, shared by all ranks")
+    parser.add_argument("stop", metavar="STOP", type=int, help="number of steps")
     parser.add_argument("--weights", metavar="FORMAT", **formats)
     parser.add_argument("--gradients", metavar="FORMAT", **formats)
-    parser.add_argument("--replicas", metavar="N", type=int, default=1, help="default: 1")
+    parser.add_argument("--replicas", metavar="N", type=int, default=1, help="(default: 1)")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start the ranks with torchrun")

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/local_steps.py
 
-Weights are bfloat16, and are averaged every 10 steps. Prints the plan of messages per averaging,
-the decreasing loss, and the fraction of entries that were sent. Then prints the sum of each rank's
-weights; all sums are equal.
+Weights are bfloat16. The ranks average every 10 steps. Prints the messages of an averaging, the
+decreasing loss, and the fraction of entries that were sent. Then each rank prints the sum of its
+weights. All sums are equal.
 """
 
 import os

@@ -34,7 +34,7 @@ def batch(step, rank):
 
 
 def state_to_save(mesh, model, optimizer, averager):
-    """The state for DCP. Each replica has a different key, because optimizer states differ."""
+    """The state for DCP. Each replica has its own key, because replicas differ."""
     weights, steps = get_state_dict(model, optimizer)
     replica = f"replica{mesh.get_local_rank('replicate')}"
     return {replica: {"model": weights, "optimizer": steps}, "averager": averager.state_dict()}
@@ -55,7 +55,7 @@ def train(rank, folder, stop):
     mesh = init_device_mesh("cpu", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 1))
-    fully_shard(model[0], mesh=mesh["shard"])  # on the whole mesh, torch would average gradients
+    fully_shard(model[0], mesh=mesh["shard"])  # with the whole mesh, torch averages gradients
     fully_shard(model, mesh=mesh["shard"])
     averager = DCTAverager(model, period=10, process_group=mesh["replicate"].get_group())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)

@@ -88,13 +88,13 @@ class DeepFM(nn.Module):
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options. On errors, exit with status 2 and print the option, rule and value."""
-    description = "Train DeepFM with equivalent substitution. Compare with one process."
+    """Parse the options. On an error, print the option, rule and value, and exit with status 2."""
+    description = "Train DeepFM with equivalent substitution, and in one process for comparison."
     parser = make_parser("substitution.py", description, EPILOG, rows=60_000)
     add = parser.add_argument
     add("--ranks", type=count, default=2, help="number of local processes, without torchrun")
     add("--capacity", type=count, default=200_000, help="number of features that a rank can own")
-    add("--density", type=fraction, default=0.01, help="density of the MLP's gradients")
+    add("--density", type=fraction, default=0.01, help="sent fraction of the MLP's gradients")
     add("--lr", type=positive, default=0.05, help="learning rate of the MLP, which uses SGD")
     add(
         "--embedding-lr",

@@ -46,16 +46,16 @@ SEED, HASH_SIZE, EMBEDDING_DIM = 0, 4000, 16
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options. On errors, exit with status 2 and print the option, rule and value."""
-    description = "Train DLRM with sharded and replicated tables. Compare float32 with compression."
+    """Parse the options. On an error, print the option, rule and value, and exit with status 2."""
+    description = "Train DLRM with sharded and replicated tables, in float32 and compressed."
     parser = make_parser("two_dimensional.py", description, EPILOG, rows=60_000)
     add = parser.add_argument
     add("--ranks", type=count, default=4, help="number of local processes, without torchrun")
     add("--replicas", type=count, default=2, help="number of groups, each with all tables")
     add("--sync-every", type=count, default=10, metavar="N", help="steps between syncs of replicas")
-    add("--sync-format", choices=FORMATS, default="int4", help="format of changes at a sync")
+    add("--sync-format", choices=FORMATS, default="int4", help="format of the changes of replicas")
     add("--row-format", choices=ROW_FORMATS, default="int8", help="format of embeddings")
-    add("--density", type=fraction, default=0.01, help="density of the MLPs' gradients")
+    add("--density", type=fraction, default=0.01, help="sent fraction of the MLPs' gradients")
     add("--lr", type=positive, default=0.1, help="learning rate of the MLPs, which use SGD")
     add(
         "--embedding-lr",

@@ -23,7 +23,7 @@ def reduce_scatter_bytes(nbytes: int, world_size: int) -> int:
 
 
 def broadcast_bytes(nbytes: int, world_size: int) -> int:
-    """The mean bytes sent per rank in a broadcast. All except the source receive `nbytes`."""
+    """The mean bytes sent per rank in a broadcast: all ranks except the source receive `nbytes`."""
     return (world_size - 1) * nbytes // world_size
 
 
@@ -60,7 +60,7 @@ class WireMeter:
     While the meter is active, it replaces these functions by wrappers: all_reduce, all_gather,
     all_gather_into_tensor, all_gather_single, reduce_scatter_tensor, reduce_scatter_single,
     all_to_all_single, broadcast, send, isend and batch_isend_irecv. It counts all calls of
-    `torch.distributed.<name>(...)` on any thread, including calls by this package, by torch's DDP
+    `torch.distributed.<name>(...)` on any thread, including calls by dct_parallel, by torch's DDP
     hooks and by torch.distributed.pipelining. It does not count DDP's built-in all-reduce, which
     C++ code calls. To count it, register `default_hooks.allreduce_hook`. Byte counts assume ring
     algorithms. Meters can be nested; exit them in reverse order.
@@ -112,7 +112,7 @@ class WireMeter:
             group = bound.arguments["group"]
             counted = self._group is None or group is self._group
             ranks = dist.get_world_size(group)
-            if counted and ranks > 0:  # 0 if this rank is not in the group
+            if counted and ranks > 0:  # -1 if this rank is not in the group
                 with self._lock:
                     self._bytes += count(bound.arguments, ranks)
             self._calling.now = True

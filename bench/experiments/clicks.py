@@ -24,7 +24,7 @@ Job = Callable[..., tuple[nn.Module, float, dict[str, float]]]
 
 
 def parser(name: str, description: str, exchanges: Sequence[str], known: Callable) -> Parser:
-    """A parser for the options of both programs. `known` is the argparse type of an exchange."""
+    """A parser for the options of both experiments. `known` is the argparse type of an exchange."""
     parser = Parser(prog=f"python -m bench.experiments.{name}", description=description)
     parser.set_defaults(problem="")
     add = parser.add_argument
@@ -32,7 +32,7 @@ def parser(name: str, description: str, exchanges: Sequence[str], known: Callabl
     add(
         "--rates", type=several(positive), default="0.3,1,3,10", help="learning rates of the tables"
     )
-    add("--seeds", type=int, default=5, help="runs at the best rate; 0: do not use test rows")
+    add("--seeds", type=int, default=5, help="runs at the best rate; 0 uses no test rows")
     add("--ranks", type=count, default=2)
     add("--data", type=Path, metavar="FILE", help="rows in Criteo's layout")
     add("--rows", type=count, default=1_000_000, help="number of rows to generate without --data")
@@ -43,15 +43,15 @@ def parser(name: str, description: str, exchanges: Sequence[str], known: Callabl
     add("--embedding-dim", type=count, default=64)
     add("--bottom", type=widths, default="512-256-64", help="hidden widths of the bottom MLP")
     add("--top", type=widths, default="512-256", help="hidden widths of the top MLP")
-    add("--out", type=Path, default=Path("runs", name), help="folder for runs of one setting")
+    add("--out", type=Path, default=Path("runs", name), help="folder for runs with equal options")
     return parser
 
 
 def train_by_rates(options: argparse.Namespace, job: Job) -> None:
-    """Train the first seed with all rates, then the others at the best rate. Report all runs."""
+    """Train one seed with all rates, then other seeds with the best rate. Report all runs."""
     make_folder(options.out)
     settings = settings_of(options)
-    runs.load(options.out, settings)  # raises an error before training if they differ
+    runs.load(options.out, settings)  # raises an error if a stored run has other settings
     _train(
         options, [(n, rate, RATE_SEED) for n in options.exchanges for rate in options.rates], job
     )

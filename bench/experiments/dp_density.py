@@ -3,21 +3,22 @@
     python -m bench.experiments.dp_density --problems python-adamw --methods dense int4 --rates 8e-3
     python -m bench.experiments.dp_density --problems clicks-sgd --data ROWS.tsv --rates 0.1
 
-Problems: python-... trains a transformer on the Python sources of torch and sympy, and uses each
-character at most once. clicks-... trains DLRM on click rows, generated or read from --data.
-clicks-adam uses row-wise AdaGrad for the tables (with --table-lr) and Adam for the MLPs.
-
-The learning rate follows a cosine to 0. Transformers first warm up for --warmup steps.
+The python-... problems train a transformer on the Python sources of torch and sympy. Each character
+is used at most once. The clicks-... problems train DLRM on click rows, which are generated or read
+from --data. clicks-adam uses row-wise AdaGrad for the tables (with --table-lr) and Adam for the
+MLPs. Learning rates fall to 0 along a cosine. In the python-... problems, learning rates first rise
+for --warmup steps.
 
 Methods: dense (float32), bf16, powersgd4, powersgd8 and powersgd16 (PowerSGD with rank 4, 8 or 16,
-after a tenth of the steps), dct:D% and reduce_scatter:D% (DCTState that sends D % of the entries),
-int8, int4 and ternary (DCTState with all entries in that format). local:D%xH and local-FORMAT:xH
-are DCTAverager with period H, and ahead:D% is DCTAverager(period=1, step_ahead=True). All except
-dense, bf16, powersgd, reduce_scatter and fsdp also take ",transport=reduce_scatter".
-fsdp-WEIGHTS-GRADIENTS is compress_fully_shard with these formats, scored with unrounded weights.
+from a tenth of the steps on), dct:D% and reduce_scatter:D% (DCTState that sends D % of the entries,
+with an all-gather or a reduce-scatter), int8, int4 and ternary (DCTState that sends all entries in
+this format). local:D%xH and local-FORMAT:xH are DCTAverager with period H, and ahead:D% is
+DCTAverager(period=1, step_ahead=True). dct, int8, int4, ternary, local and ahead also accept the
+ending ",transport=reduce_scatter". fsdp-WEIGHTS-GRADIENTS is compress_fully_shard with these
+formats, scored with unrounded weights.
 
-All ranks are simulated in one process, and the results are bitwise identical to those of real
-ranks. The bytes that a rank sends are computed from the message sizes.
+All ranks are simulated in one process. The results are bitwise equal to the results of real ranks.
+The bytes that a rank sends are computed from the message sizes.
 
 1. With several rates, each method is trained with each rate from seed 0. The best rate of a method
    has the lowest loss on the validation part.
@@ -131,7 +132,7 @@ def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) 
 def stepper(
     optimizers: list[torch.optim.Optimizer], parts: Sequence[float]
 ) -> Callable[[int], None]:
-    """Return a function of `step` that runs the optimizers at parts[step] times their rates."""
+    """Return a function that runs the optimizers, with rates multiplied by parts[step]."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     full = [group["lr"] for group in groups]
 
@@ -151,7 +152,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, object]:
 
 def work(options: argparse.Namespace) -> None:
     """Execute all selected runs that have no results yet."""
-    runs.load(options.out, settings_of(options))  # raises an error before training if they differ
+    runs.load(options.out, settings_of(options))  # raises an error if a stored run differs
 
     @cache
     def task(name: str) -> Task:
@@ -193,8 +194,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=count, default=600)
     add("--seeds", type=count, default=3)
     add("--ranks", type=count, default=2)
-    add("--batch", type=count, metavar="N", help="rows (128) or texts (8) per rank and step")
-    add("--warmup", type=count, default=50, help="warm-up steps; long runs need a tenth of --steps")
+    add("--batch", type=count, metavar="N", help="128 rows or 8 texts per rank and step by default")
+    add("--warmup", type=count, default=50, help="warm-up steps (a tenth of --steps in long runs)")
     add("--width", type=count, default=96, help="width of the transformer")
     add("--layers", type=count, default=3, help="layers of the transformer")
     add("--data", type=Path, metavar="FILE", help="click rows in Criteo's layout")

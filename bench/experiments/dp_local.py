@@ -1,7 +1,8 @@
 """Simulates local SGD on several ranks in one process, for dp_density.py.
 
 Each rank has its own model, and an optimizer that uses only this rank's gradients. Every `period`
-steps the ranks average the changes of their weights. Results are bitwise equal to `DCTAverager`.
+steps, the ranks average the changes of their weights. The weights are bitwise equal to the weights
+that `DCTAverager` computes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ class Local(dp_ranks.Counts):
 
     Args:
         models: the models of all ranks, with equal weights.
-        density: fraction of the changes that are sent.
+        density: fraction of the changes that is sent.
         period: number of steps between averagings.
         format, transport: see `Buckets`.
         step_ahead: start each period from weights that include the residual.

@@ -1,7 +1,7 @@
 """The Python task of dp_density.py: next-character prediction on the sources of torch and sympy.
 
-The installed sources have 70 million characters. No method was tuned for them, and they need no
-download. Only printable ASCII and line ends are kept. Generated files are skipped.
+The installed sources have 70 million characters and need no download. No method was tuned on them.
+Only printable ASCII characters and line ends are used. Generated files are skipped.
 """
 
 import zlib
@@ -21,10 +21,10 @@ from .dp_tasks import BATCH_TEXTS, CONTEXT, Transformer, next_character_loss
 PACKAGES = ("torch", "sympy")
 KNOWN = b"\n" + bytes(range(ord(" "), ord("~") + 1))  # the model's inputs are indices into KNOWN
 DROPPED = bytes(set(range(256)) - set(KNOWN))
-LONGEST_LINE, MOST_DIGITS = 80, 0.2  # mean line length, fraction of digits
-PARTS = {0: "validation", 1: "test"}  # a hash of the path selects about one in 32 files for each
-VALIDATION_TEXTS = 4000  # enough to compare rates, whose differences vary less than losses
-SCORED_AT_ONCE = 32  # texts; more would not fit into the cache
+LONGEST_LINE, MOST_DIGITS = 80, 0.2  # limits of the mean line length and the fraction of digits
+PARTS = {0: "validation", 1: "test"}  # a hash of the path selects 1 of 32 files for each part
+VALIDATION_TEXTS = 4000  # enough to select a learning rate
+SCORED_AT_ONCE = 32  # texts; a larger batch would not fit into the cache
 
 
 class Source(NamedTuple):

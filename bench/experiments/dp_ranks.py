@@ -19,12 +19,12 @@ from .in_process import Buckets
 
 
 class Counts:
-    """A base class. `sent` is the number of bytes sent by the rank that sends most."""
+    """A base class that counts sent bytes. `sent` is the count of the rank that sends most."""
 
     sent = 0
 
     def exchange(self, buckets: Buckets, tensors: Sequence[Tensor]) -> Tensor:
-        """Exchange the ranks' compressed tensors and return their mean."""
+        """Compress and exchange the tensors of the ranks. Return their mean."""
         self.sent += buckets.plan.wire_bytes
         return buckets.mean(tensors)
 
@@ -73,7 +73,7 @@ class PowerSGD(Dense):
     """PowerSGD (arXiv 1905.13727) as in torch's hook, for matrix ranks above 2.
 
     A matrix is compressed if this more than halves the number of elements. Other gradients, and all
-    gradients before step `start`, are averaged in float32.
+    gradients of the first `start` steps, are averaged in float32.
     """
 
     def __init__(

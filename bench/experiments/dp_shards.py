@@ -3,8 +3,8 @@
 The ranks share one copy of the weights. Before each step, the weights are replaced by the values
 that ranks would gather. After the backward passes, the gradients are replaced by the means that the
 owners of shards would compute. Messages are bitwise equal to the messages of `compress_fully_shard`
-(test_dp_density.py). Each block of the model is a wrapped module, and the other parameters form one
-more. Each wrapped module is gathered once per step.
+(test_dp_density.py). Each block of the model is a wrapped module, and all other parameters form one
+more wrapped module. Each wrapped module is gathered once per step.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """The tasks of dp_density.py: a transformer on text, and DLRM on clicks.
 
-A task provides a model, and batches for every rank. Both depend only on the seed. The model is
-scored on held-out samples: "validation", which is used to select settings, and "test".
+A task provides a model, and batches for every rank, which do not depend on the method. The model is
+scored on held-out samples: "validation" for the choice of settings, and "test" for results.
 """
 
 from pathlib import Path
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Maps characters [batch, length] to logits of the next one [batch, length, characters]."""
+    """Maps texts [batch, length] to logits of the next characters [batch, length, characters]."""
 
     def __init__(self, characters: int, width: int = 96, layers: int = 3, heads: int = 4) -> None:
         super().__init__()
@@ -83,11 +83,11 @@ class Batch(NamedTuple):
 
 
 class ClicksTask:
-    """The DLRM of `train_dlrm.py`, with 70 % of the rows for training and 10 % for validation.
+    """The DLRM of `train_dlrm.py`. 70 % of the rows are for training, and 10 % for validation.
 
     Args:
         data: a file in Criteo's layout, or None for generated rows.
-        rows: number of rows to generate. Training rows are reshuffled in every epoch.
+        rows: number of rows to generate if `data` is None.
         hash_size, bottom, top: see `train_dlrm.py`.
         batch: rows per rank and step.
     """

@@ -3,9 +3,10 @@
     python -m bench.experiments.mp_formats --data ROWS.tsv --epochs 5 --batch-size 64
     python -m bench.experiments.mp_formats --exchanges float32 int4,sign+dedup --rates 3,10
 
-An exchange is FORMAT, or FORWARD,BACKWARD (two formats), or a percentage such as 7.5%, the part of
-a row's entries that is sent. With +dedup each distinct row is sent once. The gradients of the MLPs
-are averaged in float32. All runs with the same seed use the same initial weights and batches.
+An exchange is FORMAT, FORWARD,BACKWARD (two formats), or a percentage such as 7.5%, which is the
+fraction of each row's entries that is sent. With +dedup, each distinct row is sent once. The
+gradients of the MLPs are averaged in float32. All runs with the same seed use the same initial
+weights and batches.
 
 1. Each exchange is trained with each learning rate of the tables from seed 0. The best rate of an
    exchange has the lowest log loss on the validation rows.

@@ -6,7 +6,7 @@
 The model is DLRM with embeddings of width 16. The widths of its MLPs are 13-512-256-64-16 (bottom)
 and 512-256-1 (top, without the input). Training uses 2 ranks, SGD, a learning rate of 0.1, and 128
 rows per rank and step. Each row is used once.
-examples/train_dlrm.py trains all settings of a cut. A cut is the part that is compressed:
+examples/train_dlrm.py trains each setting of a cut. A cut names the tensors that are compressed:
 
     gradients   gradients of all weights; every rank has all weights
     rows        rows of the embedding tables, which are sharded
@@ -56,7 +56,7 @@ SETTINGS: dict[str, dict[str, str]] = {
 
 
 def train(options: argparse.Namespace) -> list[dict]:
-    """Train the unfinished settings of --cuts, then return all runs."""
+    """Train the unfinished settings of --cuts. Return all runs."""
     names = ("data", "rows", "seeds", "embedding_lr")
     common = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
     found = []

@@ -1,4 +1,4 @@
-"""Finished runs of an experiment, one JSON file per run, and tables of them.
+"""Loads the finished runs of an experiment (one JSON file per run), and makes tables of runs.
 
 Keys of a run: "problem" (runs of one problem are compared), "method", "rate", "seed", "settings"
 (equal in all runs of a folder), "validation" and optionally "test" (scores by name, including
@@ -26,7 +26,7 @@ def path(folder: Path, run: dict) -> Path:
 
 
 def settings_of(options: argparse.Namespace, *names: str) -> dict[str, object]:
-    """The values of the options `names`, as they are stored in a run."""
+    """The values of the options `names`, in the form that a run stores."""
     found = {name: getattr(options, name) for name in names}
     return found | {"data": options.data and options.data.name}
 
@@ -46,7 +46,7 @@ def load(folder: Path, settings: dict[str, object]) -> list[dict]:
 
 
 def scores(found: Scores) -> dict[str, float]:
-    """The scores as they are stored in a run. All tasks have a "loss"."""
+    """The scores in the form that a run stores. All tasks have a "loss"."""
     return {"auc": found.auc, "loss": found.log_loss, "calibration": found.calibration}
 
 
@@ -79,7 +79,7 @@ def tables(records: Sequence[dict]) -> str:
         first = next(iter(methods.values()))[0]
         dense = next((methods[name] for name in BASELINES if name in methods), [])
         headings = ["method", *first["bytes"], "fewer bytes", *first["test"], "worst loss"]
-        headings += ["loss over dense's", "at most", "rate", "seeds"]
+        headings += ["loss vs. baseline", "worst vs. baseline", "rate", "seeds"]
         ordered = sorted(methods.items(), key=lambda item: -_sent(item[1]))
         rows = [[name, *_row(runs, dense)] for name, runs in ordered]
         found += [f"**{problem}**"] * bool(problem) + [table(headings, rows)]
@@ -87,7 +87,7 @@ def tables(records: Sequence[dict]) -> str:
 
 
 def _sent(runs: Sequence[dict]) -> float:
-    """Bytes of gradients or rows per rank and step, without ids; mean over runs."""
+    """The mean over runs of the bytes of gradients or rows per rank and step, without ids."""
     sent = [sum(n for name, n in run["bytes"].items() if name != "ids") for run in runs]
     return sum(sent) / len(sent)
 

@@ -3,16 +3,16 @@
     python -m bench.experiments.torchrec_dlrm --data ROWS.tsv --epochs 3 --batch-size 64
 
 Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md). torchrec.models.dlrm.DLRM runs in
-DistributedModelParallel. Each table is on one rank. With --row-wise, ranks share the rows of each
-table. Tables use row-wise AdaGrad, which TorchRec fuses into the backward pass. The MLPs are on all
-ranks and use SGD. An exchange is one of
+DistributedModelParallel. By default, each table is on one rank. With --row-wise, the rows of each
+table are divided between the ranks. Tables use row-wise AdaGrad, which TorchRec fuses into the
+backward pass. The MLPs are on all ranks and use SGD. An exchange is one of
 
     float32             TorchRec without codecs
     fp16, int8, mx4     FBGEMM's codecs with default settings; int8 and mx4 use a scale for every 32
                         entries, and do not support --row-wise
     FORWARD,BACKWARD    dct_embeddings.torchrec.compressed_sharders, with a scale for each embedding
     EXCHANGE+hook       also uses compress_dense on the MLPs, with --density. Without +hook, MLP
-                        gradients are averaged in float32. Does not support --row-wise
+                        gradients are averaged in float32. +hook does not support --row-wise
 
 Learning rates of the tables are selected as in mp_formats.py, and finished runs are not repeated.
 """
@@ -116,7 +116,7 @@ class Clicks(nn.Module):
         plan = construct_module_sharding_plan(
             bags, sharding, sharder=exchange, device_type="cpu", **sizes
         )
-        torch.manual_seed(seed * ranks + dist.get_rank())  # to initialize the tables
+        torch.manual_seed(seed * ranks + dist.get_rank())  # for the initial weights of the tables
         self.dmp = DistributedModelParallel(
             model, device=CPU, plan=ShardingPlan(plan={BAGS: plan}), sharders=[exchange]
         )
@@ -136,9 +136,9 @@ class Clicks(nn.Module):
 class Rows:
     """A context that counts the bytes of rows that this rank sends.
 
-    TorchRec sends rows with an all-to-all. With `sums`, it sends rows with a reduce-scatter and
-    their gradients with an all-gather. Byte counts assume rings for both. Messages of 32- or
-    64-bit integers (ids, counts) are ignored.
+    TorchRec sends rows with an all-to-all. If `sums` is true (row-wise tables), TorchRec sends rows
+    with a reduce-scatter and their gradients with an all-gather, and byte counts assume ring
+    algorithms. Messages of 32- or 64-bit integers (ids, counts) are ignored.
     """
 
     def __init__(self, sums: bool) -> None:
@@ -188,7 +188,7 @@ def job(
     exchange: str, rate: float, seed: int, data: dataset.Dataset, options: argparse.Namespace
 ) -> tuple[nn.Module, float, dict[str, float]]:
     """Train with one exchange; see `clicks.Job`. Collective."""
-    warnings.simplefilter("ignore")  # TorchRec raises warnings
+    warnings.simplefilter("ignore")  # hide TorchRec's warnings
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=ranks, WORLD_SIZE=ranks)  # for TorchRec
     name, plus, _ = exchange.partition("+")
@@ -229,7 +229,7 @@ def main() -> None:
     parser.set_defaults(rates="0.001,0.003,0.01")
     add = parser.add_argument
     add("--density", type=density, default=0.01, help="density of the hook in EXCHANGE+hook")
-    add("--row-wise", dest="problem", action="store_const", const="row_wise", help="all tables")
+    add("--row-wise", dest="problem", action="store_const", const="row_wise", help="split tables")
     options = parser.parse_args()
     if options.problem and (
         refused := [n for n in options.exchanges if n.endswith(("mx4", "int8", "+hook"))]

@@ -19,7 +19,7 @@ from dct_kernels.layout import QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS
 
 ITERATIONS = 50
-SLEEP_CYCLES = 100_000_000  # 50 ms, in which all calls are queued, so the streams overlap
+SLEEP_CYCLES = 100_000_000  # about 50 ms, in which all calls are queued, so that streams overlap
 
 
 def chosen(device: str) -> Iterator[Case]:
@@ -49,7 +49,7 @@ def equal(actual: tuple[Tensor, ...], expected: list[Tensor]) -> bool:
 def graph(case: Case, ops: SimpleNamespace) -> str:
     expected = results(case, ops)
     case.reset(0)
-    with forbid_syncs():  # the capture below detects other synchronizations
+    with forbid_syncs():  # the capture below fails at synchronizations by the op itself
         case.run(ops, 0)
     made, static = captured(lambda: case.run(ops, 0))
     for _ in range(2):
@@ -83,7 +83,7 @@ def streams(pair: tuple[Case, Case], ops: SimpleNamespace) -> str:
 
 def compiled(case: Case) -> str:
     """Compile the public functions with Inductor, so that argument checks are also traced."""
-    torch.compiler.reset()  # otherwise dynamo counts all ops as recompilations of one
+    torch.compiler.reset()  # otherwise dynamo counts all ops as recompilations of one lambda
     expected = results(case, dct_kernels)
     case.reset(0)
     function = torch.compile(lambda: case.run(dct_kernels, 0), fullgraph=True, dynamic=True)

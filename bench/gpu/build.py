@@ -1,4 +1,4 @@
-"""Builds the extension in place for this machine's GPU. Builds the peers' kernels in parallel."""
+"""Builds the extension in place for this machine's GPU, and the kernels of native.cu."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build, check, time and profile everything on this machine's GPU in less than ten minutes."""
+"""Build the extension, then test, time and profile it on a GPU, in less than ten minutes."""
 
 import argparse
 import contextlib
@@ -40,14 +40,14 @@ def conformance(chosen: str, processes: int = 1, tests: str = "") -> tuple[str, 
 
 
 def sanitized(tool: str) -> tuple[str, ...]:
-    """The command that runs each op once in compute-sanitizer, on tensors of a few blocks."""
+    """The command that runs a conformance test with all ops in compute-sanitizer."""
     command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
     return command + conformance("cuda and agree", tests="/test_determinism.py")
 
 
 COLLECT = ("-k", "ptx-cuda", "--collect-only", "-q")
 SMALL = ("--device", "cpu", "--scale", "65536")
-DRY_SLOWER = 20  # limits are this many times longer on a CPU, which may be busy
+DRY_SLOWER = 20  # factor of all limits in a dry run, because a CPU is slower and may be busy
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_sectors_op_write.sum")
 METRICS += ("smsp__inst_executed_pipe_alu.sum", "gpu__time_duration.sum")
 COUNTERS = ("ncu", "--clock-control", "none", "--profile-from-start", "off")
@@ -55,10 +55,11 @@ for section in ("SpeedOfLight", "MemoryWorkloadAnalysis", "SchedulerStats", "War
     COUNTERS += ("--section", section)
 COUNTERS += ("--metrics", ",".join(METRICS))
 COUNTERS += program("profile_ops", "--once")
-# The most important stages come first. Parallel processes share the GPU; Triton's mostly compile.
+# The most important stages come first. The processes of a stage share the GPU. The processes of
+# the stage "triton" spend most of their time compiling.
 STAGES = (
-    Stage("environment", 30, "versions of everything; the GPU's clocks", program("environment")),
-    Stage("build", 120, "the extension in place; the kernels of peers", program("build")),
+    Stage("environment", 30, "versions of the software; the GPU's clocks", program("environment")),
+    Stage("build", 120, "builds of the extension and of other methods' kernels", program("build")),
     Stage(
         "mask_pack",
         60,
@@ -67,33 +68,33 @@ STAGES = (
         COLLECT,
     ),
     Stage("ops", 120, "all other ops against the oracle", conformance("cuda and not mask_pack", 6)),
-    Stage("time", 110, "ops against a copy and peers; targets", program("time_ops")),
+    Stage("time", 110, "times of ops, copies and other methods; targets", program("time_ops")),
     Stage(
         "step",
         80,
-        "the ops of a training step; DDP with and without hooks",
+        "times of the ops of a training step, and of DDP with and without hooks",
         program("step"),
         ("--device", "cpu", "--tiny"),
     ),
     Stage("profile", 40, "time of each kernel", program("profile_ops")),
-    Stage("counters", 40, "ncu's counters for the same calls", COUNTERS, SMALL),
+    Stage("counters", 40, "ncu's counters for the calls of profile", COUNTERS, SMALL),
     Stage("memcheck", 40, "each op with compute-sanitizer's memcheck", sanitized("memcheck")),
     Stage("racecheck", 40, "each op with compute-sanitizer's racecheck", sanitized("racecheck")),
     Stage("behavior", 60, "CUDA graphs, streams, torch.compile, opcheck", program("behavior")),
-    Stage("layer", 80, "hooks, averager, rows; NCCL on 1 rank, gloo on 2", program("layer")),
+    Stage("layer", 80, "hooks, averager, rows: 1 rank with NCCL, 2 with gloo", program("layer")),
     Stage("triton", 150, "Triton's kernels against the oracle", conformance("triton", 12)),
-    Stage("variants", 150, "variants of kernels, compared", program("variants"), SMALL),
+    Stage("variants", 150, "times of variants of kernels", program("variants"), SMALL),
     Stage(
         "sizes",
         60,
-        "buckets around 25 MiB; owners of a reduce-scatter",
+        "times of ops on buckets of about 25 MiB, and on the parts that owners reduce",
         program("time_ops", "--sizes", "--light"),
         SMALL,
     ),
-    Stage("light", 70, "as time, but only our kernels", program("time_ops", "--light"), SMALL),
-    Stage("large", 30, "more than 2^31 elements", program("large")),
+    Stage("light", 70, "like time, without other methods", program("time_ops", "--light"), SMALL),
+    Stage("large", 30, "ops on more than 2^31 elements", program("large")),
 )
-# In ten minutes, these stages provide the data for decisions about kernels.
+# The stages for a run of ten minutes before a decision about kernels.
 PLAN = ("environment", "build", "mask_pack", "variants", "counters", "sizes", "step", "light")
 PLAN += ("memcheck", "racecheck")
 
@@ -101,20 +102,21 @@ EPILOG = """\
 stages in their order, with limits in seconds:
 {stages}
 
-OUT is created if it does not exist, and will contain
+OUT is created if it does not exist. It will contain
   summary.json   status, seconds and last line of each stage
   STAGE.log      the output of a stage; time.log ends with the targets
-  STAGE.json     the results of time, step and profile
+  STAGE.json     the results of time, step, profile, variants and sizes (of light: time.json)
 All files are written while the stages run, so an interrupted run keeps its results.
 
-If a stage fails or is stopped at its limit, the other stages still run. The exit status is the
+If a stage fails or is stopped at its limit, the other stages run. The exit status is the
 number of failed and stopped stages. A stage is skipped if its tool is missing or no time is left.
 
-Needs torch >= 2.11 for CUDA, nvcc, numpy, rich, pytest and hypothesis. Uses pytest-xdist, Triton,
+Needs torch >= 2.11 with CUDA, nvcc, numpy, rich, pytest and hypothesis. Uses pytest-xdist, Triton,
 ncu and compute-sanitizer if they are installed. Installs nothing, uses no network, and changes no
 setting of the GPU.
 
---stages plan means {plan}.
+By default, all stages except variants, sizes and light run. --stages plan means
+{plan}.
 With --dry-run, stages run on the CPU with small sizes. Stages that need a GPU only import their
 modules. Use --dry-run to find mistyped arguments before a run on a GPU.
 
@@ -165,7 +167,7 @@ def run_stage(stage: Stage, out: Path, limit: float) -> dict[str, object]:
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     with log.open("w") as file:
         options = {"cwd": ROOT, "env": variables, "stdin": subprocess.DEVNULL, "stdout": file}
-        options |= {"stderr": subprocess.STDOUT, "start_new_session": True}  # makes a group
+        options |= {"stderr": subprocess.STDOUT, "start_new_session": True}  # a process group
         process = subprocess.Popen(command, **options)
         try:
             status = "failed" if process.wait(limit) else "passed"
@@ -222,7 +224,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
-    parser.add_argument("--stages", metavar="A,B", default=usual, help="stages to run")
+    parser.add_argument("--stages", metavar="A,B", default=usual, help="stages to run, or plan")
     limit = "seconds after which the current stage is stopped and no other starts (default: 575)"
     parser.add_argument("--limit", type=float, default=575, metavar="S", help=limit)
     parser.add_argument("--dry-run", action="store_true", help="test the commands without a GPU")

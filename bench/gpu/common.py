@@ -41,7 +41,7 @@ def captured(function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, obje
     """Capture a call. Return the CUDA graph and the tensors that a replay fills."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # load modules before the capture, which does not allow it
+    with torch.cuda.stream(side):  # load modules first, because a capture cannot load them
         function()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph(keep_graph=True)

@@ -1,4 +1,4 @@
-"""Prints the versions of everything that a measurement depends on, and the GPU's clocks."""
+"""Prints the versions of the software that affects measurements, and the GPU's clocks."""
 
 import shutil
 import subprocess

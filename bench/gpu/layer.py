@@ -1,6 +1,6 @@
-"""Checks that the layer gives the same results on GPU and CPU, and that no hook synchronizes.
+"""Checks that dct_parallel gives the same results on GPU and CPU, and that dct_hook never syncs.
 
-Runs one rank with NCCL, which also executes the collectives of all transports. Then runs two ranks
+First runs one rank with NCCL, to execute the collectives of both transports. Then runs two ranks
 with gloo on one GPU, because NCCL ranks cannot share a GPU. gloo copies messages through the host.
 """
 
@@ -28,7 +28,7 @@ from dct_parallel import (
 from ranks import Dictated, run_ranks
 
 SIZES = (70_000, 100, 300_000, 40_000)
-STEPS, SCALE = 26, 8.0  # enough steps for the dense steps and the check of sent values
+STEPS, SCALE = 26, 8.0  # STEPS covers the dense first steps and the check of sent values
 WIDTH = 96
 
 
@@ -86,9 +86,9 @@ def rows(rank: int, device: str, backend: str, format: str | RowFormat) -> list[
 
 
 def fully_sharded(rank: int, device: str, backend: str) -> list[Tensor]:
-    """Run FSDP2. Return the gradients of a model with integer weights, so sums are exact."""
+    """Run FSDP2. Return the gradients of a model with integer weights, whose sums are exact."""
     if device == "cuda":
-        torch.cuda.set_device(0)  # avoids a warning of the mesh
+        torch.cuda.set_device(0)  # otherwise the mesh warns
     dist.destroy_process_group()  # the mesh uses the backend of the default group
     dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=1)
     mesh = DeviceMesh(device, [[0]], mesh_dim_names=("replicate", "shard"))
@@ -138,7 +138,7 @@ def main() -> None:
         except RuntimeError as error:
             failures.append(label)
             print(f"{label}: {error}", flush=True)
-    report(failures, f"{done} uses of the layer on CUDA equal those on the CPU")
+    report(failures, f"{done} uses of dct_parallel give the same results on CUDA and CPU")
 
 
 if __name__ == "__main__":

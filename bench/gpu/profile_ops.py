@@ -1,6 +1,6 @@
 """Measures the time of each kernel with torch.profiler, and writes profile.json.
 
-With --once, only calls each case once, between start and stop marks for NVIDIA's profilers.
+With --once, measures nothing, and marks one call of each case for NVIDIA's profilers.
 """
 
 import argparse
@@ -72,8 +72,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--once", action="store_true", help="call each case once; measure nothing")
-    parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this")
-    cpu = "cpu: call the eager ops once without a profiler"
+    parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this number")
+    cpu = "with cpu, call the eager ops once and measure nothing"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help=cpu)
     args = parser.parse_args()
     ops, found = gpu_backends()["cuda"] if args.device == "cuda" else backends()["eager"], []

@@ -1,11 +1,11 @@
 """Measures the cost of training steps with 100 million gradient entries, and writes step.json.
 
-Ops: calls the ops of the hook for each 25 MiB bucket, directly and in a CUDA graph. The sparse ops
-sample a threshold, pack the bucket, and unpack one payload per rank. The dense ops quantize the
-bucket and sum one payload per rank. The payloads of a bucket are copies of the same payload.
-Model: a transformer in DDP on one rank, without a hook, with an empty hook, with torch's
-bf16_compress_hook, and with our hooks. One rank sends no bytes, so the added time is the exposed
-time of the hook. If the host time equals the step time, the host is the bottleneck.
+First calls the ops of the hook for each 25 MiB bucket, directly and in a CUDA graph. The sparse ops
+sample a threshold, pack the bucket, and unpack one payload per rank. The quantization ops pack the
+bucket and sum one payload per rank. The payloads of a bucket are copies of the same payload. Then
+trains a transformer in DDP on one rank, without a hook, with an empty hook, with torch's
+bf16_compress_hook, and with dct_hook. One rank sends no bytes, so the added time is the part of the
+hook that does not overlap. If the host time equals the step time, the host is the bottleneck.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def empty_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     return future
 
 
-# torch's hooks, or options of dct_hook.
+# A hook, or the options of DCTState for dct_hook.
 HOOKS = {
     "none": None,
     "empty": empty_hook,
@@ -90,7 +90,7 @@ class QuantizedBucket:
 
 
 def timed(call: Callable[[], object], device: str, calls: int = CALLS) -> dict[str, float]:
-    """Milliseconds per call over consecutive calls; "host" is the median host time."""
+    """Quartiles of the milliseconds per call in ROUNDS rounds, and the median "host" time."""
     samples, hosts = [], []
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -190,13 +190,13 @@ def main() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if args.device == "cpu":
         del HOOKS["bf16_compress_hook"]  # torch refuses this hook without NCCL
-    for name in 2 * tuple(HOOKS):  # twice, to show whether the clock drifts
+    for name in 2 * tuple(HOOKS):  # twice, to detect a drift of the GPU's clocks
         with training(args.device, args.tiny, name) as step:
             keep("models", {"hook": name, "step_ms": timed(step, args.device, STEPS)})
     dist.destroy_process_group()
     medians = {found["hook"]: found["step_ms"]["median"] for found in content["models"]}
     added = [f"{ms - medians['none']:.3f} by {name}" for name, ms in medians.items()]
-    report([], f"ms added to {medians['none']:.3f} (medians): {', '.join(added[1:])}")
+    report([], f"median step: {medians['none']:.3f} ms; ms added: {', '.join(added[1:])}")
 
 
 if __name__ == "__main__":

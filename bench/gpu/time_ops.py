@@ -1,8 +1,8 @@
-"""Compares each op with a copy of the same bytes and with peers, and checks the targets.
+"""Compares the ops with a copy of the same number of bytes, and with other methods.
 
-Cases and timing are from bench/kernels.py, with the most important cases first. Cases that are not
-larger than a 25 MB bucket are timed twice: called directly, and replayed from a CUDA graph.
-time.json (or sizes.json) is written after each case. Times and targets are printed.
+Cases and timing are from bench.kernels. The most important cases come first. Cases of at most
+25 MiB are timed twice: called directly, and replayed from a CUDA graph. time.json (or sizes.json)
+is written after each case. At the end, the program prints which speeds meet their targets.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from dct_kernels.row_layout import FORMATS
 ROWS, LARGEST = 65536, 2**28
 GRADS = ((F32, F32), (BF16, BF16), (F32, BF16))  # dtypes of gradients and values
 NOTHING, EVERYTHING = 1e-12, 1.0  # densities
-# {(op, end of the case, elements or None for any): the smallest fraction of a copy's speed}.
-# The search limits row_pack. Scattered writes limit scatter_unpack with many payloads.
+# {(op, end of the case, elements or None for any): required fraction of a copy's speed}. Some are
+# lower, because of row_pack's search, and scatter_unpack's scattered writes of many payloads.
 OF_COPY = {
     ("mask_pack", "float32 grad, float32 values", LARGEST): 0.93,
     ("mask_pack", "bfloat16 grad, bfloat16 values", LARGEST): 0.93,
@@ -46,9 +46,9 @@ OF_COPY = {
     ("row_dequantize", "", None): 0.9,
     **{("row_pack", f", {d}], k={math.ceil(d / 20)}", None): 0.7 for d in (256, 512, 1024)},
 }
-# Required speedups of the largest mask_pack; 0.9 of a copy's speed is always enough.
+# Required speedups of the largest mask_pack over peers. 0.9 of a copy's speed is always enough.
 FASTER_THAN = {"topk": 20, "dgc": 5, "triton": 1}
-SAMPLING = 0.03  # maximum time, as a fraction of mask_pack's
+SAMPLING = 0.03  # maximum time of sampling, as a fraction of mask_pack's time
 
 
 def chosen(device: str, scale: int, peers: bool = True) -> Iterator[Case]:
@@ -75,9 +75,11 @@ def chosen(device: str, scale: int, peers: bool = True) -> Iterator[Case]:
 
 
 def bucket_sizes(device: str, scale: int) -> Iterator[Case]:
-    """Cases around 25 MiB, where the last blocks of a grid may take as long as all others, and
-    cases as large as the part of a bucket that one of 64 ranks owns."""
-    for blocks in range(372, 429, 7):  # 396: three blocks of scatter_unpack per multiprocessor
+    """Cases of about 25 MiB, and cases of the part of a bucket that one of 64 ranks owns.
+
+    At about 25 MiB, the last blocks of a grid may take as long as all other blocks.
+    """
+    for blocks in range(372, 429, 7):  # 396: 3 scatter_unpack blocks per H200 multiprocessor
         numel = 2**14 * blocks // scale
         yield cases.mask_pack(device, numel, 0.01, F32, F32, False)
         yield cases.scatter_unpack(device, numel, 0.01, 2)
@@ -105,7 +107,7 @@ def one_dimensional(device: str, numel: int, peers: bool) -> Iterator[Case]:
 
 
 def measure(case: Case, device: str, light: bool) -> Iterator[dict]:
-    """Time direct calls. For small cases, also time replays of a CUDA graph, without launches."""
+    """Time direct calls. For small cases, also time replays of a CUDA graph."""
     for graphs in (False, True) if device == "cuda" and case.numel <= BUCKET else (False,):
         options = argparse.Namespace(device=device, rounds=ROUNDS, graphs=graphs)
         result = kernels.measure(case, options, light=light) | {"graphs": graphs}
@@ -131,7 +133,7 @@ def targets_met(results: list[dict], ours: str = "cuda") -> Iterator[tuple[bool,
         for (of, words, size), least in OF_COPY.items():
             if op == of and case.endswith(words) and size in (None, numel):
                 share = copy / elapsed
-                yield share >= least, f"{name}: {share:.3f} of a copy, target {least}"
+                yield share >= least, f"{name}: {share:.3f} of a copy's speed, target {least}"
         for peer, times in FASTER_THAN.items() if (op, numel) == ("mask_pack", LARGEST) else ():
             if peer in result["ms"]:
                 ratio = ms(result, peer) / elapsed
@@ -148,11 +150,11 @@ def targets_met(results: list[dict], ours: str = "cuda") -> Iterator[tuple[bool,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--seconds", type=float, default=95, help="start no case after this time")
+    parser.add_argument("--seconds", type=float, default=95, help="no case starts after this time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--light", action="store_true", help="without eager, Triton and peers")
-    parser.add_argument("--sizes", action="store_true", help="nine bucket sizes, and owners' parts")
-    parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this")
+    parser.add_argument("--sizes", action="store_true", help="nine bucket sizes, owners' parts")
+    parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this number")
     args = parser.parse_args()
     if args.device == "cuda":
         gpu_backends()
@@ -168,7 +170,7 @@ def main() -> None:
             break
         try:
             results += measure(case, args.device, args.light)
-        except (RuntimeError, SystemExit) as error:  # wrong, or out of memory
+        except (RuntimeError, SystemExit) as error:  # wrong results, or out of memory
             failures.append(str(error).splitlines()[0])
             print(failures[-1], flush=True)
         files.write_json(args.out / name, content)

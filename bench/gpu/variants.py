@@ -30,7 +30,7 @@ from bench.microbench.timing import take_turns
 from dct_kernels import payload_layout
 
 DEFAULT, COPY = "default", "copy kernel"
-# Both ops in sequence, as in the hook.
+# Calls both ops in sequence, as the hook does.
 SAMPLED = "sample_threshold, mask_pack"
 ROUNDS = 5
 
@@ -41,7 +41,7 @@ class Variant(NamedTuple):
 
 
 def policy(load: str, store: str) -> Variant:
-    """Use different cache operators; see https://docs.nvidia.com/cuda/parallel-thread-execution."""
+    """Other cache operators; see https://docs.nvidia.com/cuda/parallel-thread-execution."""
     ops = ("mask_pack", "quantize_pack", "dequantize_sum", COPY)
     return Variant(ops, (("**/*.cu*", "__ldcs(", load), ("**/*.cu*", "__stcs(", store)))
 
@@ -113,7 +113,7 @@ VARIANTS = {
 
 
 class Library:
-    """Launchers and kernels on a GPU."""
+    """The launchers in a library, called on a GPU."""
 
     device = "cuda"
 
@@ -140,7 +140,7 @@ def patched(sources: Path, variant: Variant, folder: Path) -> Path:
 
 
 def library(name: str, op: str, gpu: int | None = None) -> Path:
-    """Build the library with the op's launcher, for GPU architecture `gpu` or the executor."""
+    """Build the op's launcher for the GPU architecture `gpu`, or for the PTX executor if None."""
     variant = VARIANTS.get(name, Variant((), ()))
     with tempfile.TemporaryDirectory() as folder:
         if op == COPY:
@@ -156,7 +156,7 @@ def library(name: str, op: str, gpu: int | None = None) -> Path:
 
 
 def ops_of(op: str, path: Path, scratch: torch.Tensor) -> SimpleNamespace:
-    """The op as a case calls it. The executor cannot run the copy kernel, so it is only built."""
+    """The op as a case calls it. The PTX executor cannot run the copy kernel."""
     if op == COPY:
         return SimpleNamespace(copy=ctypes.CDLL(str(path)).native_copy)
     called = Library(path, scratch) if scratch.is_cuda else backend.Executor(path)
@@ -221,7 +221,7 @@ def copy_case(device: str, nbytes: int) -> Case:
 
 
 def compared(case: Case, ops: dict[str, SimpleNamespace], device: str) -> dict:
-    """Time the variants whose results equal the default's. Also return the names of the rest."""
+    """Time the variants with the same results as the default. Return the names of the others."""
     expected, calls, wrong = results(case, ops[DEFAULT]), {}, []
     for name, variant in ops.items():
         pairs = zip(results(case, variant), expected, strict=True)
@@ -238,8 +238,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this")
-    parser.add_argument("--only", metavar="A,B", default=",".join(VARIANTS), help="variants")
+    parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this number")
+    parser.add_argument("--only", metavar="A,B", default=",".join(VARIANTS), help="tried variants")
     args = parser.parse_args()
     names = args.only.split(",")
     if unknown := sorted(set(names) - set(VARIANTS)):
@@ -250,7 +250,7 @@ def main() -> None:
     scratch = torch.empty(2**29 if cuda else 0, device=args.device)
     pairs = [(name, op) for name in names for op in VARIANTS[name].ops]
     pairs = [*((DEFAULT, op) for op in dict.fromkeys(op for _, op in pairs)), *pairs]
-    build.build(gpu=gpu)  # first build what all libraries share
+    build.build(gpu=gpu)  # first build the parts that all libraries share
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         made = dict(zip(pairs, pool.map(lambda pair: library(*pair, gpu), pairs), strict=True))
     content = {"provenance": provenance.describe(), "results": (found := [])}
@@ -263,7 +263,7 @@ def main() -> None:
             files.write_json(args.out / "variants.json", content)
             del case
     failures = [f"{f['op']} {f['numel']}: {', '.join(f['wrong'])}" for f in found if f["wrong"]]
-    report(failures, f"{len(found)} cases of {len(names)} variants, all with the default's bits")
+    report(failures, f"{len(found)} cases of {len(names)} variants, all bitwise equal")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Implements bench.kernels, which compares the speed of ops with a copy and other methods."""
+"""Implements bench.kernels, which compares the ops with a copy and with other methods."""

@@ -10,8 +10,8 @@ from bench.cli import Parser, count, density, number, several
 TIMED = ("mask_pack", "sample_threshold", "scatter_unpack")
 TIMED += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
 TIMED += ("row_pack", "row_unpack", "row_quantize", "row_dequantize", "row_dequantize_sum")
-ROUNDS = 5  # turns per fast call. In each turn, the call is timed on every buffer set.
-# Defaults of the long tables. argparse uses None, to detect whether any of the options is given.
+ROUNDS = 5  # turns of each call, except slow calls. In a turn, a call is timed on every buffer set
+# Defaults of the long tables. In argparse, the defaults are None, to detect given options.
 DEFAULTS = {
     "ops": TIMED,
     "sizes": (2**24,),
@@ -22,17 +22,18 @@ DEFAULTS = {
 
 DESCRIPTION = """\
 Compare the time of each op with a copy that moves the same number of bytes (half read, half
-written). Calls are timed in turns. The default takes 20 seconds: it times mask_pack, scatter_unpack
-and row_pack at one size, and prints one sentence for each. With --all, or any option of the long
-tables, a table of all ops is printed. Its column `of copy` is the copy's time divided by the op's
-time; 100 % is as fast as a copy.
+written). Calls are timed in turns. By default, the program takes 20 seconds. It times mask_pack,
+scatter_unpack and row_pack at one size, and prints one sentence for each op. With --all, or any
+other option of the long tables, the program prints a table instead. The column `of copy` is the
+copy's time divided by the op's time; an op with 100 % is as fast as a copy.
 
 The tables also include the eager backend and other methods. mask_pack is compared with exact
 torch.topk, DGC's sampled top-k and random-k, all with error feedback, and with a cast to bfloat16.
-quantize_pack is compared with the same cast, PowerSGD's two products, and FBGEMM's rows of 64. The
-peer of row_pack is torch.topk. On the CPU, row_quantize and row_dequantize are compared with FBGEMM
-(8 and 4 bits). On a GPU with nvcc, the tables add a copy kernel, cub::DeviceSelect and RTop-K's
-bisection. All results are checked before calls are timed. On a GPU, times are device times.
+quantize_pack is compared with the same cast, and with the two matrix products of PowerSGD. row_pack
+is compared with torch.topk. On the CPU, quantize_pack (in rows of 64 entries), row_quantize and
+row_dequantize are compared with FBGEMM in 8 and 4 bits. On a GPU with nvcc, the tables add a copy
+kernel, cub::DeviceSelect and RTop-K's bisection. The results of all ops, and of most other methods,
+are checked before calls are timed. On a GPU, times are device times.
 """
 EPILOG = """\
 examples:
@@ -47,14 +48,14 @@ examples:
 
 
 def parser() -> Parser:
-    """Make the parser. On errors it exits with status 2 and prints argument, rule and value."""
+    """Make a parser that, on an error, prints the argument, rule and value, and exits with 2."""
     parser = Parser(prog="python -m bench.kernels", description=DESCRIPTION, epilog=EPILOG)
     cuda = torch.cuda.is_available()
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cuda" if cuda else "cpu",
-        help="device of the ops; cuda if there is a GPU",
+        help="device of the ops",
     )
     parser.add_argument(
         "--threads",
@@ -76,14 +77,14 @@ def parser() -> Parser:
         "--sizes",
         type=several(count),
         metavar="N,...",
-        help="elements; row ops use a quarter on the CPU, and skip sizes smaller than the widest "
-        f"row (default: {_shown('sizes')})",
+        help="numbers of elements. On the CPU, row ops use a quarter of the elements. Row ops skip "
+        f"sizes smaller than the widest row (default: {_shown('sizes')})",
     )
     tables.add_argument(
         "--density",
         type=several(density),
         metavar="F,...",
-        help="fraction of entries kept; row_pack and row_unpack always use 0.05 "
+        help="fractions of entries that are packed; row_pack and row_unpack use 0.05 "
         f"(default: {_shown('density')})",
     )
     tables.add_argument(
@@ -92,19 +93,19 @@ def parser() -> Parser:
         metavar="N,...",
         help=f"entries per row, for the row ops (default: {_shown('row_widths')})",
     )
-    tables.add_argument("--no-peers", action="store_true", help="only our backends and the copy")
-    tables.add_argument("--graphs", action="store_true", help="replay CUDA graphs of our backends")
+    tables.add_argument("--no-peers", action="store_true", help="time only our ops and copies")
+    tables.add_argument("--graphs", action="store_true", help="time replays of CUDA graphs")
     tables.add_argument(
         "--rounds",
         type=count,
         metavar="N",
-        help=f"turns of each fast call (default: {DEFAULTS['rounds']})",
+        help=f"turns of each call, except slow ones (default: {DEFAULTS['rounds']})",
     )
     return parser
 
 
 def settle(options: argparse.Namespace) -> bool:
-    """Set defaults. Return whether to time only the first look (no table option was given)."""
+    """Set defaults. Return whether no option of the tables was given, for a short first look."""
     tables = (*DEFAULTS, "all", "no_peers", "graphs")
     first_look = not any(getattr(options, name) for name in tables)
     for name, default in DEFAULTS.items():

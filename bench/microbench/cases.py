@@ -1,4 +1,4 @@
-"""Timed cases of each op: inputs, number of bytes that must move, how to restore the inputs."""
+"""Timed cases of each op: inputs, bytes that must be moved, and how inputs are restored."""
 
 import argparse
 import math
@@ -36,8 +36,8 @@ class Case:
     nbytes: int  # bytes that must be read and written
     sets: int  # number of buffer sets
     run: Callable[[SimpleNamespace, int], tuple[Tensor, ...]]
-    reset: Callable[[int], object] = field(default=lambda i: None)  # restores what run wrote
-    allocates: bool = False  # run allocates its result, so the copy also does
+    reset: Callable[[int], object] = field(default=lambda i: None)  # restores changed buffers
+    allocates: bool = False  # whether `run` allocates its result; if so, the copy allocates too
     density: float | None = None
     peers: dict[str, Peer] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ def _cases(numel: int, with_peers: bool, options: argparse.Namespace) -> Iterato
         for op, make in (("row_pack", row_pack), ("row_unpack", row_unpack)):
             if op in ops:
                 # A quarter on the CPU, because malloc reuses blocks below 32 MiB. With larger
-                # blocks, this would mostly time how fast the operating system allocates pages.
+                # blocks, allocation of pages by the operating system would dominate the time.
                 elements = numel if device == "cuda" else numel // 4
                 yield make(device, elements // width, width, 0.05, with_peers)
                 yield make(device, elements // width, width, 0.05, False, BF16)
@@ -113,7 +113,7 @@ def mask_pack(
     clustered: bool = False,
     misaligned: bool = False,
 ) -> Case:
-    """With `clustered`, whole rows are kept. `misaligned` shifts tensors by one element."""
+    """With `clustered`, packed entries fill whole rows. `misaligned` shifts tensors by one."""
     sets = _sets((8 + grad_dtype.itemsize) * numel, cold)
     clean = _normal(sets, numel, device)
     grad = [t.to(grad_dtype) for t in _normal(sets, numel, device)]
@@ -391,7 +391,7 @@ def _normal(sets: int, numel: int, device: str) -> list[Tensor]:
 
 
 def _in_rows(tensor: Tensor, density: float) -> Tensor:
-    """Scale entries to near zero, except in a fraction of rows whose magnitudes become >= 2."""
+    """Scale entries to near zero, except in a fraction `density` of rows with magnitudes >= 2."""
     rows = tensor.view(-1, CLUSTER)
     kept = torch.rand(len(rows), 1, device=tensor.device) < density
     return torch.where(kept, rows + 2 * rows.sign(), 0.01 * rows).flatten()

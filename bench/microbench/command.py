@@ -18,11 +18,11 @@ from .peers import EXACT
 from .report import COPY, COPY_KERNEL, HEADER, OURS, row
 from .timing import take_turns
 
-SLOW_ROUNDS, SLOW_SETS = 1, 3  # for eager and most peers, which are slow
+SLOW_ROUNDS, SLOW_SETS = 1, 3  # for the eager backend and most peers, which are slow
 DENSE = torch.contiguous_format  # a tensor without rows may have strides that forbid byte views
 FIRST_LOOK_SECONDS = 1  # after this time, no further round of a case starts
 UNIT = "A copy of the same number of bytes, in the same run, has speed 1. Larger is better.\n"
-EAGER_ALONE = "No compiled kernels: using eager PyTorch; `python -m dct_kernels` explains why.\n"
+EAGER_ALONE = "Compiled kernels are missing. Eager PyTorch is timed. See `python -m dct_kernels`.\n"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         result = measure(case, options, is_first_look)
         results.append(result)
         print(sentence(result) if is_first_look else line(row(result)), flush=True)
-        if options.json:  # written after every case; an interrupted run keeps its results
+        if options.json:  # after every case, so that an interrupted run keeps results
             _write(options, results)
     return 0
 
@@ -55,7 +55,7 @@ def measure(
     """Check the results of all calls, then time them.
 
     With `is_first_look`, eager is timed only if it is the only backend, and a slow machine runs
-    fewer rounds. With `light`, only our fastest backend and the copies are timed, without checks.
+    fewer rounds. With `light`, only one of our backends is timed, and results are not checked.
     """
     backends = cases.backends(options.device)
     if light:
@@ -119,11 +119,11 @@ def copies(case: Case, device: str) -> dict[str, Callable]:
 
 
 def sentence(result: dict) -> str:
-    """Compare our best backend with a copy, and with exact top-k if it was timed."""
+    """Compare our best backend with a copy, and with exact top-k if exact top-k was timed."""
     ms = {name: times["median"] for name, times in result["ms"].items()}
     ours = ms[next(name for name in OURS if name in ms)]
     parts = [f"{ms[name] / ours:.3g}x as fast as exact top-k" for name in EXACT if name in ms]
-    parts.append(f"{ms[COPY] / ours:.2g} of a copy")
+    parts.append(f"{ms[COPY] / ours:.2g} of a copy's speed")
     case = f"{result['op']}, {result['numel']:,} elements, {100 * result['density']:g} % kept"
     return f"{case}: {', '.join(parts)}."
 

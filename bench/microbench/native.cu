@@ -1,5 +1,5 @@
-// Reference kernels for the GPU, called through native.py: compact implementations that take raw
-// pointers and return a cudaError_t.
+// Compact GPU kernels of other methods, called through native.py. The functions take raw pointers
+// and return a cudaError_t.
 #include <thrust/iterator/counting_iterator.h>
 
 #include <cub/device/device_select.cuh>
@@ -33,8 +33,8 @@ struct Passes {
 };
 
 // Based on RTop-K (ICLR 2025; github.com/xiexi51/RTopK). One warp per row finds the threshold by
-// bisection on the value, and packs with ballots. Entries above the threshold come first. Tied
-// entries follow in no particular order.
+// bisection on the value, and packs with ballots. Magnitudes of at least `high` come first. Ties,
+// which are magnitudes in [low, high), follow. Both are in column order.
 __global__ void __launch_bounds__(kThreads)
     rtopk(const float* x, int64_t rows, int width, int k, float* values, int32_t* columns) {
   extern __shared__ float shared[];
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
     high = fmaxf(high, fabsf(own[c]));
   }
   for (int d = 16; d > 0; d /= 2) high = fmaxf(high, __shfl_xor_sync(~0u, high, d));
-  float low = 0.0f;  // at least k magnitudes reach low; fewer than k exceed high
+  float low = 0.0f;  // at least k magnitudes reach low; at most k exceed high
   for (int round = 0; round < 32; ++round) {
     const float middle = low + (high - low) / 2;
     int count = 0;
@@ -86,7 +86,7 @@ cudaError_t native_select_scratch(int64_t numel, size_t* nbytes) {
                                numel, Passes{});
 }
 
-// acc += grad. Writes indices and values of entries that pass, in order, and zeroes them in acc.
+// acc += grad. Writes indices and values of entries that pass, in order, and sets them to 0 in acc.
 cudaError_t native_select(float* acc, const float* grad, const float* tau, int32_t* indices,
                           float* values, int32_t* count, int64_t numel, void* scratch,
                           size_t scratch_bytes, cudaStream_t stream) {

@@ -37,7 +37,7 @@ def copy(to: Tensor, source: Tensor) -> None:
 
 
 class Select:
-    """Adds grad to the residual, then moves entries above tau out with cub::DeviceSelect."""
+    """Adds grad to the residual, and moves magnitudes >= tau out with cub::DeviceSelect."""
 
     def __init__(self, numel: int, capacity: int) -> None:
         nbytes = ctypes.c_size_t()
@@ -45,7 +45,7 @@ class Select:
         if error:
             raise RuntimeError(f"native_select_scratch returned cudaError_t {error}")
         self.scratch = torch.empty(nbytes.value, dtype=torch.uint8, device="cuda")
-        # DeviceSelect cannot limit the number of entries that it writes.
+        # DeviceSelect writes all selected entries, so the capacity must be large enough.
         self.indices = torch.empty(capacity, dtype=torch.int32, device="cuda")
         self.values = torch.empty(capacity, device="cuda")
         self.count = torch.empty(1, dtype=torch.int32, device="cuda")
@@ -57,7 +57,7 @@ class Select:
 
 
 def rtopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return values and int32 columns of each row's k largest magnitudes, in column order."""
+    """Return values and int32 columns of each row's k largest magnitudes; ties come last."""
     values = torch.empty(x.shape[0], k, device=x.device)
     columns = torch.empty(x.shape[0], k, dtype=torch.int32, device=x.device)
     _call("native_rtopk", x, x.shape[0], x.shape[1], k, values, columns)
@@ -77,7 +77,7 @@ def _call(name: str, *arguments: Tensor | int) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Build the library in the user's cache, in a file named by a hash of command and sources."""
+    """Build the library in the user's cache. Its name has a hash of the command and sources."""
     major, minor = torch.cuda.get_device_capability()
     nvcc = Path(cpp_extension.CUDA_HOME, "bin", "nvcc").resolve()
     command = [str(nvcc), "-O3", "-std=c++17", f"-arch=sm_{major}{minor}", "-shared"]

@@ -1,4 +1,4 @@
-"""Compact implementations of other methods. Each is checked before it is timed.
+"""Compact implementations of other methods. Most are checked before they are timed.
 
 A compaction adds a gradient to a residual, moves selected entries out of the residual, and returns
 (values, indices). Like mask_pack, it uses error feedback. A row selection returns the k entries
@@ -50,8 +50,8 @@ def dgc(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     Based on dgc/compression.py in github.com/synxlin/deep-gradient-compression, without momentum
     correction. The threshold is the smallest entry of the top-k of a strided 1 % sample. Up to 10
-    rounds multiply it by 0.8 while fewer than 0.8 k entries pass. If more than 1.3 k entries pass,
-    a second top-k selects from them. Every round reads the tensor and syncs with the host.
+    rounds lower the threshold to 80 % while fewer than 0.8 k entries pass. If more than 1.3 k
+    entries pass, a second top-k selects k of them. On a GPU, every round waits for the device.
     """
     residual += grad
     importance = residual.abs()
@@ -74,7 +74,7 @@ def dgc(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def bf16_cast(grad: list[Tensor]) -> dict[str, Peer]:
-    """The cast in torch's bf16_compress_hook. Empty if the gradient is already bfloat16."""
+    """A peer that casts like torch's bf16_compress_hook; none if gradients are bfloat16."""
     if grad[0].dtype == torch.bfloat16:
         return {}
     return {"bf16 cast": Peer(lambda i: grad[i].to(torch.bfloat16), lambda i: None)}

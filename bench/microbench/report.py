@@ -1,11 +1,11 @@
-"""Formats table rows of bench.kernels, with times relative to a copy of the same bytes."""
+"""Formats table rows of bench.kernels, with times relative to a copy of as many bytes."""
 
 import re
 
 from bench.tables import header, number
 
 COPY, COPY_KERNEL = "copy", "copy kernel"
-OURS = ("cuda", "triton", "cpp", "eager")  # tables show the first backend that was measured
+OURS = ("cuda", "triton", "cpp", "eager")  # a row shows the first of these that was timed
 HEADINGS = ("op", "case", "kept", "elements", "MB", "ms", "of copy", "Triton, of copy", "eager")
 HEADINGS += ("peers",)
 HEADER = header(HEADINGS)

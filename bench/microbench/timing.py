@@ -25,13 +25,13 @@ def take_turns(
 ) -> dict[str, dict[str, float]]:
     """Return {name: median, 20 % and 80 % quantile in ms} of the times of `call(i)`.
 
-    In a turn, a call is timed on `sets` buffer sets. `rounds` is its number of turns. Each call has
-    one turn per round, so other work on the machine affects all calls equally. All buffers are
-    reset before each turn, which also evicts the first buffers from the caches. On a GPU, times are
-    measured with events around the call, which is queued while the device is busy. These times
-    exclude kernel launches on the host, unless the call waits for the device. Calls in `graphs` are
-    captured in one CUDA graph per set and replayed. After `seconds`, no further round starts,
-    but the first round always runs.
+    In a turn, a call is timed on sets[name] buffer sets. A call has rounds[name] turns, one per
+    round, so other work on the machine affects all calls equally. All buffers are reset before each
+    turn, which also evicts the first buffers from the caches. On a GPU, times are measured with
+    events around the call, which is queued while the device is busy. These times exclude kernel
+    launches on the host, unless the call waits for the device. Calls in `graphs` are captured in
+    one CUDA graph per set and replayed. After `seconds`, no further round starts, but the first
+    round always runs.
     """
     calls = calls | {name: _captured(calls[name], reset, sets[name]) for name in graphs}
     samples: dict[str, list[float]] = {name: [] for name in calls}

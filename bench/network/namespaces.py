@@ -24,7 +24,7 @@ from bench.cli import ENDING_SIGNALS, UsageError
 
 PREFIX = "dctbench-"
 SWITCH = PREFIX + "switch"
-# After a pause the token bucket is full, so a message can arrive earlier by up to this time.
+# After a pause, the token bucket is full, so a message can arrive earlier by up to this time.
 # With a bucket for 100 us, a 1 Gbit/s link on busy cores reached 57 to 92 % of its rate.
 BURST_SECONDS = 500e-6
 BURST_MIN_BYTES = 3 * 1514
@@ -41,10 +41,10 @@ def missing() -> list[str]:
 
 
 class Namespaces:
-    """A context with one linked namespace per rank. On exit, removes the namespaces and processes.
+    """A context with one linked namespace per rank. On exit, ends processes and namespaces.
 
-    A machine can have only one such context at a time, because a second would distort the times.
-    On entry, removes the namespaces of a killed run.
+    Only one such context can be active on a machine, because a second context would distort the
+    times. On entry, removes the namespaces of a killed run.
 
     Raises:
         UsageError: a requirement is missing, or another run is active.

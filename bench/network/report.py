@@ -11,15 +11,15 @@ from bench.tables import number, table, times
 
 from .methods import METHODS, SHARDED
 
-# Bytes per packet: Ethernet 14, IPv4 20, TCP 20, TCP timestamps 12. Acknowledgements are packets
-# without a payload.
+# Bytes of headers per packet: Ethernet 14, IPv4 20, TCP 20, TCP timestamps 12. Acknowledgements
+# are packets without a payload.
 HEADER_BYTES = 66
-WARM_UP_SECONDS = 3  # per cell, approximately
+WARM_UP_SECONDS = 3  # approximately, for each cell of a table
 BYTES_AT = 1e9  # the rate for which bytes are shown, if it was measured
 NOTE = (
     "A time is the median step time, with the 20 % and 80 % quantiles. A step takes as long as its "
-    "slowest rank. Bytes are per rank and step: *formula* counts the bytes passed to collectives, "
-    "*counter* the bytes that left the interface, and *headers* are 66 bytes per packet."
+    "slowest rank. Bytes are per rank and step. *formula* is computed from the sizes of messages, "
+    "*counter* counts the bytes that left the interface, and *headers* are 66 bytes per packet."
 )
 
 
@@ -33,7 +33,7 @@ def announce(options: argparse.Namespace) -> str:
     model = "a sharded transformer" if options.modes[0] in SHARDED else "DLRM on generated rows"
     return (
         f"Trains {model} with {ranks} ranks on this machine, {links}: "
-        f"{', '.join(options.modes)}. {minutes} minutes at most; results in {options.out}."
+        f"{', '.join(options.modes)}. Takes at most {minutes} minutes. Results: {options.out}."
     )
 
 
@@ -106,5 +106,5 @@ def _bytes(cells: Sequence[dict], rate: float | None) -> str:
         row.append(times(dense["payload_bytes"] / formula) if dense else "")
         counted = counter / (formula + HEADER_BYTES * packets)
         rows.append([*row, number(counter), f"{counted:.3f}", number(packets)])
-    headings = ["", "formula", "fewer bytes", "counter", "of formula + headers", "packets"]
+    headings = ["", "formula", "fewer bytes", "counter", "counter / (formula + headers)", "packets"]
     return table(headings, rows)

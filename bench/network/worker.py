@@ -34,7 +34,7 @@ from examples.wire_meter import WireMeter
 from .methods import METHODS, SHARDED, Method
 
 ROUNDS = 3  # each round runs all modes, so other work on the machine affects all modes
-WARMUP_STEPS = 6  # DDP rebuilds its buckets, compression starts, and TCP windows grow
+WARMUP_STEPS = 6  # meanwhile DDP rebuilds buckets, compression starts, TCP windows grow
 MIN_STEPS = 5
 LEARNING_RATE = 0.1
 BATCHES = 16  # number of generated batches, which are used in turn
@@ -109,8 +109,8 @@ class Worker:
 
     def _replicated(self, model: torch.nn.Module) -> DistributedDataParallel:
         with warnings.catch_warnings():
-            # The model's buffer is a constant. torch 2.13 renamed this argument and warns, but all
-            # versions accept the old name.
+            # torch 2.13 renamed `broadcast_buffers` and warns about the old name. All versions
+            # accept the old name.
             warnings.simplefilter("ignore", FutureWarning)
             return DistributedDataParallel(
                 model,
@@ -120,7 +120,7 @@ class Worker:
             )
 
     def _train(self, mode: str) -> dict:
-        """Run one round of a mode. Slow modes run fewer steps, but MIN_STEPS if --steps allows."""
+        """Run one round of a mode. Slow modes run fewer steps than --steps, down to MIN_STEPS."""
         method = METHODS[mode]
         model, state = self._parallel_model(mode, method)
         if mode in SHARDED:

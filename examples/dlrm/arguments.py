@@ -15,19 +15,19 @@ from .options import Formatter, count, fraction, number, positive
 
 DESCRIPTION = """\
 Train DLRM, a click model, with several ways of exchanging gradients. Compare quality and bytes, and
-predict the step time at 1 Gbit/s. For each seed, all modes start from the same weights and batches.
+predict the step time at 1 Gbit/s. For each seed, all modes use equal initial weights and batches.
 """
 ADAMW = "--optimizer adamw --format int4"
 EPILOG = f"""\
 examples:
   python examples/train_dlrm.py
-      generated rows, 2 local ranks, dense compared with DCT
+      generated rows on 2 local ranks, dense compared with DCT
   python examples/train_dlrm.py {ADAMW}
-      the same with AdamW; DCT then sends all entries in 4 bits
+      the same comparison with AdamW; DCT sends all entries in 4 bits
   python examples/train_dlrm.py --data train.txt.gz --modes dense,bf16,powersgd,dct --seeds 3
       a file in Criteo's format, all modes, mean and spread of 3 seeds
   python examples/train_dlrm.py --parallel hybrid --row-format int4 --dedup
-      embedding tables sharded over the ranks; distinct rows are sent once, in 4 bits
+      embedding tables sharded over the ranks; each distinct row is sent once, in 4 bits
   torchrun --nproc-per-node 2 examples/train_dlrm.py --data train.txt.gz
       ranks started by torchrun, on one machine or several
 """
@@ -71,9 +71,9 @@ def make_parser(prog: str, description: str, epilog: str, rows: int) -> argparse
         "--data",
         type=Path,
         metavar="FILE",
-        help="rows in Criteo's format, gzip-compressed or not: a label, 13 integers and 26 "
-        "categoricals, separated by tabs; an empty field is a missing value. Every rank keeps its "
-        "share of the rows in memory, 157 bytes per row",
+        help="rows in Criteo's format, gzip-compressed or not. A row has a label, 13 integers and "
+        "26 categoricals, separated by tabs. An empty field is a missing value. Every rank keeps "
+        "its share of the rows in memory (157 bytes per row)",
     )
     parser.add_argument(
         "--rows",
@@ -87,7 +87,7 @@ def make_parser(prog: str, description: str, epilog: str, rows: int) -> argparse
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options. On errors, exit with status 2 and print the option, rule and value."""
+    """Parse the options. On an error, print the option, rule and value, and exit with status 2."""
     parser = make_parser("train_dlrm.py", DESCRIPTION, EPILOG, rows=400_000)
     add = parser.add_argument
     add("--ranks", type=count, default=2, help="number of local processes, without torchrun")
@@ -121,10 +121,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--modes",
         type=names(MODES, len(MODES)),
         default="dense,dct",
-        help=f"some of {','.join(MODES)}: float32 all-reduce of gradients, bfloat16 all-reduce, "
-        f"PowerSGD with rank 1, or DCT. The last two compress from step {START_STEP} on. With "
-        "hybrid or columns, dense and powersgd send rows in float32, bf16 in bfloat16, and dct in "
-        "the format of the options below",
+        help=f"some of {','.join(MODES)}. dense and bf16 average gradients with an all-reduce, "
+        "powersgd uses rank-1 PowerSGD, and dct uses dct_hook. powersgd and dct compress from step "
+        f"{START_STEP} on. With hybrid or columns, dense and powersgd send rows in float32, bf16 "
+        "sends rows in bfloat16, and dct sends rows in the format of the options below",
     )
     add(
         "--density",
@@ -135,38 +135,38 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--format",
         choices=FORMATS,
         default="bfloat16",
-        help=f"DCT: number format of gradient entries; {', '.join(FEW_BITS)} send all entries",
+        help=f"DCT: number format of gradients. With {', '.join(FEW_BITS)}, all entries are sent",
     )
     add(
         "--policy",
         choices=POLICIES,
         default=POLICIES[0],
-        help="DCT: sample thresholds in every step, or in every L-th step as in the paper",
+        help="DCT: sample thresholds in every step, or in every L-th step, as in the paper",
     )
     add(
         "--refresh-every",
         type=count,
         metavar="L",
-        help="DCT with --policy fixed: steps between samples (default: 1000)",
+        help="DCT with --policy fixed: sample every L steps (default: 1000)",
     )
     rows = parser.add_mutually_exclusive_group()
     rows.add_argument(
         "--row-density",
         type=fraction,
-        help="DCT with hybrid or columns: fraction of the entries of each row, and of its "
-        "gradient, that is sent in bfloat16, rounded up (default: 0.05)",
+        help="DCT with hybrid or columns: fraction of entries that is sent in bfloat16, for each "
+        "row and for its gradient; the number of entries is rounded up (default: 0.05)",
     )
     rows.add_argument(
         "--row-format",
         type=names(ROW_FORMATS, 2),
         metavar="FORMAT[,BACKWARD]",
         help="DCT with hybrid or columns: send all entries of a row in FORMAT, and all entries of "
-        f"its gradient in BACKWARD (default: FORMAT); one of {', '.join(ROW_FORMATS)}",
+        f"its gradient in BACKWARD (default: FORMAT). Formats: {', '.join(ROW_FORMATS)}",
     )
     add(
         "--dedup",
         action="store_true",
-        help="hybrid: send each row once per rank even if several samples of the batch use it",
+        help="hybrid: send each row once per rank, even if several samples of a batch use the row",
     )
     add("--out", type=Path, default=Path("runs/dlrm"), metavar="DIR", help="folder for results")
     add("--overwrite", action="store_true", help="replace the results in DIR")

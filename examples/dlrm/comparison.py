@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_program(name: str, work: Callable[..., None], options: argparse.Namespace) -> int:
-    """Check files, then call `work(options)` on all ranks.
+    """Check the data file and the results folder, then call `work(options)` on all ranks.
 
     Returns:
         The exit status. The reason of a failure is printed on stderr.
@@ -63,7 +63,7 @@ def compare(options: argparse.Namespace) -> None:
             with progress.bar(console, title, data.description["steps_per_epoch"]) as on_step:
                 result = run(mode, seed, data, options, on_step)
             runs.setdefault(mode, []).append(result)
-            if console is not None:  # now, so that an interrupted command keeps results
+            if console is not None:  # so that an interrupted command keeps results
                 console.print(report.line(mode, result), markup=False, highlight=False)
                 report.write_summary(options.out, _config(options), data.description, runs, bayes)
                 report.write_curves(options.out, runs)
@@ -74,7 +74,7 @@ def compare(options: argparse.Namespace) -> None:
         if options.optimizer != "adamw":
             text = f"To try AdamW with int4, add {ADAMW} (make train OPTIONS='{ADAMW}')."
             console.print(text, markup=False, highlight=False)
-        console.print(f"in {options.out}: {report.SUMMARY}, {report.CURVES}", style="dim")
+        console.print(f"Results: {options.out}/{report.SUMMARY}, {report.CURVES}", style="dim")
 
 
 def make_console() -> Console | None:

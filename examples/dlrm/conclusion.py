@@ -1,4 +1,4 @@
-"""Summarizes a comparison: quality, bytes, and the predicted step time on a slower link."""
+"""Summarizes a comparison: quality, bytes, and the predicted step time at 1 Gbit/s."""
 
 import os
 from argparse import Namespace
@@ -17,7 +17,7 @@ METHODS = {"bfloat16": "dct", "int4": "int4"}  # {--format: name in bench.cost_m
 
 
 def conclusion(runs: Runs, options: Namespace) -> str:
-    """Sentences that compare "dct" with "dense". Empty if a mode is missing, or on one rank."""
+    """Sentences that compare "dct" with "dense"; none if one of them is missing, or on one rank."""
     ranks = dist.get_world_size()
     if not {"dense", "dct"} <= runs.keys() or ranks == 1:
         return ""
@@ -26,7 +26,7 @@ def conclusion(runs: Runs, options: Namespace) -> str:
     fewer = f"{factor:.{0 if factor >= 10 else 1}f} times fewer bytes than float32"
     long = len(dense[0].record.loss) >= SHORT_STEPS
     text = f"{_quality(dense, dct)}, with {fewer}." if long else f"DCT sent {fewer}."
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) == ranks  # measured without a network
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) == ranks  # the ranks use no network
     if local and options.parallel == "data" and options.format in METHODS:
         text += " " + _step_times(dense, dct, options, ranks)
     return text
@@ -54,7 +54,7 @@ def _step_times(dense: Sequence[Run], dct: Sequence[Run], options: Namespace, ra
     compute = max(0.0, mean(dct, "step_ms_median") - exchange_ms(method, np.inf))
     times = [f"{compute + exchange_ms(name, RATE):.0f} ms" for name in (method, "dense", "bf16")]
     return (
-        f"Over a 1 Gbit/s link a step would take about {times[0]}, with float32 {times[1]} and "
-        f"with bfloat16 {times[2]} (computed by the model of bench.scale, with {compute:.0f} ms of "
-        "compute as on these ranks)."
+        f"Over a 1 Gbit/s link, a step would take about {times[0]}, compared with {times[1]} in "
+        f"float32 and {times[2]} in bfloat16. These times are from the cost model of bench.scale, "
+        f"with {compute:.0f} ms of compute, as on these ranks."
     )

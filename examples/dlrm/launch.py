@@ -79,7 +79,7 @@ def _rank(
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
     work(*args)
-    # Not in a `finally`: if a failed rank left the group, other ranks would fail and could hide the
-    # cause. Collect garbage first: a model in a cycle with its hooks still uses the group.
+    # Not in a `finally`, because if a failed rank left the group, other ranks would also fail and
+    # could hide the cause. First free models in reference cycles, because they use the group.
     gc.collect()
     dist.destroy_process_group()

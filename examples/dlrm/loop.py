@@ -25,7 +25,7 @@ from .ranks import from_all_ranks
 from .scores import Scores, evaluate
 from .training import Record, require_equal_weights, train
 
-BUCKET_MB = 1024  # one bucket, because PowerSGD can hang on gloo with several
+BUCKET_MB = 1024  # one bucket, because PowerSGD can hang on gloo with several buckets
 RATES = {"sgd": 0.1, "momentum": 0.01, "adamw": 0.001}  # default learning rates
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda params, lr: SGD(params, lr, fused=True),
@@ -120,7 +120,7 @@ def run(
 def make_optimizers(model: nn.Module, options: argparse.Namespace) -> list[Optimizer]:
     """Make SGD with --embedding-lr for the embedding tables, and --optimizer for the MLPs.
 
-    Tables need a higher learning rate, because few samples of a batch use a given row.
+    Tables can need a higher learning rate, because few samples of a batch use a given row.
     """
     named = dict(model.named_parameters())
     tables = [weight for name, weight in named.items() if "tables." in name]

@@ -19,7 +19,7 @@ def _dense(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
 
 
 def _bf16(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
-    # DDP refuses torch's bf16_compress_hook on the CPU because of its name, although it works.
+    # DDP refuses torch's bf16_compress_hook on the CPU because of the hook's name.
     def hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
         return default_hooks.bf16_compress_hook(group, bucket)
 

@@ -94,7 +94,7 @@ def print_table(console: Console, runs: Runs, bayes: Scores | None) -> None:
     console.print(table)
     seeds = max(map(len, results.values()))
     notes = [f"±: standard deviation over {seeds} seeds."] if seeds > 1 else []
-    notes += ["Bayes: the true probabilities; no model can score better."] if bayes else []
+    notes += ["Bayes: the true probabilities, which no model exceeds on average."] if bayes else []
     notes.append(f"Bytes: per rank and step, without the first {START_STEP} steps.")
     console.print(" ".join(notes), highlight=False)
     steps = min(len(run.record.loss) for each in runs.values() for run in each)

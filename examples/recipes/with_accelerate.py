@@ -33,13 +33,13 @@ PERIOD = 20
 
 def make_accelerator(fsdp2):
     plugin = None
-    if fsdp2:  # for a transformer: the default policy, with transformer_cls_names_to_wrap=["..."]
+    if fsdp2:  # for transformers: the default policy, transformer_cls_names_to_wrap=["..."]
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1000
         )
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
     if fsdp2 and accelerator.device.type == "cpu":
-        # Accelerate uses the plugin only on GPUs. These lines enable it on CPUs for a test.
+        # Accelerate uses the plugin only on GPUs. These lines enable the plugin on CPUs for tests.
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
     return accelerator

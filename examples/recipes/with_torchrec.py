@@ -4,7 +4,7 @@
 
 Needs torchrec and fbgemm-gpu; docs/guide/torchrec.md explains how to install them. Trains four
 tables and an MLP. The largest table does not fit on one rank, so the planner shards it row-wise.
-Prints the plan, the loss of the first and last steps, and the bytes that a rank sent.
+Prints the plan, the loss of the first and last steps, and the bytes that rank 0 sends per step.
 """
 
 import os

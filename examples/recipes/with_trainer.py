@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/recipes/with_trainer.py FOLDER --local-steps
 
 Needs `pip install transformers accelerate`. By default, a callback registers the hook on the
-Trainer's DDP module. With --local-steps, this module exchanges nothing, and a callback averages
+Trainer's DDP module. With --local-steps, the DDP module exchanges nothing, and a callback averages
 the changes of the ranks' weights every 20 steps. The program saves every 75 steps. The same command
 resumes from the last checkpoint in FOLDER, with bitwise equal results. It prints the first and the
 last loss that the Trainer logged, the bytes that were sent, and the sum of each rank's weights.
@@ -44,7 +44,7 @@ def train(folder, local_steps):
         save_steps=75,
         logging_steps=10,
         ddp_find_unused_parameters=False,  # True drops values sent for unused parameters
-        average_tokens_across_devices=not local_steps,  # if True, ranks exchange counts every step
+        average_tokens_across_devices=not local_steps,  # True sends token counts in every step
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
         report_to="none",

@@ -1,7 +1,7 @@
 """Reads Criteo's layout: tab-separated lines of a label, 13 integers and 26 categoricals.
 
-An empty field is a missing value. A categorical that is not a hexadecimal number is
-replaced by its CRC-32. So a token becomes the same number on all machines and ranks.
+An empty field is a missing value. A categorical that is not a hexadecimal number is replaced by its
+CRC-32, which is equal on all machines and ranks.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class ReadReport:
 
 
 def check_file(path: Path) -> None:
-    """Raise an error early if the file cannot be read.
+    """Raise an error if the file cannot be used, before the work starts.
 
     Raises:
         UsageError: the file does not exist, or is unreadable, empty or comma-separated.

@@ -101,7 +101,7 @@ def load(
 
 
 def batches(data: Dataset, batch_size: int, seed: int, epochs: int = 1) -> Iterator[Rows]:
-    """Yield batches of this rank's training rows, in a new order per epoch. Drop incomplete ones.
+    """Yield batches of this rank's training rows, shuffled per epoch. Drop incomplete batches.
 
     The number of batches is the same on all ranks.
     """

@@ -13,7 +13,7 @@ import numpy as np
 from . import hashing
 from .features import CARDINALITIES, INTS, MISSING, encode_ints
 
-# Less than in Criteo, because a model cannot learn from values that occur once in a million rows.
+# Smaller than in Criteo, because models cannot learn from values that occur once in a million rows.
 MAX_CARDINALITY = 4000
 EXPONENT = 1.5  # exponent of the power law
 PAIRS = ((1, 4), (0, 7), (10, 17), (12, 18), (13, 22), (2, 24))  # pairs of tables that interact
@@ -44,8 +44,8 @@ class Block(NamedTuple):
 class Generator:
     """Generates rows in Criteo's layout from a teacher.
 
-    Value v of a column has a probability of about (v + 1)^-1.5. log(1 + integer) is roughly
-    exponential. Up to 40 % of the values of a column are missing.
+    The probability of value v of a column is roughly proportional to (v + 1)^-1.5. The distribution
+    of log(1 + integer) is roughly exponential. Up to 40 % of the values of a column are missing.
 
     Args:
         seed: integer >= 0, the seed of the teacher and of the rows.

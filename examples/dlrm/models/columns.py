@@ -17,9 +17,9 @@ class ColumnsDLRM(nn.Module):
 
     Ranks exchange rows of features, and gradients of these rows, in `format`: the inputs of all
     samples, all features between hidden layers, and the last hidden layer's features of each rank's
-    own samples. Wrap `mlps` in DistributedDataParallel to average the gradients of the rest.
-    Gradients of the split layers are divided by the number of ranks, so that all layers can use the
-    same learning rate. Forward and backward are collective; all ranks pass equally many samples.
+    own samples. Wrap `mlps` in DistributedDataParallel to average all other gradients. Gradients of
+    the split layers are divided by the number of ranks, so that all layers can use the same
+    learning rate. Forward and backward are collective; all ranks pass equally many samples.
 
     Args:
         model: the whole DLRM, equal on all ranks.

@@ -21,7 +21,7 @@ class ShardedDLRM(nn.Module):
     one learning rate. Forward and backward are collective; all ranks pass equally many samples.
 
     Each row that is sent is one embedding of one table. If a row held embeddings of several tables,
-    DCT would select the tables with large initial values, and other tables would never learn.
+    DCT would select entries of tables with large initial values. Other tables would never learn.
 
     Args:
         model: the whole DLRM, equal on all ranks.
