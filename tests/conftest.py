@@ -70,7 +70,7 @@ def pytest_addoption(parser):
         "--ptx-seed",
         type=int,
         default=1,
-        help="orders the blocks, warps and lanes of the executed PTX; 0 runs them in turn",
+        help="seed of the random order of blocks, warps and lanes in executed PTX; 0: in order",
     )
     parser.addoption(
         "--ptx-cases",
@@ -82,8 +82,8 @@ def pytest_addoption(parser):
         "--triton-cases",
         type=int,
         default=3,
-        help="maximum number of cases per test on Triton's kernels if interpreted or executed as "
-        "PTX; 8 or more includes tests with many launches; 0 for all",
+        help="maximum number of cases per test of Triton's kernels, interpreted or executed as "
+        "PTX; with 8 or more, tests with many launches also run; 0 runs all cases",
     )
 
 
