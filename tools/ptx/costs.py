@@ -19,7 +19,7 @@ class KernelCost:
     half_rate: float  # issue slots that take two clocks: integers, comparisons, moves
     classes: dict[str, int]  # PTX instructions that warps issued, by class
     threads: int  # active lanes of these instructions
-    sectors: int  # accessed by warps, each counted once per issue
+    sectors: int  # distinct sectors per warp instruction, summed over the instructions
     conflicts: int  # extra passes of shared memory accesses
 
 

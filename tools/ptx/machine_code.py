@@ -49,7 +49,7 @@ class Block:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """The part of a kernel's machine code that a warp executes in lock-step."""
+    """A kernel's code, without the code for diverged warps and divisions of subnormal numbers."""
 
     blocks: list[Block]
     subroutines: dict[str, list[Instruction]]  # by name
@@ -86,7 +86,7 @@ def machine_code(ptx: str, symbol: str) -> MachineCode:
 
 
 def _blocks(listing: str) -> tuple[list[Block], dict[str, list[Instruction]]]:
-    """The blocks that a warp executes in lock-step, and the subroutines of a kernel."""
+    """The blocks of a kernel (see `MachineCode`), and its subroutines."""
     blocks = [Block(None, [])]
     subroutines: dict[str, list[Instruction]] = {}
     line = 0

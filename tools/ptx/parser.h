@@ -31,7 +31,8 @@ struct Variable {
 };
 
 struct Registers {
-  int bytes, count;  // predicates have 1 byte; count 0: one register without a number
+  int bytes;  // of each register; a predicate has 1
+  int count;  // 0 if the declaration is a single name, without a count
 };
 
 struct Entry {
