@@ -31,7 +31,7 @@ def narrow(x, dtype, saturate=False):
 
 
 def _nearest_bfloat16(x, saturate):
-    """Choose the nearer neighbor in float64. 2**128 follows the largest number and becomes inf."""
+    """Choose the nearer neighbor in float64. 2**128, whose code is inf's, follows the largest."""
     bits = x.view(np.uint32)
     magnitude = np.where(np.isfinite(x), bits & 0x7FFFFFFF, 0)
     below = (magnitude >> 16).astype(np.uint16)

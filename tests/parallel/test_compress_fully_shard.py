@@ -178,7 +178,7 @@ def test_owners_sum_gradients_in_rank_order_in_float32(rank, format):
                 Dictated(SHAPES), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)
             )
             compress_fully_shard(model, weights=None, gradients=format)
-            if factor is not None:  # with gloo, torch supports this only for forced sums
+            if factor is not None:  # torch then uses PREMUL_SUM, which gloo itself does not support
                 model.set_gradient_divide_factor(factor)
             model(*_dictated_gradients(0, rank)).backward()
             everyone = [[g.to(dtype) for g in _dictated_gradients(0, r)] for r in range(3)]

@@ -112,7 +112,8 @@ def _bad_tensors(key, good, more=""):
         values[f"float32 {shape} Tensor, torch.strided on meta"] = good.to("meta")
         values[f"float32 {shape} Tensor, torch.sparse_coo on cpu"] = good.to_sparse()
         values[f"float8_e4m3fn {shape} Tensor"] = good.to(torch.float8_e4m3fn)
-        with warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype
+        with warnings.catch_warnings():  # nested tensors are a prototype
+            warnings.simplefilter("ignore")
             nested = torch.nested.nested_tensor([good])
         values["float32 nested Tensor, torch.strided on cpu"] = nested
     for number in (math.nan, math.inf, -math.inf):

@@ -41,7 +41,7 @@ _WRONG = [
 
 
 def draw(draw):
-    """Return (the largest number of ranks, settings, calls) of a random program."""
+    """Draw a random program. Return (maximum number of ranks, settings, calls)."""
     ranks = draw.choice([1, 2, 2, 2, 3, 3])
     most = max(ranks, draw.choice([2, 2, 3]))
     period = draw.choice([1, 2, 2, 3, 4])
