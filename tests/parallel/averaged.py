@@ -6,7 +6,7 @@ from ranks import batch, mlp, train_step
 
 
 def uneven(rank=0):
-    """A model whose initial weights differ per rank, until an averager broadcasts them."""
+    """Return an MLP with `rank` added to its initial weights."""
     model = mlp(32, 2)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -7,13 +7,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ranks import batch
 
-# The largest rounding error, as a fraction of the largest of 64 entries. In int8 and int4, it is
-# half a quantization step and includes the rounding of the scale.
+# Bounds of the rounding error, relative to the largest of 64 entries. In int8 and int4, the bound
+# is half a quantization step and includes the rounding of the scale.
 ROUNDING = {"int8": 0.5 / 127 * (1 + 2**-7), "int4": 0.5 / 7 * (1 + 2**-7), "bfloat16": 2**-8}
 
 
 class Block(nn.Module):
-    """A matrix whose number of rows is not divisible by the ranks, and small parameters."""
+    """A linear layer and a norm. The default number of rows is odd, so shards are uneven."""
 
     def __init__(self, inputs=50, outputs=71):
         super().__init__()
@@ -52,7 +52,7 @@ def loss_of(model, step, rank):
 
 
 def computed_weights(model):
-    """Gather and return {name: weight that this rank computes with}."""
+    """Return {name: gathered weight that this rank computes with}."""
     for module in fsdp_modules(model):
         module.unshard()
     found = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -62,7 +62,7 @@ def computed_weights(model):
 
 
 def full_weights(model):
-    """Return {name: weight of the optimizer}. These weights are not rounded."""
+    """Return {name: unsharded weight of the optimizer}. These weights are not rounded."""
     for module in fsdp_modules(model):
         module.reshard()
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
@@ -70,7 +70,7 @@ def full_weights(model):
 
 @torch.no_grad()
 def set_weights(model, weights):
-    """Set the parameters, which are sharded by rows, from unsharded tensors."""
+    """Set parameters that are sharded by rows from unsharded tensors."""
     for parameter, weight in zip(model.parameters(), weights, strict=True):
         part = parameter.to_local()
         start = dist.get_rank() * -(-len(weight) // dist.get_world_size())
@@ -82,9 +82,9 @@ def gradients(model):
 
 
 def plain_gradients(model, weights, batches):
-    """Return {name: gradient} of an unsharded model for each batch (step, rank)."""
+    """Return one {name: gradient} of an unsharded model per batch (step, rank)."""
     dtype = next(iter(weights.values())).dtype
-    model.to(dtype).load_state_dict(weights, strict=False)  # tied parameters have one name
+    model.to(dtype).load_state_dict(weights, strict=False)  # one name for tied parameters
     found = []
     for step, rank in batches:
         model.zero_grad()
@@ -95,11 +95,11 @@ def plain_gradients(model, weights, batches):
 
 
 def require_close(found, by_rank, format, most=1e-5, factor=1.0):
-    """Check that `found` is the mean of the ranks' gradients times `factor`.
+    """Check that `found` is close to the mean of the ranks' gradients times `factor`.
 
-    The error of a matrix is at most `ROUNDING` times the mean of the ranks' largest gradients.
-    Small parameters are not rounded. `most` bounds the relative error due to dtypes and the order
-    of sums.
+    The bound of the error is `most` times the largest gradient, because of dtypes and the order of
+    sums. Matrices are also rounded, which adds `ROUNDING` times the mean of the ranks' largest
+    gradients. Both terms are multiplied by `factor`.
     """
     assert found.keys() == by_rank[0].keys()
     largest = [max(grad.abs().max().item() for grad in grads.values()) for grads in by_rank]

@@ -1,6 +1,6 @@
-"""All entry points with one interface, for tests of their common properties.
+"""One interface to dct_hook, dct_fully_shard_hook and DCTAverager, for tests of all three.
 
-A test passes flat numbers: gradients, or the changes of weights for `LocalSteps`.
+A test passes a flat tensor of gradients, or of weight changes for `LocalSteps`.
 """
 
 import torch
@@ -15,9 +15,9 @@ from ranks import Dictated, gathered, owed, shard_mesh, through_a_file, weights
 
 
 class Hook:
-    """DDP without a mesh of nodes."""
+    """Trains with DDP and dct_hook, without a mesh of nodes."""
 
-    local_size = None  # ranks per node; nodes reduce densely before the exchange
+    local_size = None  # ranks per node, or shards per replica in `Sharded`
 
     def __init__(self, sizes, bucket_cap_mb=25, fused=False, **settings):
         self.model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=bucket_cap_mb)
@@ -26,7 +26,7 @@ class Hook:
         self.state = meshed_state(self.model, self.local_size, **settings)
         self.parameters = list(self.model.module.p)
         self.group = self.state._topology.between
-        self.applied = 0  # sum of all results, float64
+        self.applied = 0  # sum of the results of all steps, float64
 
     def loss(self, numbers):
         """Return a loss whose gradient is `numbers`."""
@@ -46,15 +46,15 @@ class Hook:
         return self._flat(self.parameters)
 
     def pending(self):
-        """Return all ranks' pending gradients as flat float64 numbers, in units of the mean."""
+        """Return the pending part of the mean gradient, summed over ranks: flat, in float64."""
         return all_pending(self.state.state_dict())
 
     def parts(self):
-        """Return the objects and tensors of this rank's checkpoint."""
+        """Return the dict that dcp.save and dcp.load take."""
         return {"dct": self.state}
 
     def file(self):
-        """Return `parts` after torch.save and torch.load."""
+        """Return this rank's checkpoint after torch.save and torch.load."""
         return through_a_file({"dct": self.state.state_dict()})
 
     def load(self, saved):
@@ -65,7 +65,7 @@ class Hook:
 
 
 class NodeMesh(Hook):
-    """DDP with a mesh of nodes."""
+    """Trains with DDP, dct_hook and a mesh of nodes."""
 
     def __init__(self, sizes, local_size=2, **settings):
         self.local_size = local_size
@@ -73,7 +73,7 @@ class NodeMesh(Hook):
 
 
 class Sharded(Hook):
-    """FSDP2 with a mesh of (replicas, shards)."""
+    """Trains with FSDP2 and dct_fully_shard_hook on a mesh of (replicas, shards)."""
 
     local_size = 2
 
@@ -93,7 +93,7 @@ class Sharded(Hook):
         (entry,) = self.state.state_dict()["replicas"].values()
         for saved in entry["parameters"].values():
             residual = saved["residual"].full_tensor().double()
-            if "owner_residual" in saved:  # in units of the mean
+            if "owner_residual" in saved:  # a part of the mean, not of the sum
                 residual = residual + replicas * saved["owner_residual"].full_tensor().double()
             pending.append(sum(gathered(residual.flatten())[::shards]) / replicas)
         return torch.cat(pending)
@@ -103,7 +103,7 @@ class Sharded(Hook):
 
 
 class LocalSteps(Hook):
-    """DCTAverager: numbers are changes of weights, and results are the averaged weights."""
+    """Trains with DCTAverager. Numbers are weight changes, and results are averaged weights."""
 
     def __init__(self, sizes, start_step=0, dtype=torch.float32, **settings):  # start_step unused
         self.model = nn.ParameterList(torch.zeros(size, dtype=dtype) for size in sizes)
@@ -128,7 +128,7 @@ class LocalSteps(Hook):
         dist.all_reduce(total)
         return total / dist.get_world_size()
 
-    def parts(self):  # weights differ per rank between averagings, so each rank needs its own key
+    def parts(self):  # weights differ per rank between averagings, so each rank has a key
         return {"dct": self.state, f"weights of {dist.get_rank()}": self.model.state_dict()}
 
     def file(self):

@@ -7,9 +7,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dct_parallel import DCTState, dct_hook, node_mesh
 from ranks import Dictated, assert_same, entry
 
-# Several blocks. With two or four ranks per node, parts begin inside large parameters.
+# 4 blocks. With 2 or 4 ranks per node, parts after the first begin inside large parameters.
 SIZES = (20_000, 100, 30_001)
-ALL_SIZES = (SIZES, (1001, 30, 300, 255), (5, 3), (17,))  # the last ones have short or empty parts
+ALL_SIZES = (SIZES, (1001, 30, 300, 255), (5, 3), (17,))  # the last two: short or empty parts
 TRANSPORTS = ("all_gather", "reduce_scatter")
 
 
@@ -35,7 +35,7 @@ def same_step(model, grads):
 
 
 def all_pending(state_dict):
-    """Return all ranks' pending gradients as flat float64 numbers, in units of the mean."""
+    """Return the pending part of the mean gradient, summed over ranks: flat, in float64."""
     saved = entry(state_dict)
     nodes = saved["world_size"] // saved["local_size"]
     pending = torch.cat(

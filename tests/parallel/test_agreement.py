@@ -1,4 +1,4 @@
-"""Comparisons between ranks: if ranks differ, every rank raises the same error and none hangs."""
+"""Comparisons between ranks: if ranks differ, they raise errors and do not hang."""
 
 import re
 import time
@@ -25,7 +25,7 @@ REFUSAL = "dct::test: every rank must take part, got ValueError from rank 1: wro
 
 @on_ranks(3)
 def test_every_rank_names_different_settings(rank):
-    """If ranks differ in a setting, all ranks raise. Training works afterwards."""
+    """If ranks differ in a setting, all ranks raise the same error. Training works afterwards."""
     last = rank == 2
 
     def refused(name, others, value, module, **settings):
@@ -56,7 +56,7 @@ def test_every_rank_names_different_settings(rank):
 
 @on_ranks(2)
 def test_every_rank_names_different_checkpoints(rank):
-    """Ranks load different checkpoints, or only rank 0 loads one, before training."""
+    """Before training, ranks load different checkpoints, or only rank 0 loads one."""
     run, other = (Hook(SIZES, density=0.1) for _ in range(2))
     saved = []
     for training in (run, run, other):
@@ -79,7 +79,7 @@ def test_every_rank_names_different_checkpoints(rank):
 
 @on_ranks(2)
 def test_ranks_compare_steps_set_by_post_local_sgd(rank):
-    """PostLocalSGDOptimizer sets the averager's step when its own state is loaded."""
+    """Loading the state of PostLocalSGDOptimizer sets the averager's step."""
     model = nn.Linear(16, 4)
     averager = DCTAverager(model, period=2)
     optimizer = PostLocalSGDOptimizer(SGD(model.parameters(), lr=0.1), averager)
@@ -116,7 +116,7 @@ def test_error_names_the_call_that_compares_first(rank, call):
 @pytest.mark.parametrize("point", [Hook, LocalSteps, partial(Sharded, mesh=(2, 1))])
 @on_ranks(2)
 def test_load_on_one_rank_fails_every_rank_at_the_timeout(rank, point):
-    """Only rank 0 loads during training, so rank 1 starts the step's collective."""
+    """Only rank 0 loads a state during training, so only rank 1 starts the step's collective."""
     training = point(SIZES, start_step=0, density=0.1)
     training.step(NUMBERS)
     saved = training.state.state_dict()
@@ -178,7 +178,7 @@ def test_error_reaches_ranks_of_other_groups(rank):
 
 @on_ranks(3)
 def test_missing_ranks_raise_at_the_timeout(rank):
-    """Missing ranks cause a timeout. If a missing rank raised an error, the message says so."""
+    """Missing ranks cause a timeout. The message contains an error of a missing rank."""
     store = dist.group.WORLD.get_group_store()
     if rank == 0:
         with pytest.raises(PeerError) as error:
@@ -236,7 +236,7 @@ def test_take_back_changes_all_ranks_or_none(rank, make):
 )
 @on_ranks(2)
 def test_one_rank_can_take_back_a_failed_step(rank, make, name):
-    """The step fails before or after packing. Entries sent in the previous step are not restored.
+    """The step fails before or after packing. take_back keeps the previous step unchanged.
 
     state_dict() raises until take_back(), because a state would lack the failed step's entries.
     """
@@ -263,5 +263,5 @@ def test_one_rank_can_take_back_a_failed_step(rank, make, name):
     dist.barrier()
     if rank == 1:
         point.state.take_back()
-    packed = not name.endswith(("reduce_scatter", "dense_mean"))  # these fail before packing
+    packed = not name.endswith(("reduce_scatter", "dense_mean"))  # these two fail before packing
     assert torch.equal(point.pending(), before + numbers.double() * packed)

@@ -1,4 +1,4 @@
-"""all_reduce_compressed: sums, residuals, and their values after a failure."""
+"""all_reduce_compressed: sums, residuals, invalid arguments, and failures."""
 
 import math
 from datetime import timedelta
@@ -19,7 +19,7 @@ from ranks import on_ranks, run_ranks
 from wire_meter import WireMeter
 
 BLOCK = 16_384
-NUMEL = 2 * BLOCK + 1000  # three ranks own one block each; the last block is short
+NUMEL = 2 * BLOCK + 1000  # each of three ranks owns one block; the last is short
 
 
 class Sub(torch.Tensor):
@@ -32,7 +32,7 @@ def _grad(rank, step, numel=NUMEL):
 
 
 def _sum_and_residuals(accs, format, scale=1.0):
-    """Return the sum of the dequantized entries and each rank's residual."""
+    """Return `scale` times the sum of the dequantized payloads, and each rank's residual."""
     geometry = oracle.Geometry(len(accs[0]), format)
     payloads = [bytearray(geometry.nbytes) for _ in accs]
     left = [
@@ -90,16 +90,17 @@ def _steps(rank):
 @on_ranks("world_size")
 def test_dtypes_shapes_async_bytes_and_nan(rank):
     ranks = dist.get_world_size()
-    # With two ranks, float32 results equal those of dist.all_reduce. A torch.dtype is a format.
+    # The format may be a torch.dtype. With two ranks, float32 results equal dist.all_reduce.
     x = y = _grad(rank, 0)
     all_reduce_compressed(x := x.clone(), format=torch.float32)
     dist.all_reduce(y := y.clone())
     assert torch.equal(x, y) if ranks == 2 else torch.allclose(x, y, rtol=1e-5, atol=1e-5)
-    # AVG without a residual, for several shapes and dtypes.
+    # AVG for several dtypes, without a residual.
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.full((3, 1, 7), rank + 1.0, dtype=dtype)
         all_reduce_compressed(x, format="bfloat16", op=ReduceOp.AVG)
         assert (x == (ranks + 1) / 2).all() and x.shape == (3, 1, 7)
+    # SUM for a scalar and an empty tensor, with a residual.
     for shape in ((), (0,)):
         x = torch.ones(shape)
         all_reduce_compressed(x, torch.zeros(shape), format="bfloat16")
@@ -117,7 +118,7 @@ def test_dtypes_shapes_async_bytes_and_nan(rank):
     rows = math.ceil(NUMEL / 1024) if ranks == 2 else 16
     payload = 64 + rows * 544
     assert meter.take() == (payload if ranks == 2 else 4 * payload)
-    # A NaN spreads to the 64 entries of its group, and the residual of these entries is kept.
+    # Rank 0's NaN spreads to its group of 64 entries. Rank 0 keeps the residual of this group.
     x, residual = torch.ones(NUMEL), torch.full((NUMEL,), 0.5)
     if rank == 0:
         x[70] = math.nan
@@ -155,7 +156,7 @@ def test_invalid_arguments_change_nothing(rank):
 
 @on_ranks(2)
 def test_ranks_compare_each_combination_of_arguments_once(rank):
-    """If ranks pass a different size, dtype, format or op, each call raises an error."""
+    """Equal arguments are compared once. If size, dtype or format differ, every call raises."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     compared, exchanged = [], all_reduce.exchange
 

@@ -35,7 +35,7 @@ def test_density_1_is_bitwise_the_mean_of_all_changes(rank):
 
 @on_ranks(2)
 def test_flush_sends_all_pending_changes(rank):
-    """All changes are exact in both dtypes."""
+    """Changes are multiples of 1/8, which are exact in both dtypes."""
     dtypes = torch.float32, torch.bfloat16
     model = nn.ParameterList([torch.zeros(3000, dtype=dtype) for dtype in dtypes])
     averager = DCTAverager(model, density=0.05, period=2)
@@ -82,7 +82,7 @@ def test_stats_and_plan_report_density_and_bytes(rank):
     assert stats["step"] == 20 and 0.05 < stats["density"] < 0.126
     plan = averager.plan()
     assert "all_gather (up to 8 ranks)" in plan and "bytes/averaging" in plan
-    # 50,112 bytes: 12,500 entries of 4 bytes, a header and 8 starts. Dense: 400,000 bytes.
+    # 50,112 bytes: 12,500 entries of 4 bytes, a header, 8 starts and padding. Dense: 400,000.
     assert "That is 8.0x fewer bytes than the all-reduce." in plan
     assert plan.endswith(
         "Every 10 steps: 5,011 bytes per step, 79.8x fewer than the all-reduce in every step."
@@ -114,7 +114,7 @@ def test_wire_bytes_match_the_meter(rank):
         for _ in range(4):
             averager.average_parameters()
         sent = meter.take()
-    flag = all_reduce_bytes(8, 2)  # whether all weights are finite
+    flag = all_reduce_bytes(8, 2)  # reports whether all weights are finite
     assert sent == 2 * (averager.wire_bytes + flag)
     assert averager.wire_bytes == payload_layout(5030, 126, torch.bfloat16).nbytes
 

@@ -1,4 +1,4 @@
-"""DCTAverager: non-finite weights and failed exchanges raise, and no other change is lost."""
+"""DCTAverager: non-finite weights, overflows and failed exchanges raise; other changes are kept."""
 
 import os
 import signal
@@ -112,7 +112,7 @@ def _killed(rank, folder, transport):
     errors = []
     while averager.step < 9:
         if averager.step == 3:
-            moved = torch.zeros(3000)  # changes since the last averaging
+            moved = torch.zeros(3000)  # changes since the last successful averaging
             before = entry(averager.state_dict())
         if averager.step == 5 and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -152,7 +152,7 @@ def test_surviving_ranks_raise_and_can_save_their_state(transport, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @on_ranks(2)
 def test_overflowing_changes_raise_and_are_dropped(rank, dtype):
-    """The sum overflows in float32 or in the weights' dtype. Other changes are kept."""
+    """Sums overflow in float32, or new weights in float16. Other changes are kept."""
     tenths = torch.arange(300.0) / 10
     for format, transport in (
         *(("float32", None), ("bfloat16", "reduce_scatter"), ("int4", "reduce_scatter")),
@@ -165,7 +165,7 @@ def test_overflowing_changes_raise_and_are_dropped(rank, dtype):
             model[0] += tenths
             if dtype == torch.float32:
                 model[1][40] = 2e38
-            else:  # the base and the mean change are finite in float32
+            else:  # the base and the mean change are finite, but their sum overflows in float16
                 averager._base[340] = model[1][40] = 60_000.0
                 averager._bucket.codec.residual[340] = 6_000.0
         base = averager._base.clone()

@@ -142,7 +142,7 @@ def _check_that_changed_parameters_raise(model, averager):
 
 @on_ranks(2)
 def test_changed_parameters_raise(rank):
-    """The averaging raises and changes nothing. After the change is reverted, training resumes."""
+    """Averaging raises until the parameters are restored. Training is not affected."""
     models = []
     for disturbed in (False, True):
         model = uneven(rank)
@@ -171,7 +171,7 @@ def test_frozen_weight_is_not_averaged(one_rank):
 def test_averaged_gradients_warn_once(rank):
     """There is no warning if gradients differ between ranks, or if a rank has no gradients."""
     for equal, sync, missing in [
-        *((False, True, False), (True, False, False)),  # DDP averages, or ranks have the same data
+        *((False, True, False), (True, False, False)),  # equal because of DDP, or of equal data
         *((False, False, False), (True, False, True)),
     ]:
         model = nn.parallel.DistributedDataParallel(uneven())

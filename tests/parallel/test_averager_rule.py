@@ -1,7 +1,7 @@
-"""DCTAverager against a simulation of all ranks in numpy, float64.
+"""Compares DCTAverager with a simulation of all ranks in numpy float64.
 
-The simulation uses the averager's thresholds, which determine the entries that are sent. All
-arithmetic is exact: numbers have few bits and are multiples of 3, for the mean of 3 ranks.
+The simulation uses the averager's thresholds, which determine the entries that are sent. Its
+changes are multiples of 3/256, so that sums and means over 2 or 3 ranks are exact.
 """
 
 import math
@@ -33,7 +33,7 @@ class _Simulation:
             sent = np.where(abs(acc) >= thresholds, acc, 0)
             self.residual = acc - sent
             self.base = self.base + sent.mean(0)
-        else:  # no rank averages, and all changes stay pending
+        else:  # no rank averages, and finite changes stay pending
             self.residual = acc
         self.weights[:] = self._start()
 
@@ -90,7 +90,7 @@ def _check_against_simulation(rank, ranks, period, bad, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 @on_ranks(2)
 def test_flush_sends_all_changes_for_every_weight_dtype(rank, ahead):
-    """The base is the exact mean of all changes. The weights are rounded to their dtype."""
+    """The base contains all changes exactly. The weights are the base, rounded to their dtype."""
     dtypes = torch.float32, torch.bfloat16, torch.float16
     model = nn.ParameterList([torch.full((3000,), 256.0, dtype=dtype) for dtype in dtypes])
     options = {"format": torch.float32, "step_ahead": ahead}
@@ -146,7 +146,7 @@ def test_step_ahead_keeps_float16_weights_finite(rank):
     model = nn.ParameterList([torch.zeros(3000, dtype=torch.float16)])
     averager = DCTAverager(model, density=0.05, period=1, format="float32", step_ahead=True)
     averager._base[7] = model[0].data[7] = 60_000.0
-    averager._bucket.codec.residual[7] = 6_000.0  # 66,000 overflows
+    averager._bucket.codec.residual[7] = 6_000.0  # 66,000 overflows in float16
     with torch.no_grad():
         model[0][100:300] += 20_000.0  # 200 entries; the capacity is 188
     moved = weights(model)

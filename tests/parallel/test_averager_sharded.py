@@ -1,6 +1,6 @@
-"""DCTAverager with FSDP2: HSDP inside a node, local steps between nodes.
+"""DCTAverager with FSDP2: shards inside a replica, local steps between replicas.
 
-Meshes have 2 replicas of 2 shards on 4 ranks. Rank r holds shard r % 2 of replica r // 2.
+Most meshes have 2 replicas of 2 shards. Rank r holds shard r % 2 of replica r // 2.
 """
 
 import pytest
@@ -24,11 +24,11 @@ from ranks import (
     through_a_file,
 )
 
-SHAPES = (301, 7), (1, 900), (31,), (2000, 2)  # uneven rows; one row for two shards
+SHAPES = (301, 7), (1, 900), (31,), (2000, 2)  # an odd number of rows; one row for two shards
 
 
 def _sharded(mesh, shapes=SHAPES):
-    """A sharded model whose weights differ per rank. The third parameter, if any, is frozen."""
+    """Return a model with different weights per rank, and AdamW. Parameter p.2 is frozen."""
     model = Dictated(shapes)
     for parameter in model.p[2:3]:
         parameter.requires_grad_(False)
@@ -83,7 +83,7 @@ def test_shards_are_averaged_like_whole_weights(rank, shapes):
             _train_step(model, optimizer, step)
             ones = [torch.ones(p.shape) for p in model.parameters()]
             with torch.no_grad():
-                model(*ones)  # FSDP keeps the gathered root parameters after this
+                model(*ones)  # FSDP2 keeps root parameters gathered after this
                 for parameter, value in zip(plain, local, strict=True):
                     parameter.copy_(value)
             averager.average_parameters()
@@ -118,7 +118,7 @@ def test_resumed_run_is_bitwise_equal(rank, tmp_path):
 
     def state(model, optimizer, averager):
         weights, steps = get_state_dict(model, optimizer)
-        # Replicas differ between averagings, so each one has its own key.
+        # Replicas differ between averagings, so each replica has its own key.
         return {
             replica: {"model": weights, "optimizer": steps},
             "averager": averager.state_dict(),
@@ -155,7 +155,7 @@ def test_resumed_run_is_bitwise_equal(rank, tmp_path):
 
 @on_ranks(4)
 def test_nan_in_one_shard_raises_on_all_ranks(rank):
-    """In both averagings with a NaN, all ranks raise. No other change is lost."""
+    """All ranks raise in both averagings that have a NaN. Changes of other entries are kept."""
     mesh = shard_mesh()
     group = mesh["replicate"].get_group()
     model, _ = _sharded(mesh, SHAPES[::3])
@@ -219,7 +219,7 @@ def test_unsupported_groups_modules_and_states_raise(rank):
     refused(rf"parameter 0 {rule} \(Replicate", nn.ParameterList([nn.Parameter(replicated)]))
 
     averager = DCTAverager(model, period=1, process_group=group)
-    # Shards of a square matrix by rows and by columns have the same size.
+    # Row shards and column shards of a square matrix have the same size.
     squares = Dictated([(4, 4)]), Dictated([(4, 4)])
     fully_shard(squares[0], mesh=mesh["shard"])
     fully_shard(squares[1], mesh=mesh["shard"], shard_placement_fn=lambda _: Shard(1))
@@ -236,7 +236,7 @@ def test_unsupported_groups_modules_and_states_raise(rank):
     with pytest.raises(ValueError, match=f"shard must be {rank} of 4, as in this run, {got}"):
         other.load_state_dict(averager.state_dict())
 
-    # An error on one rank reaches all ranks immediately. The groups are unusable afterwards.
+    # An error on one rank reaches all ranks immediately.
     wrong = {"period": 0} if rank == 1 else {}
     error, text = (ValueError, "period must be in") if rank == 1 else (RuntimeError, "from rank 1")
     refused(text, model, error, **wrong)

@@ -1,4 +1,4 @@
-"""Checkpoints at every entry point: bitwise resume, other transports and world sizes."""
+"""Checkpoints: bitwise resume, and loads with other transports, formats and numbers of ranks."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ NUMEL = 2107 + 900 + 31 + 20_000
 
 
 def _numbers(step, rank):
-    """Integers, so sums and means over a power of two are exact."""
+    """Return integers, whose sums and means over 2 or 4 ranks are exact."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(-60, 61, (NUMEL,), generator=generator).float()
 
@@ -52,8 +52,8 @@ def _load(entry, source, saved, converted=False):
 def _check_resume(rank, make, options, folder):
     """Compare runs that resume from files and DCP folders with an uninterrupted run.
 
-    After an averaging, the state of an averager with step_ahead also restores the weights. If it
-    was saved between two averagings, the caller loads the weights.
+    With step_ahead, a state that was saved right after an averaging also restores the weights. A
+    state that was saved between two averagings does not, so the caller loads the weights.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)  # raised by DCP
     for transport in TRANSPORTS:
@@ -117,7 +117,7 @@ def _assert_near(now, before):
 
 
 def _check_conversion(rank, make, folder):
-    """Check that all numbers are applied or pending before a checkpoint, after it, and later."""
+    """Check that all numbers are applied or pending before a save, after the load, and later."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # raised by DCP
     float32, int4 = {"density": 0.05, "format": "float32"}, {"density": 1, "format": "int4"}
     for settings, others, (saved, loaded) in (
@@ -252,7 +252,7 @@ def _resume_at_different_steps(rank, make, settings):
             with pytest.raises(ValueError, match=f"dct::{op}: {text}"):
                 if op == "flush":
                     run.state.flush()
-                for step in range(2):  # period 2: ranks average in different calls
+                for step in range(2):  # with period 2, ranks average in different calls
                     run.step(_numbers(step, rank))
 
 
@@ -276,7 +276,7 @@ def test_state_of_a_compiled_module_loads_into_an_eager_one(rank):
 
 
 def _train_from_last_checkpoint(rank, folder, killed):
-    """Resume from the last complete checkpoint; `killed` is (rank, step, "step" or "save")."""
+    """Train from the last complete checkpoint. `killed` is (rank, step, "step" or "save")."""
     mesh, model = shard_mesh(2, 1), mlp(depth=2)
     fully_shard(model[0], mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
     fully_shard(model, mesh=mesh["shard"])

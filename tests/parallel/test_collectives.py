@@ -82,7 +82,7 @@ def test_thread_executor_ends_with_its_owner_and_keeps_nothing_alive():
     watch = weakref.ref(owned)
     worker.submit(lambda owned=owned: (owned.add_(1), None)[1], None).wait()
     del owned
-    for _ in range(100):  # the thread releases a job shortly after it completes the future
+    for _ in range(100):  # the thread drops a job shortly after it completes the job's future
         gc.collect()
         if watch() is None:
             break
@@ -97,12 +97,12 @@ def test_thread_executor_ends_with_its_owner_and_keeps_nothing_alive():
 @pytest.mark.parametrize("world_size", [2, 4])
 @on_ranks("world_size")
 def test_meter_counts_bytes_per_rank(rank):
-    """Compare the bytes of each collective with its formula, for a tensor of 840 bytes."""
+    """Compare the bytes of each collective with its formula. Most tensors have 840 bytes."""
     ranks = dist.get_world_size()
     x, parts = torch.ones(210), [torch.empty(210) for _ in range(ranks)]
     flat, short = torch.empty(210 * ranks), torch.empty(840 // 4 // ranks)
     even, sent = torch.ones(12, 5), torch.ones(10 + ranks - 1, 5)
-    stays, goes = 10, 1  # rows for this rank, and for each other rank
+    stays, goes = 10, 1  # rows that stay on this rank, and rows for each other rank
     splits = [stays if r == rank else goes for r in range(ranks)]
     received = torch.empty(stays + ranks - 1, 5)
     gather, reduce = (ranks - 1) * 840, (ranks - 1) * 840 // ranks
@@ -172,8 +172,8 @@ def test_dlrm_sends_150_times_fewer_bytes_than_float32(sizes):
     (sent, buckets), (same, _) = run_ranks(_bytes_of_one_step, 2, sizes, True)
     assert dense == 4 * sum(sizes)
     assert sent == same
-    # Formula: 2 + 2 bytes per entry. Each bucket adds a header, a start per 16,384 elements, and
-    # padding of the starts, positions and values to multiples of 16 bytes.
+    # An entry has 2 + 2 bytes. Each bucket adds a header and one start per 16,384 elements. Starts,
+    # positions and values are padded to multiples of 16 bytes.
     least = 4 * 1.25 * 0.005 * sum(sizes)
     framing = 64 * buckets + 4 * (sum(sizes) / 16384 + 2 * buckets) + 3 * 16 * buckets
     assert least < sent <= least + framing + 4 * buckets

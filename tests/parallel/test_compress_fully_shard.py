@@ -103,7 +103,7 @@ def test_all_ranks_and_passes_use_bitwise_equal_weights(rank, format):
         model = sharded(Recording(use_reentrant), mp_policy=policy)
         state = compress_fully_shard(model, weights=format)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        reads = 6 if use_reentrant is None else 8  # 2 evaluations, 2 forward and backward passes
+        reads = 6 if use_reentrant is None else 8  # 2 evaluations, 2 passes of 2 or 3 uses each
         for step in range(4):
             with torch.no_grad():
                 loss_of(model, 10, 0)
@@ -150,7 +150,7 @@ def _payload(parts, format):
 
 
 def _summed(by_rank, format, dtype, scale=1.0):
-    """Return the sum of the ranks' parts in rank order, as an owner computes it."""
+    """Return `scale` times the sum of the ranks' parts, added in rank order."""
     total = torch.empty(sum(map(len, by_rank[0])), dtype=dtype)
     payloads = torch.stack([_payload(parts, format) for parts in by_rank])
     reference.dequantize_sum(payloads, total, format, scale)
@@ -198,7 +198,7 @@ def test_owners_sum_gradients_in_rank_order_in_float32(rank, format):
 @pytest.mark.parametrize("format", ["int8", "int4", "bfloat16"])
 @on_ranks(3)
 def test_gathered_weights_match_the_reference(rank, format):
-    """In "int4" the messages contain changes of weights."""
+    """In int4, messages after the first gather contain changes of the weights."""
     model = fully_shard(Dictated(SHAPES))
     compress_fully_shard(model, weights=format)
     kept = [None] * 3
@@ -235,7 +235,7 @@ def test_rounding_errors_do_not_accumulate(rank):
     assert error() == 0
 
     def move(size):
-        """Add the same random change to all weights on all ranks."""
+        """Add random changes, which are equal on all ranks, to all weights."""
         weights = list(full_weights(model).values())
         set_weights(model, [w + torch.empty_like(w).uniform_(-size, size) for w in weights])
 

@@ -51,7 +51,7 @@ def test_nonfinite_weight_reaches_every_rank_until_repaired(rank, bad):
                 assert_same(torch.stack([(~w.isfinite()).sum() for w in found.values()]))
             if rank == 1:
                 part.view(-1)[3] = good
-            found = computed_weights(model)  # in int4, changes of lost entries start from 0
+            found = computed_weights(model)  # in int4, repaired entries are sent as changes from 0
             assert all((found[n] - exact[n]).abs().max() < 0.02 for n in exact)
             assert_same(torch.cat([weight.flatten() for weight in found.values()]))
 
@@ -79,7 +79,7 @@ def test_scaler_skips_nonfinite_gradients(rank):
 
 
 def _corrupt(patch, module, name, call):
-    """In this call of a collective, rank 1 receives 0 as the first byte of rank 0's message."""
+    """In call number `call`, rank 1 receives 0 as the first byte of rank 0's message."""
     collective, calls = getattr(module, name), []
 
     def in_flight(output, *args, **kwargs):
@@ -126,13 +126,13 @@ def test_corrupted_weight_message_adds_nothing(rank, format):
             rows = -(-len(weight) // 2)
             damaged = torch.equal(weight[:rows], without[:rows])
             assert damaged == (rank == 1 and _module_of(name) == module), (name, module)
-        _step(model, 1, rank)  # this step includes the gathers above
+        _step(model, 1, rank)  # its results include the gathers above
         _require_raised(state, model, rank, "weights", module)
 
 
 @on_ranks(2)
 def test_corrupted_gradient_message_adds_nothing(rank):
-    # Modules whose inputs have no gradient are reduced in a callback at the end of the pass.
+    # FSDP2 reduces modules whose inputs have no gradient in a callback at the end of the pass.
     for call, module in enumerate(("blocks.1", "(root)", "blocks.0")):
         found = []
         for factor in (0, 1):  # rank 0 sends zeros, or a corrupted message
@@ -196,7 +196,7 @@ def test_collectives_do_not_synchronize_the_host(rank):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(3):
             _step(model, step, rank, optimizer)
-        assert reads == [False] * 2  # results of the two previous steps
+        assert reads == [False] * 2  # steps 1 and 2 each read the results of the step before
         reads.clear()
     assert set(calls) == {"WeightGather", "GradientReduceScatter"} and len(calls) == 3 * 3 * 9
     with _NoReads(), pytest.raises(AssertionError):

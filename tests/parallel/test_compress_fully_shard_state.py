@@ -66,7 +66,7 @@ def test_reported_bytes_match_the_meter(rank, ranks):
                     _train(model, rank, [1])
                     sent = meter.take()
                 gather, reduce = _row(state.plan(), "total")
-                # The backward pass gathers the weights again, except in int4.
+                # After resharding, the backward pass gathers the weights again, except in int4.
                 again = reshards and format != "int4"
                 assert sent == state.stats()["wire_bytes"] == gather * (1 + again) + reduce
             totals.append((gather, reduce))
@@ -219,7 +219,7 @@ def test_invalid_states_change_nothing(rank):
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @on_ranks(4)
 def test_combined_with_the_hook_between_replicas(rank, format):
-    """Ranks 0 and 1 hold the shards of one replica, ranks 2 and 3 the other replica's shards."""
+    """Ranks 0 and 1 hold the shards of one replica. Ranks 2 and 3 hold the other replica."""
     mesh = shard_mesh()
     model = sharded(mesh=mesh["shard"])
     lossless = {"density": 1.0, "format": "float32", "start_step": 0}
@@ -235,7 +235,7 @@ def test_combined_with_the_hook_between_replicas(rank, format):
         loss_of(model, 5, rank).backward()
         sent = meter.take()
     assert state.stats()["step"] == hook.stats()["step"] == 4
-    assert 0 < sent <= state.stats()["wire_bytes"]  # weights were gathered before
+    assert 0 < sent <= state.stats()["wire_bytes"]  # earlier gathers are not in `sent`
     by_rank = plain_gradients(Net(), weights, [(5, r) for r in range(4)])
     require_close(gradients(model), by_rank, format)
     state.close()

@@ -1,9 +1,9 @@
-"""torch's tests of FSDP2, ported to gloo with compress_fully_shard in its default formats.
+"""Some of torch's tests of FSDP2, ported to gloo and the default formats of compress_fully_shard.
 
-Test names are those in torch's test/distributed/_composable/fsdp. Each rank also trains an
+Test names follow torch's test/distributed/_composable/fsdp. Each rank also trains an
 unsharded reference with averaged gradients. torch's tests require equal losses. Here the relative
 difference may be up to LOSS, because weights and gradients are rounded to 8 bits. Frozen parameters
-and full state dicts are not rounded, so they must be equal.
+and state dicts are not rounded, so they must be equal.
 """
 
 import copy
@@ -29,7 +29,7 @@ from dct_parallel import compress_fully_shard
 from ranks import on_ranks, shard_mesh
 
 LOSS = 0.01
-NORM = 0.01  # relative difference of gradient norms
+NORM = 0.01  # largest relative difference of gradient norms
 
 
 class MLP(nn.Module):
@@ -42,7 +42,7 @@ class MLP(nn.Module):
 
 
 class Transformer(nn.Module):
-    """2 layers; `tied` shares the embedding's matrix with the output layer."""
+    """A transformer with 2 layers. With `tied`, embedding and output layer share a matrix."""
 
     def __init__(self, tied=False, vocab=40, dim=32, length=12):
         super().__init__()
@@ -161,7 +161,7 @@ def test_train_parity_with_shared_params_and_activation_checkpointing(rank, tied
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2)
 def test_compute_and_reduce_dtype(rank, reduce_dtype):
-    """Forward and backward passes are in bfloat16, and the master weights in float32."""
+    """Forward and backward passes are in bfloat16. The master weights are in float32."""
     model = _mlps()
     master = copy.deepcopy(model)
     reference = copy.deepcopy(model).bfloat16()
@@ -210,7 +210,7 @@ def test_gradient_accumulation(rank, reshard_after_backward):
             losses = [_regression(3 * step + micro, rank, m) for m in (reference, model)]
             for loss in losses:
                 loss.backward()
-            assert state.step == step + last  # gradients were reduced
+            assert state.step == step + last  # counts the passes that reduce gradients
             _require_near(losses[1], losses[0])
         _average(reference)
         for optimizer in optimizers:
@@ -221,7 +221,7 @@ def test_gradient_accumulation(rank, reshard_after_backward):
 
 @on_ranks(2)
 def test_train_mixed_requires_grad_per_group(rank):
-    """Biases and one whole layer are frozen. The frozen layer is still gathered."""
+    """Biases and the whole second block are frozen."""
     model = _mlps()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("bias" not in name and not name.startswith("1."))
@@ -253,7 +253,7 @@ def test_clip_grad_norm_1d(rank, max_norm):
 
 @on_ranks(2)
 def test_dp_state_dict_save_load(rank):
-    """A model that loads a full state dict produces bitwise identical results in training."""
+    """A second model that loads the state dict has bitwise equal losses and gradients."""
     model = _mlps()
     start = copy.deepcopy(model).state_dict()
     _shard(model)

@@ -1,6 +1,6 @@
-"""compress_fully_shard combined with the features of FSDP2.
+"""compress_fully_shard combined with other features of FSDP2.
 
-The reference is an unsharded model that has the gathered weights.
+The reference is an unsharded model that uses the gathered weights.
 """
 
 import copy
@@ -30,7 +30,7 @@ from ranks import assert_same, on_ranks, shard_mesh
 
 
 def _check_step(model, rank, ranks, format, plain=None, most=1e-5, factor=1.0, micro=1):
-    """Run `micro` backward passes; compare the gradients with an unsharded model."""
+    """Run `micro` backward passes; compare the gradients with an unsharded model's gradients."""
     weights = computed_weights(model)
     for weight in weights.values():
         assert_same(weight)
@@ -63,7 +63,7 @@ def _train_with_adamw(model, rank):
 
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-FLOAT16 = MixedPrecisionPolicy(param_dtype=torch.float16)  # divided before and after the sum
+FLOAT16 = MixedPrecisionPolicy(param_dtype=torch.float16)  # gradients are divided twice
 ALL_BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # also reduces in bfloat16
 # {name: (options of fully_shard, accumulated passes, relative error from dtypes and sums)}
 VARIANTS = {
@@ -98,7 +98,7 @@ class _Checkpointed(Net):
 
 
 class _Compiled(Net):
-    """Each block is compiled separately; hooks of FSDP2 run outside the compiled code."""
+    """Each block is compiled separately. FSDP2's hooks run outside the compiled code."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +146,7 @@ def test_checkpointing_prefetching_async_gathers_and_compile(rank, format):
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @on_ranks(4)
 def test_hsdp_and_resharding_within_half_of_the_ranks(rank, format):
-    """The second model has reshard_after_forward=2: backward gathers within half of the ranks."""
+    """The second model reshards to 2 ranks, so the backward pass gathers within 2 of 4 ranks."""
     model = sharded(mesh=shard_mesh())
     compress_fully_shard(model, weights=format, gradients=format)
     _train_with_adamw(model, rank)
@@ -156,14 +156,14 @@ def test_hsdp_and_resharding_within_half_of_the_ranks(rank, format):
     state = compress_fully_shard(model, weights=format, gradients=format)
     _train_with_adamw(model, rank)
     _check_step(model, rank, 4, format)
-    # As in torch, the backward pass gathers half of the rounded weights from one other rank.
+    # As in torch, the backward pass receives half of the weights in float32 from one other rank.
     blocks = sum(4 * (inputs + 3) * outputs for inputs, outputs in ((50, 71), (71, 70)))
     assert state.stats()["wire_bytes"] > blocks / 2
 
 
 @on_ranks(2)
 def test_shards_of_columns(rank):
-    """One weight is sharded by columns, which divide evenly; the others by rows."""
+    """One weight is sharded by columns, which divide evenly. Other weights are sharded by rows."""
     by_columns = {"shard_placement_fn": lambda p: Shard(1) if p.shape == (71, 50) else None}
     for format in ("int8", "int4"):
         model = sharded(**by_columns)
@@ -255,13 +255,13 @@ def test_frozen_and_unused_parameters(rank):
     compress_fully_shard(model)
     weights = computed_weights(model)
     x = torch.ones(4, 50)
-    model.blocks[0].norm.forward = lambda x: x  # its parameters have no gradient
+    model.blocks[0].norm.forward = lambda x: x  # the norm's parameters get no gradient
     model.blocks[0](x).sum().backward()
     plain = Part()
     plain.load_state_dict(weights)
     plain.blocks[0].linear(x).tanh().sum().backward()
     found = model.blocks[0].linear.weight.grad.full_tensor()
-    # torch reduces this gradient, because its parameters cannot be identified.
+    # torch reduces this module's gradients, because some of its parameters have none.
     torch.testing.assert_close(found, plain.blocks[0].linear.weight.grad)
 
 
@@ -293,7 +293,7 @@ def test_modules_wrapped_together_and_shared_parameters(rank):
 
 @on_ranks(2)
 def test_models_that_change_after_the_call(rank):
-    """Models are materialized, cast, loaded, or closed and compressed again."""
+    """Models are materialized, loaded, cast, or compressed again after close()."""
     for format in ("int8", "int4"):
         options = {"weights": format, "gradients": format}
         with torch.device("meta"):
@@ -346,7 +346,7 @@ def test_evaluation_does_not_change_training(rank):
             state = compress_fully_shard(model, weights=format, gradients=format)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             for step in range(4):
-                _train(model, optimizer, rank, 1)  # FSDP2 cannot start in inference mode
+                _train(model, optimizer, rank, 1)  # FSDP2's first pass cannot be in inference mode
                 if step == 1:
                     state.load_state_dict(state.state_dict())
                 if evaluates:

@@ -22,7 +22,7 @@ def sent_by(compressor):
 
 
 def largest(values, count):
-    """Return the magnitude that `count` entries reach."""
+    """Return the largest magnitude that `count` entries reach."""
     return values.abs().sort().values[-count].item()
 
 
@@ -113,7 +113,7 @@ def test_fresh_keeps_the_density_when_gradients_shrink_and_fixed_does_not():
             c.pack(grads(20_000, step, scale=1.0 if step < 600 else 0.1))
             passed.setdefault(policy, []).append(int(c.seen) / 200)
     late = {policy: sum(p[650:700]) / 50 for policy, p in passed.items()}
-    # Each sample has an error of 14 %.
+    # The number of entries that pass has a standard error of 14 %, because of the sample.
     assert min(passed["fresh"][:10]) > 0.9 and max(passed["fresh"]) < 1.8
     assert 0.97 < sum(passed["fresh"]) / 900 < 1.03
     assert max(passed["fixed"][:500]) > 3  # residuals grow, and the threshold does not
@@ -207,7 +207,7 @@ def test_take_back_restores_the_residual_exactly():
     history = c.residual.clone()
     grad = grads(200, 1, scale=10.0)
     grad[3], grad[7] = math.inf, math.nan
-    c.density = 1  # without a sample all entries pass, which exceeds the capacity
+    c.density = 1  # at density 1, all entries pass, which exceeds the capacity
     c.threshold.zero_()
     info = payload_info(c.pack(grad))
     assert info.overflow and info.non_finite and info.count == 20

@@ -40,7 +40,7 @@ class Network:
     """Patches collectives so that `victims` receive a corrupted payload from the last rank."""
 
     def __init__(self, victims):
-        set_timeout(20)  # a receiver that does not raise would wait
+        set_timeout(20)  # limits the wait if a receiver does not raise
         self.bad = False  # whether payloads are corrupted now
         self._is_victim = dist.get_rank() in victims
         self._original = dist.all_to_all_single
@@ -214,7 +214,7 @@ def test_corruption_in_a_skipped_step(rank):
 
 @on_ranks(2)
 def test_corruption_received_by_a_joined_rank(rank):
-    """Rank 0 has no batches left when it receives the payload. It raises and leaves `join`."""
+    """Rank 0 receives the payload after its last batch. Rank 0 raises and leaves `join`."""
     network = Network(victims=[0])
     network.corrupt("gather")
     point = Hook(SIZES, density=0.05)
@@ -265,7 +265,7 @@ def _timed_out(*arguments):
 
 @on_ranks(2)
 def test_local_steps_are_kept_if_averaging_fails(rank):
-    """Rank 0 raises within the averaging, so no rank applies it. All changes stay pending."""
+    """Rank 0 raises, so no rank applies the averaging. All changes stay pending."""
     network = Network(victims=[0])
     averaging = f"dct::DCTAverager: every payload of averaging {STEP + 1} must be intact, got"
     for phase, ahead in (("gather", False), ("gather", True), ("to the owner", False)):

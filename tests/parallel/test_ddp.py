@@ -97,7 +97,7 @@ def test_ranks_stay_bitwise_equal_with_random_delays(rank, steps, transport):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):
         train_step(model, optimizer, *batch(step, rank))
-        dist.all_reduce(torch.ones(1))  # concurrent, on the default group
+        dist.all_reduce(torch.ones(1))  # between steps, on the default group
     assert max(indices) >= 2, "fewer than 3 buckets"
     assert_same(weights(model))
     assert weights(model).isfinite().all()

@@ -1,4 +1,4 @@
-"""The hook with a GradScaler: residuals are unscaled, and skipped steps lose no finite gradient."""
+"""The hook with a GradScaler: unscaled residuals, and steps that the scaler skips."""
 
 import contextlib
 
@@ -69,7 +69,7 @@ def test_accumulation_with_an_overflow_loses_no_finite_gradient(rank, no_sync, b
 
 @on_ranks(2)
 def test_float16_autocast_trains_through_overflowing_first_steps(rank):
-    """The initial scales overflow, so several consecutive steps are skipped."""
+    """The first loss scales overflow float16, so the first steps are skipped."""
     model = ddp(mlp())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=1000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -93,4 +93,4 @@ def test_float16_autocast_trains_through_overflowing_first_steps(rank):
     assert weights(model).isfinite().all()
     for residual in _residuals(state).values():
         assert residual.isfinite().all()
-        assert residual.abs().max() < 10  # in units of the gradient, not of the scale
+        assert residual.abs().max() < 10  # residuals are not multiplied by the loss scale

@@ -31,7 +31,6 @@ SIZES = (2000, 30, 5000)
 
 
 def _make(density=0.8, **kwargs):
-    # At density 0.8 all entries fit, so results do not depend on the bucket layout.
     model, state = hooked(ddp(mlp()), density=density, **kwargs)
     return model, state, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -51,12 +50,12 @@ def test_plan_and_stats_report_bytes_per_step(rank):
         for plan in (before, after)
     )
     assert last == stats["wire_bytes"]
-    # Each bucket adds a header of 64 bytes, two starts of 4 bytes, and an entry of 2 + 2 bytes.
-    # Each part is rounded up to 16 bytes.
+    # Each bucket adds a header of 64 bytes, two starts of 4 bytes, and up to one entry of 2 + 2
+    # bytes. Starts, positions and values are each rounded up to multiples of 16 bytes.
     assert last - first == pytest.approx(112 * (buckets - 1), rel=0.3)
     rows = {line.split()[0]: line.split() for line in after.splitlines()}
     assert before.count("\n0: 0.weight ... 8.bias  ") == 1
-    # 72 bytes and 1.25 * 0.01 * 8320 entries of 2 + 2 bytes, each part rounded up to 16 bytes.
+    # 1.25 * 0.01 * 8320 = 104 entries of 2 + 2 bytes, and 80 bytes of header and padded starts.
     assert re.search(r"^1: 2.bias ... 0.weight +4 +8,320 +104 +496$", after, re.M), after
     assert rows["total"] == ["total", "10", "16,705", f"{stats['wire_bytes']:,}"]
     assert rows["float32"][-1] == f"{16_705 * 4:,}"

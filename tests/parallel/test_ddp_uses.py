@@ -34,7 +34,7 @@ SIZES = (2000, 30, 5000)
 
 
 def _integers(step, rank, micro=0):
-    """Integers small enough to be exact in bfloat16."""
+    """Return integers that are small enough to be exact in bfloat16."""
     generator = torch.Generator().manual_seed(10_000 * micro + 100 * step + rank)
     return [torch.randint(-8, 9, (n,), generator=generator).float() for n in SIZES]
 
@@ -78,7 +78,7 @@ def test_gradient_accumulation_loses_nothing(rank, no_sync, view):
 
 @on_ranks(2)
 def test_uneven_inputs_with_join(rank):
-    """Rank 0 has 8 batches, rank 1 has 12."""
+    """Rank 0 has 8 batches, and rank 1 has 12."""
     model, state = hooked(ddp(Dictated(SIZES)), density=0.05, start_step=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     total = [torch.zeros(n) for n in SIZES]
@@ -128,7 +128,7 @@ def test_backward_with_create_graph(rank):
 @pytest.mark.parametrize("format", ["bfloat16", "int4", "ternary"])
 @on_ranks(2)
 def test_sent_residual_of_an_unused_parameter_is_lost(rank, format):
-    """A known limit. DDP discards the mean, so the sent part of the residual is lost."""
+    """DDP discards the mean of an unused parameter, so the sent part of its residual is lost."""
     model = DDP(Dictated((3000, 1500)), find_unused_parameters=True)
     model, state = hooked(model, format=format, density=0.2 if format == "bfloat16" else 1)
     generator, second = torch.Generator().manual_seed(rank), model.module.p[1]
@@ -201,7 +201,7 @@ def test_take_back_before_anything_is_sent(rank):
 
 @on_ranks(2)
 def test_copied_state_has_only_the_settings(rank):
-    """AveragedModel makes such copies. Calls on a copy raise; training the original still works."""
+    """AveragedModel makes such copies. Calls on a copy raise. The original can still be trained."""
     scaler, model = torch.amp.GradScaler("cpu"), ddp(mlp())
     optimizer = torch.optim.SGD(model.parameters())
     model, state = hooked(model, density=0.8, grad_scaler=scaler, optimizer=optimizer)
@@ -282,7 +282,7 @@ class _Tied(nn.Module):
 @pytest.mark.parametrize("ignored", [["first.weight"], ["last.weight"], ["middle.weight"], []])
 @on_ranks(2)
 def test_state_covers_the_parameters_that_ddp_averages(rank, ignored):
-    """DDP averages a tied weight even if one name is ignored. requires_grad changes after DDP()."""
+    """DDP selects its parameters once. It averages a tied weight even if one name is ignored."""
     gradients = []
     for compressed in (False, True):
         torch.manual_seed(1)
@@ -306,7 +306,7 @@ def test_state_covers_the_parameters_that_ddp_averages(rank, ignored):
 
 @on_ranks(2)
 def test_state_created_before_its_ddp(rank):
-    """The state is registered first, as in Lightning's DDPStrategy."""
+    """The state is created first, as for Lightning's DDPStrategy."""
     state = DCTState(density=0.8)
     for call in (state.state_dict, state.stats, state.plan, lambda: state.load_state_dict({})):
         with pytest.raises(ValueError, match=r"state must be bound to its DDP by state.bind\("):
@@ -379,7 +379,7 @@ class _Checkpointed(nn.Module):
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(2)
 def test_static_graph_and_reentrant_checkpoints_change_nothing(rank, transport):
-    """With static_graph, DDP calls the hooks of step 0 after backward. Reentrant passes nest."""
+    """In step 0 with static_graph, DDP calls hooks after backward. Reentrant passes are nested."""
     results = {}
     for static_graph, use_reentrant in itertools.product((False, True), (None, False, True)):
         model = DDP(_Checkpointed(use_reentrant), bucket_cap_mb=0.02, static_graph=static_graph)
@@ -392,5 +392,5 @@ def test_static_graph_and_reentrant_checkpoints_change_nothing(rank, transport):
         assert state.stats()["step"] == 6
         grads = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         state.close()
-        # With static_graph, DDP uses different buckets in the first step.
+        # In the first step, DDP uses different buckets with static_graph than without it.
         assert grads.any() and torch.equal(grads, results.setdefault(static_graph, grads))

@@ -39,7 +39,7 @@ from dct_parallel import (
 from entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from ranks import run_ranks, shard_mesh, through_a_file
 
-SIZES, NUMEL = ((40, 25), (17,), (70_000,)), 71_017  # several owners have blocks
+SIZES, NUMEL = ((40, 25), (17,), (70_000,)), 71_017  # several ranks own blocks
 ROWS, WIDTH, BATCH = (20, 11), 6, 3
 INT4_SIGN = RowFormat("int4", backward="sign")
 
@@ -64,7 +64,7 @@ def _steps(rank, _, make, **settings):
 
 
 def _folders(rank, folder, make, **settings):
-    """Load this rank's state and the merged state from a folder of DCP."""
+    """Load this rank's state and the merged state from a DCP folder."""
     entry, resumed = (make(SIZES, start_step=0, **settings) for _ in range(2))
     results = [_step(rank, entry, 0)]
     dcp.save(entry.parts(), checkpoint_id=folder)
@@ -205,7 +205,7 @@ def _raw(tensor):
 
 
 def _bits(results):
-    """Return (dtype, device, bytes) of each tensor, and numbers; omit strings such as run ids."""
+    """Return (dtype, device, bytes) of each tensor, and all other values except strings."""
     leaves = (getattr(leaf, "_local_tensor", leaf) for leaf in tree_leaves(results))
     return [
         (leaf.dtype, leaf.device, _raw(leaf)) if isinstance(leaf, torch.Tensor) else leaf

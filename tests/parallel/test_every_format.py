@@ -1,7 +1,7 @@
 """Every format at every entry point with both transports, on the same numbers.
 
-`tests/oracle` computes bitwise equal results for all ranks in one process. Entries that are not
-sent are pending. All ranks have bitwise equal results. Byte counts match the formula and `plan()`.
+`tests/oracle` computes bitwise equal results for all ranks in one process. Rounding errors of the
+formats are pending. All ranks have equal results. Byte counts match the formula and `plan()`.
 """
 
 import itertools
@@ -19,16 +19,16 @@ from nodes import TRANSPORTS
 from ranks import assert_same, gathered, on_ranks
 from wire_meter import WireMeter
 
-NUMEL, WIDTH, STEPS = 35 * 1024, 512, 2  # 3 blocks, or 2 per half; the last is short
+NUMEL, WIDTH, STEPS = 35 * 1024, 512, 2  # 3 blocks, or 2 per half of it; the last is short
 
 
 def _numbers(step, rank):
-    """Numbers whose magnitudes vary widely between and within rows."""
+    """Return numbers whose magnitudes vary widely between and within rows."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     sizes = 10.0 ** torch.randint(-3, 3, (NUMEL // 1024,), generator=generator).float()
     x = torch.randn(NUMEL, generator=generator) * sizes.repeat_interleave(1024)
     x *= 2.0 ** torch.randint(-8, 3, (NUMEL,), generator=generator).float()
-    return x * (torch.arange(NUMEL) // 64 % 8 == 0)  # because the oracle is fast for zeros
+    return x * (torch.arange(NUMEL) // 64 % 8 == 0)  # the oracle is fast for zeros
 
 
 class _Exchange:
@@ -42,7 +42,7 @@ class _Exchange:
 
     @property
     def nbytes(self):
-        """Bytes that a rank sends. Every rank owns a range."""
+        """Return the bytes that a rank sends if every rank owns a range."""
         times = 2 if self._by_owners else 1
         return times * (len(self.residuals) - 1) * self._geometry.nbytes
 
@@ -122,7 +122,7 @@ class _Tables(LocalSteps):
 
 
 class _OracleOfTables:
-    """Each sync is a new exchange, and pending changes are kept per row."""
+    """Simulates `_Tables`. Each sync is a new exchange, and pending changes are kept per row."""
 
     def __init__(self, format, transport):
         self._settings, self._pending = (NUMEL, 2, format, transport), torch.zeros(2, NUMEL)
@@ -140,7 +140,7 @@ class _OracleOfTables:
 
 
 def _extra_bytes(make):
-    """Bytes that are not payloads: the flag for finite weights, or the list of changed rows."""
+    """Return the bytes of the flag for finite weights, or of the list of changed rows."""
     ranks = dist.get_world_size()
     if make is _Tables:
         return 8 + 4 * (NUMEL // WIDTH)
@@ -150,7 +150,7 @@ def _extra_bytes(make):
 def _check(make, rank):
     ranks = dist.get_world_size()
     steps = [[_numbers(step, r) for r in range(ranks)] for step in range(STEPS)]
-    # The error bound is two float32 roundings per step, relative to the row's largest number.
+    # float32 rounding errors are bounded relative to the row's largest sum of magnitudes.
     largest = sum(numbers.abs() for grads in steps for numbers in grads).view(-1, 1024)
     largest = largest.amax(1).repeat_interleave(1024)
     total = sum(numbers.double() for grads in steps for numbers in grads) / ranks

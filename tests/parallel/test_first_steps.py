@@ -97,7 +97,7 @@ def test_scaler_that_was_not_passed_warns(one_rank, call, given, steps, expected
 
 @pytest.mark.parametrize("listed", [1, 2])
 def test_optimizer_that_was_not_passed_warns(one_rank, listed):
-    """An optimizer that was not passed causes a warning if no passed one holds its parameters."""
+    """An optimizer that was not passed warns if no passed optimizer holds its parameters."""
     scaler, point = _scaler(), Hook(SIZES, **SPARSE)
     point.state.close()
     optimizers = [SGD([parameter]) for parameter in point.parameters]

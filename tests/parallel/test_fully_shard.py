@@ -1,6 +1,6 @@
 """dct_fully_shard_hook: FSDP2 inside a shard group, compressed exchange between replicas.
 
-Meshes have 2 replicas of 2 shards on 4 ranks. Rank r holds shard r % 2 of replica r // 2.
+Most meshes have 2 replicas of 2 shards. Rank r holds shard r % 2 of replica r // 2.
 """
 
 import pytest
@@ -105,13 +105,13 @@ def _two_modules(mesh):
 
 
 def _pending(state, mesh):
-    """Return {name: unsharded pending gradient of all replicas, in units of the mean}."""
+    """Return {name: unsharded pending part of the mean gradient, summed over replicas}."""
     replicas, shards = mesh.shape
     (entry,) = state.state_dict()["replicas"].values()
     pending = {}
     for name, saved in entry["parameters"].items():
         residual = saved["residual"].full_tensor().double()
-        if "owner_residual" in saved:  # in units of the mean
+        if "owner_residual" in saved:  # a part of the mean, not of the sum
             residual = residual + replicas * saved["owner_residual"].full_tensor().double()
         pending[name] = sum(gathered(residual)[::shards]) / replicas
     return pending
@@ -151,7 +151,7 @@ def test_every_gradient_is_applied_or_pending(rank, transport):
     pending = _pending(state, mesh)
     assert total.keys() == applied.keys() == pending.keys()
     for name in total:
-        # Means of these bfloat16 values are exact, and so are their sums on the owners.
+        # All sums and means are exact, because gradients are small integers.
         assert torch.equal(total[name], applied[name] + pending[name]), name
         assert applied[name].count_nonzero() > 0.02 * applied[name].numel()
 
@@ -178,7 +178,7 @@ def test_replicas_stay_bitwise_equal(rank):
     plan = state.plan()
     rows = {line.split()[0]: line.split() for line in plan.splitlines()}
     assert "ranks: 2, buckets: 5, transport: all_gather" in plan
-    # Half of a layer: 1.25 * 0.05 * 2080 entries.
+    # A rank holds half of a layer, so the capacity is 1.25 * 0.05 * 2080 = 130 entries.
     assert "\n0: 0.weight ... 0.bias" in plan and rows["0:"][-4:-1] == ["2", "2,080", "130"]
     assert rows["total"][-1] == f"{stats['wire_bytes']:,}"
     state.close()

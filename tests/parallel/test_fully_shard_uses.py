@@ -13,7 +13,7 @@ from dct_parallel.fsdp2 import state as fsdp2_state
 from ranks import Dictated, batch, integers, mlp, on_ranks, shard_mesh
 
 SIZES = (3000, 40, 5001)
-STEP = 4  # the one that overflows
+STEP = 4
 
 
 def _dictated(mesh, **options):
@@ -27,7 +27,7 @@ def _step(model, step, rank):
 
 
 class Twice(nn.Module):
-    """Two layers of the same size; `flipped` swaps their order."""
+    """Two layers of the same size. `flipped` swaps their order."""
 
     def __init__(self, mesh):
         super().__init__()
@@ -53,7 +53,7 @@ def test_different_order_of_modules_raises(rank):
 
 @on_ranks(2)
 def test_module_used_twice(rank):
-    """A layer that is used twice is exchanged twice, and its gradients are added."""
+    """The gradients of both uses of a layer are added."""
     mesh = shard_mesh(2, 1)
     layer = fully_shard(nn.Linear(32, 32, bias=False), mesh=mesh["shard"])
     state = dct_fully_shard_hook(layer, mesh=mesh, density=1.0, format=torch.float32, start_step=0)

@@ -36,7 +36,7 @@ def _train(rank, model, state, steps=4):
 
 @on_ranks(3)
 def test_ranks_may_have_different_numbers_of_groups(rank):
-    """Some ranks create additional groups before the states of all ranks and of a subgroup."""
+    """Some ranks create additional groups first. States use all ranks or a subgroup."""
     some = dist.new_group([0, 2])
     dist.new_group([2], use_local_synchronization=True)  # only rank 2 has this group
     model = ddp(mlp())
@@ -65,7 +65,7 @@ def test_separate_group_has_the_same_ranks_and_its_own_timeout(rank):
             dist.all_reduce(total, group=separate)
             assert total.item() == 3
         assert made[0].group_name != made[1].group_name
-    dist.barrier(dist.new_group([0, 1, 2]))  # later groups still have equal names on all ranks
+    dist.barrier(dist.new_group([0, 1, 2]))  # later groups have equal names on all ranks
 
 
 @pytest.mark.parametrize(("transport", "started"), [("all_gather", 0), ("reduce_scatter", 1)])
@@ -89,7 +89,7 @@ def test_close_releases_thread_and_group(rank, transport, started):
     assert "DCT: density 0.1" in state.plan() and state.stats()["step"] == 4
     with pytest.raises(ValueError, match="state must be open, got a closed one"):
         model(torch.ones(1, 64)).sum().backward()
-    # A new state can be created after close(), and closed even after all groups are destroyed.
+    # A new state works after close(). It can be closed even after all groups are destroyed.
     model = ddp(mlp())
     state = DCTState(model, density=0.1)
     _train(rank, model, state)
@@ -140,7 +140,7 @@ def _local(tensor):
 @pytest.mark.parametrize("swap", [False, True])
 @on_ranks(2)
 def test_modules_can_be_moved_and_converted(rank, swap):
-    """torch always swaps sharded parameters, which fails for tensors with weak references."""
+    """With any `swap`, torch swaps sharded parameters, which fails if they have weak references."""
     mesh, unsharded = shard_mesh(2, 1), nn.Linear(16, 4)
     torch.__future__.set_swap_module_params_on_conversion(swap)
     sharded, averaged = (

@@ -154,7 +154,7 @@ def test_groups_have_the_shortest_timeout(rank):
     cpu, short = torch.device("cpu"), timedelta(seconds=50)
 
     def timeouts(mesh):
-        """Timeouts of the mesh's groups, and of the groups that a state creates from it."""
+        """Return the timeouts of the mesh's groups, and of the groups that a state creates."""
         state = DCTState(DDP(Dictated(SIZES)), mesh=mesh)
         groups = [*mesh.get_all_groups(), state._topology.between, state.node_group]
         return [timeout_of(group, cpu) for group in groups]

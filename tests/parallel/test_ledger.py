@@ -16,7 +16,7 @@ FINE = ExchangeResult([], False, [1], 10, 0, 1)
 
 
 class _Bucket:
-    """A reduced bucket that has this result and is its own transport."""
+    """A reduced bucket with a given result. The bucket is its own transport."""
 
     words = (torch.zeros(1, 2, dtype=torch.int32),)
 

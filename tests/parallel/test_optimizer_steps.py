@@ -1,6 +1,6 @@
-"""Detection of steps that a GradScaler skips, based on what the optimizers did.
+"""Detection of steps that a GradScaler skips.
 
-Every gradient must be in the weights (SGD, lr=1) or in a residual afterwards.
+After training, every gradient must be in the weights (SGD, lr=1) or in a residual.
 """
 
 import gc
@@ -85,7 +85,7 @@ def test_overflow_outside_the_model_loses_nothing(make, settings, programs):
 @pytest.mark.parametrize("optimizers, in_turn", [(1, False), (1, True), (2, False)])
 @on_ranks(2)
 def test_two_models_with_one_scaler_lose_nothing(rank, optimizers, in_turn):
-    """The first model overflows in two steps. The models share one optimizer, or have one each."""
+    """The first model overflows in two steps. The models share an optimizer, or each has one."""
     scaler, models = _scaler(), [ddp(Dictated(SIZES)) for _ in range(2)]
     held = [list(model.parameters()) for model in models]
     made = [SGD(group, lr=1.0) for group in ([held[0] + held[1]] if optimizers == 1 else held)]
@@ -188,7 +188,7 @@ def test_alternating_branches_lose_nothing(rank):
     ],
 )
 def test_skipped_steps_are_detected(calls, skipped, fused):
-    """`skipped` is the result for inf. With a finite gradient, only "unscale update" is a skip."""
+    """`skipped` is expected for inf. For a finite gradient, only "unscale update" is a skip."""
     for grad in (torch.inf, 1.0):
         scaler, parameter = _scaler(), torch.nn.Parameter(torch.zeros(1))
         scaler.scale(torch.zeros(()))
@@ -207,7 +207,7 @@ def test_skipped_steps_are_detected(calls, skipped, fused):
         for call in calls.split():
             steps[call]()
         assert scale.skipped() is (bool(skipped) and (grad > 1 or calls == "unscale update"))
-        assert not scale.skipped()  # once
+        assert not scale.skipped()  # each skip is reported once
 
 
 @on_ranks(2)

@@ -77,7 +77,7 @@ def _pipelined(rank, schedule, density, format=torch.float32):
 
 
 def _in_one_process(density):
-    """Train one model that has the mask as a layer; return the weights of both stages."""
+    """Train both stages in one process; return the weights of each stage."""
     first, second = _stages(None)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
     for step in range(STEPS):
@@ -112,7 +112,7 @@ def test_density_1_equals_dense_and_bytes_match_the_formula(rank, schedule):
 
 @on_ranks(2)
 def test_meter_counts_point_to_point_messages(rank):
-    """send, isend and batch_isend_irecv count each message once."""
+    """The meter counts each message of send, isend and batch_isend_irecv once."""
     other, x = 1 - rank, torch.ones(100)
     with WireMeter() as meter:
         if rank == 0:
@@ -128,4 +128,4 @@ def test_meter_counts_point_to_point_messages(rank):
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         assert meter.take() == 400
-    dist.P2POp(dist.isend, x, other)  # the original isend is restored
+    dist.P2POp(dist.isend, x, other)  # accepts only the original isend

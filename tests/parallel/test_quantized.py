@@ -14,7 +14,7 @@ NUMELS = (0, 1, 1023, 1024, 1025, BLOCK - 1, BLOCK, BLOCK + 1, 50_000)
 
 
 def _numbers(numel, seed=0):
-    """Numbers whose magnitudes vary widely between and within rows."""
+    """Return numbers whose magnitudes vary widely between and within rows."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** torch.randint(-6, 4, (numel // ROW + 1,), generator=generator).float()
     x = torch.randn(numel, generator=generator) * sizes.repeat_interleave(ROW)[:numel]

@@ -16,8 +16,8 @@ from ranks import (
 from wire_meter import WireMeter
 
 BLOCK = 16_384
-# 4 blocks, the last of 948 elements. p.2 is first in DDP's order. With 2 ranks, the second range is
-# shorter, and the ranges split p.2 or p.0. With 4 ranks, a range is one block.
+# 4 blocks, the last of 948 elements. With 2 ranks, the second range is shorter, and the ranges
+# split a large parameter. With 4 ranks, a range is one block.
 SIZES = (20_000, 100, 30_000)
 ONE_BLOCK = (2_000, 30, 5_000)  # only rank 0 owns a block
 THREE_OF_FOUR = (40_000,)  # 3 blocks, so the last of 4 ranks owns nothing
@@ -36,7 +36,7 @@ def _step(model, grads):
 
 
 def _counted(rank, sizes, density):
-    """Return (bytes counted at collectives, bytes by the plan) of a compressed step."""
+    """Return (bytes counted at collectives, bytes reported by `stats`) of a compressed step."""
     model, state = _model(sizes, density=density)
     with WireMeter() as meter:
         for step in range(4):
@@ -67,7 +67,7 @@ def test_bytes_match_the_formula(world_size, sizes):
 
 
 def test_total_bytes_are_those_of_a_parameter_server():
-    """Ranks send as many bytes as with a parameter server, minus entries that stay on a rank."""
+    """In total, ranks send the bytes of a parameter server, minus entries that stay on a rank."""
     ranks, sizes = 4, (4 * BLOCK,)
     sent = [counted for counted, _ in run_ranks(_counted, ranks, sizes, 0.05)]
     settings = Settings(0.05, "bfloat16")

@@ -70,8 +70,8 @@ RULES = {
         ("reduction", f"mean, {FIT}", {"sum of 2": "sum of 2"}),
     ],
 }
-# (path below an entry, value, error). "@" stands for the first parameter, which has 320 elements,
-# and "%" for " of rank 1" in merge_states.
+# (path below an entry, value, error). "@" stands for the first parameter, which has 320 elements.
+# "%" stands for " of rank 1" in merge_states, and for an empty string elsewhere.
 KIND = {
     Hook: (["period"], 5, "state must be a DCTState's, got a DCTAverager's"),
     LocalSteps: (["period"], GONE, "state must be a DCTAverager's, got a DCTState's"),
@@ -136,7 +136,7 @@ OWNER = _of_parameter(
 
 
 def _with(state, path, value):
-    """Return a copy of nested dicts with `value` at the path, or without the key if GONE."""
+    """Return a copy of nested dicts with `value` at the path. GONE removes the key."""
     if not path:
         return value
     key, *below = path
@@ -146,7 +146,7 @@ def _with(state, path, value):
 
 
 def _broken(state, table, of=""):
-    """Yield (corrupted state, error) for each row and for corruption outside the entry."""
+    """Yield (corrupted state, error) for each row of `table`, and for corruption elsewhere."""
     (holders,) = state.keys() - {"version"}
     ((number, saved_entry),) = state[holders].items()
     first = next(iter(saved_entry["parameters"]))
@@ -175,7 +175,7 @@ def _numbers(step, rank):
 
 
 def _check_refusals(rank, make, settings):
-    """Try all invalid states during a run; the run continues like one without loads."""
+    """Try all invalid states during a run. The run must continue like one without loads."""
     run, twin = (make(SIZES, density=0.05, start_step=0, **settings) for _ in range(2))
     for step in range(3):
         state = run.state.state_dict()  # an earlier state, which must leave no trace
@@ -377,7 +377,7 @@ def test_merge_states_refuses_invalid_states(tmp_path):
 
 
 def test_merged_residual_is_the_mean_over_nodes():
-    """The mean is exact in float64. Each rank of a node holds a part. Owner residuals are added."""
+    """Each rank of a node holds a part. Owner residuals are added to the mean, in float64."""
     generator = torch.Generator().manual_seed(0)
     nodes, owned = (torch.randn(n, 1000, generator=generator) for n in (2, 4))
     for owners in (False, True):

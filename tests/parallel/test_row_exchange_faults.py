@@ -96,7 +96,7 @@ def _dies(rank, when):
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_surviving_rank_raises_after_another_exits(when):
-    # Exit code 1, not -9: the surviving rank was not killed.
+    # The surviving rank exits with code 1, not -9, so it was not killed.
     with pytest.raises(
         RuntimeError, match=r"(?s)exit codes \[1, 7\].*(all_to_all_single|work.wait)"
     ):
@@ -105,7 +105,7 @@ def test_surviving_rank_raises_after_another_exits(when):
 
 @on_ranks(1)
 def test_autograd_graph_does_not_keep_its_group(rank):
-    """If a group lived until the process exits, its threads would abort the process."""
+    """If a group existed until the process exits, its threads would abort the process."""
     group = dist.new_group([0])
     x = torch.randn(3, 8, requires_grad=True)
     for exchange in (

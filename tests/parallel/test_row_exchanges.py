@@ -26,7 +26,7 @@ FORMATS = [
     *(RowFormat(*pair) for pair in (["bfloat16", "float16"], ["float32"])),
 ]
 WIDTH, ROWS = 37, 6
-TABLE_BYTES = 40  # a count and four settings for each other rank
+TABLE_BYTES = 40  # a count and four settings, to each other rank
 
 
 def _mask(x, format):
@@ -62,7 +62,7 @@ def _random(seed, rows, width=WIDTH):
 
 
 def _splits(source, ranks):
-    """Return the uneven numbers of rows per receiver. Rank 2 sends and receives none."""
+    """Return how many rows `source` sends to each rank. Rank 2 sends and receives none."""
     return [0 if 2 in (source, r) else 1 + (3 * source + 2 * r) % 5 for r in range(ranks)]
 
 
@@ -204,7 +204,7 @@ def test_single_column_empty_and_noncontiguous_rows(rank):
     )
     (scattered.sum() + gathered.sum()).backward()
     assert scattered.shape == none.grad.shape == (0, 8) and gathered.shape == (0, 16)
-    x = torch.randn(8, 4).t()  # not contiguous; rank 1 has no rows
+    x = torch.randn(8, 4).t()  # not contiguous; rank 1 sends no rows
     sent, splits = (x, [1, 3]) if rank == 0 else (x[:0], [0, 0])
     expected = all_to_all_rows(sent.contiguous(), splits, format=ALL)
     assert torch.equal(all_to_all_rows(sent, splits, format=ALL), expected)

@@ -115,7 +115,7 @@ def test_training_at_density_1_is_bitwise_equal(dtype):
 
 @pytest.mark.filterwarnings("ignore:Input #0 requires gradient and is not a double")
 def test_numerical_gradient():
-    # The ops do not support float64. The step is too small to change which entries are largest.
+    # The ops do not support float64. A step of eps does not change which entries are largest.
     x = torch.tensor([[3.0, -0.5, 2.0, 0.25], [0.5, 4.0, 0.25, -2.0]], requires_grad=True)
 
     def packed(x):

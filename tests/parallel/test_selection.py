@@ -39,7 +39,7 @@ def test_default_transport_depends_on_ranks_and_size(requested, ranks, numel, ex
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "int4", "ternary"])
 def test_dense_buckets_use_the_transport_with_fewer_bytes(format):
-    """From 3 ranks this is reduce_scatter, except for 1 block, or for 2 blocks on 3 ranks."""
+    """With 3 or more ranks, it is reduce_scatter, except for 1 block, or 2 blocks on 3 ranks."""
     dense = Settings(1, format)
     row = quantized_payload_bytes(1024, format) - 64
     for ranks, blocks in itertools.product((1, 2, 3, 8, 100, 128), (1, 2, 3, 15, 16, 400)):

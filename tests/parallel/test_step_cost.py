@@ -38,7 +38,7 @@ class Counted(TorchDispatchMode):
 
 
 def _bucket(sizes, scaled, transport):
-    """Return (kernels, memsets, device copies, collectives) of a step."""
+    """Return (kernels, memsets, device copies, collectives) of one exchange of a bucket."""
     model = DDP(Dictated(sizes))
     state = DCTState(model, density=0.01, transport=transport)
     plan = state._buckets.plans()[0]
@@ -81,7 +81,7 @@ def test_kernels_memsets_copies_and_collectives_per_bucket(rank):
 
 @on_ranks(2)
 def test_bucket_plans_are_made_once(rank):
-    """Plans are made only when DDP builds its buckets."""
+    """Plans are made only when DDP builds or rebuilds its buckets."""
     made = []
     original_init = BucketPlan.__init__
 
