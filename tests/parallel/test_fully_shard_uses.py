@@ -10,20 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dct_parallel import dct_fully_shard_hook
 from dct_parallel.fsdp2 import state as fsdp2_state
-from ranks import Dictated, batch, integers, mlp, on_ranks, shard_mesh
-
-SIZES = (3000, 40, 5001)
-STEP = 4
-
-
-def _dictated(mesh, **options):
-    model = fully_shard(Dictated(SIZES), mesh=mesh["shard"])
-    return model, dct_fully_shard_hook(model, mesh=mesh, density=0.05, start_step=0, **options)
-
-
-def _step(model, step, rank):
-    model.zero_grad()
-    model(*integers(SIZES, step, rank)).backward()
+from ranks import batch, mlp, on_ranks, shard_mesh
 
 
 class Twice(nn.Module):

@@ -109,9 +109,6 @@ def test_corrupted_headers_add_nothing():
     assert codec.unpack(noise.unsqueeze(0), torch.empty(3000)).tolist() == [0]
 
 
-SIZES = (40_000, 100, 30_001)
-
-
 def test_quantized_format_requires_density_1():
     rule = "dct::DCTState: density must be 1 with format int4, which sends all entries, got"
     with pytest.raises(ValueError, match=f"{rule} 0.005"):
