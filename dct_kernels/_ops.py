@@ -6,10 +6,11 @@ are SymInt, because torch.compile would recompile for every new value of a plain
 The Python backends run after the same checks as the public functions. The compiled backends repeat
 the checks that prevent invalid memory accesses, with short messages (csrc/bindings/ops.cpp).
 
-For fixed positions, row_pack, row_gather and row_unpack are linear. Their gradients are ops at the
-same positions: row_unpack for row_pack and row_gather, and row_gather for row_unpack. So messages
-of the backward pass have k values per row and no positions. DCT (arXiv 2010.08899) also uses one
-mask in both directions. Quantized rows have no gradient, because their bytes are integers.
+For fixed positions, row_pack, row_gather and row_unpack are linear. row_unpack computes the
+gradients of row_pack and row_gather, and row_gather computes the gradient of row_unpack, at the
+positions of the forward pass. So messages of the backward pass have k values per row and no
+positions. DCT (arXiv 2010.08899) also uses one mask in both directions. Quantized rows have no
+gradient, because their bytes are integers.
 """
 
 import functools

@@ -9,13 +9,18 @@ from --data. clicks-adam uses row-wise AdaGrad for the tables (with --table-lr) 
 MLPs. Learning rates fall to 0 along a cosine. In the python-... problems, learning rates first rise
 for --warmup steps.
 
-Methods: dense (float32), bf16, powersgd4, powersgd8 and powersgd16 (PowerSGD with rank 4, 8 or 16,
-from a tenth of the steps on), dct:D% and reduce_scatter:D% (DCTState that sends D % of the entries,
-with an all-gather or a reduce-scatter), int8, int4 and ternary (DCTState that sends all entries in
-this format). local:D%xH and local-FORMAT:xH are DCTAverager with period H, and ahead:D% is
-DCTAverager(period=1, step_ahead=True). dct, int8, int4, ternary, local and ahead also accept the
-ending ",transport=reduce_scatter". fsdp-WEIGHTS-GRADIENTS is compress_fully_shard with these
-formats, scored with unrounded weights.
+Methods:
+
+    dense, bf16                         an all-reduce in float32 or bfloat16
+    powersgd4, powersgd8, powersgd16    PowerSGD of this rank, after 10 % of the steps
+    dct:D%                              DCTState sends D % of the entries by an all-gather
+    reduce_scatter:D%                   DCTState sends D % of the entries by a reduce-scatter
+    int8, int4, ternary                 DCTState sends all entries in this format
+    local:D%xH, local-FORMAT:xH         DCTAverager with period H
+    ahead:D%                            DCTAverager(period=1, step_ahead=True)
+    fsdp-WEIGHTS-GRADIENTS              compress_fully_shard; scored with unrounded weights
+
+dct, int8, int4, ternary, local and ahead also accept the ending ",transport=reduce_scatter".
 
 All ranks are simulated in one process. The results are bitwise equal to the results of real ranks.
 The bytes that a rank sends are computed from the message sizes.

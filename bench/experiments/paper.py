@@ -3,9 +3,9 @@
     python -m bench.experiments.paper --rows 1000000 --cuts gradients
     python -m bench.experiments.paper --data train.txt --cuts rows,columns --embedding-lr 1
 
-The model is DLRM with embeddings of width 16. The widths of its MLPs are 13-512-256-64-16 (bottom)
-and 512-256-1 (top, without the input). Training uses 2 ranks, SGD, a learning rate of 0.1, and 128
-rows per rank and step. Each row is used once.
+The model is DLRM with embeddings of width 16. The bottom MLP has widths 13-512-256-64-16, including
+its input. The layers of the top MLP have 512, 256 and 1 outputs. Training uses 2 ranks, SGD, a
+learning rate of 0.1, and 128 rows per rank and step. Each row is used once.
 examples/train_dlrm.py trains each setting of a cut. A cut names the tensors that are compressed:
 
     gradients   gradients of all weights; every rank has all weights

@@ -29,8 +29,8 @@ from dct_kernels.row_layout import FORMATS
 ROWS, LARGEST = 65536, 2**28
 GRADS = ((F32, F32), (BF16, BF16), (F32, BF16))  # dtypes of gradients and values
 NOTHING, EVERYTHING = 1e-12, 1.0  # densities
-# {(op, end of the case, elements or None for any): required fraction of a copy's speed}. Some are
-# lower, because of row_pack's search, and scatter_unpack's scattered writes of many payloads.
+# {(op, end of the case's name, number of elements or None): required fraction of a copy's speed}.
+# row_pack searches, and scatter_unpack writes many payloads in random order, so they need less.
 OF_COPY = {
     ("mask_pack", "float32 grad, float32 values", LARGEST): 0.93,
     ("mask_pack", "bfloat16 grad, bfloat16 values", LARGEST): 0.93,
@@ -79,7 +79,7 @@ def bucket_sizes(device: str, scale: int) -> Iterator[Case]:
 
     At about 25 MiB, the last blocks of a grid may take as long as all other blocks.
     """
-    for blocks in range(372, 429, 7):  # 396: 3 scatter_unpack blocks per H200 multiprocessor
+    for blocks in range(372, 429, 7):  # an H200 runs 396 blocks of scatter_unpack at a time
         numel = 2**14 * blocks // scale
         yield cases.mask_pack(device, numel, 0.01, F32, F32, False)
         yield cases.scatter_unpack(device, numel, 0.01, 2)

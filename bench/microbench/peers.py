@@ -49,9 +49,10 @@ def dgc(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Deep Gradient Compression's sampled top-k with its adaptation loop.
 
     Based on dgc/compression.py in github.com/synxlin/deep-gradient-compression, without momentum
-    correction. The threshold is the smallest entry of the top-k of a strided 1 % sample. Up to 10
-    rounds lower the threshold to 80 % while fewer than 0.8 k entries pass. If more than 1.3 k
-    entries pass, a second top-k selects k of them. On a GPU, every round waits for the device.
+    correction. The threshold is the magnitude that a fraction k / numel of a strided 1 % sample
+    reaches. While fewer than 0.8 * k entries pass, up to 10 rounds lower the threshold to 80 %. If
+    more than 1.3 * k entries pass, a second top-k selects k of them. On a GPU, every round waits
+    for the device.
     """
     residual += grad
     importance = residual.abs()

@@ -107,7 +107,7 @@ def _values(payload: Tensor, numel: int, format: str) -> Tensor:
 
 
 def _to_bytes(codes: Tensor, format: str) -> Tensor:
-    """The payload bytes of values or of quantized groups: per 1,024 entries, codes, then scales."""
+    """The payload bytes of values, or of quantized groups. Each row holds codes, then scales."""
     if format in layout.UNSCALED:
         return codes.view(torch.uint8).view(-1)
     each = layout.CODE_BYTES[format]

@@ -35,8 +35,8 @@ def launch(
 def _require_sound_assembler(device: torch.device) -> None:
     """Reject Triton before 3.7 on Blackwell, where its assembler always fuses multiply-adds.
 
-    The assembler of CUDA 12.9 turns mul.rn.f32x2 and add.rn.f32x2 into FFMA2. So the last bits of
-    sums would differ from those of the other backends.
+    That assembler turns mul.rn.f32x2 and add.rn.f32x2 into FFMA2. So the last bits of sums would
+    differ from the sums of the other backends.
     """
     old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
     if old and torch.version.cuda and torch.cuda.get_device_capability(device)[0] >= 10:

@@ -4,8 +4,8 @@ A program holds the keys of a few narrow rows in registers. It finds the k-th la
 row by bisection. To get a first lower bound, it splits the keys of a row into more than k groups.
 The smallest group maximum is the bound, because more than k keys reach it. The search of a row ends
 when exactly k keys are selected, or when only equal keys remain. If keys are equal, lower columns
-are selected. A wide row is read tile by tile, once per 8 bits of its keys, and again to store the
-selected entries.
+are selected. Wide rows use radix selection, which reads a row tile by tile, once for each 8-bit
+digit of the keys. The row is then read once more, to store the selected entries.
 """
 
 import torch

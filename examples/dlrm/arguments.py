@@ -31,7 +31,7 @@ examples:
   torchrun --nproc-per-node 2 examples/train_dlrm.py --data train.txt.gz
       ranks started by torchrun, on one machine or several
 """
-# (option, another option that it needs, required values of that option, default of the first).
+# (option, required option, values of the required option that permit `option`, `option`'s default).
 NEEDS = (
     ("row_format", "parallel", ("hybrid", "columns"), None),
     ("row_density", "parallel", ("hybrid", "columns"), 0.05),

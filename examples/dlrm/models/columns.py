@@ -15,11 +15,12 @@ from .dlrm import DLRM
 class ColumnsDLRM(nn.Module):
     """A DLRM whose top MLP has hidden layers that are split by columns. The rest is on all ranks.
 
-    Ranks exchange rows of features, and gradients of these rows, in `format`: the inputs of all
-    samples, all features between hidden layers, and the last hidden layer's features of each rank's
-    own samples. Wrap `mlps` in DistributedDataParallel to average all other gradients. Gradients of
-    the split layers are divided by the number of ranks, so that all layers can use the same
-    learning rate. Forward and backward are collective; all ranks pass equally many samples.
+    Ranks exchange features as rows, and the gradients of these rows, in `format`. Each rank gets
+    all samples' inputs of the first hidden layer, and all features between hidden layers. After the
+    last hidden layer, it gets all features of its own samples. Wrap `mlps` in
+    DistributedDataParallel to average all other gradients. Gradients of the split layers are
+    divided by the number of ranks, so that all layers can use the same learning rate. Forward and
+    backward are collective; all ranks pass equally many samples.
 
     Args:
         model: the whole DLRM, equal on all ranks.
