@@ -60,7 +60,7 @@ def link_of(device: str, rate: float) -> Link:
 
 
 def all_reduce(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds of the faster of a ring and a double binary tree (Sanders, Speck, Traeff 2009)."""
+    """Seconds of an all-reduce, by a ring or a double binary tree (Sanders, Speck, Traeff 2009)."""
     each = 1 / link.bandwidth + link.per_byte
     ring = 2 * (ranks - 1) * (link.alpha + nbytes / ranks * each)
     tree = 2 * _log2(ranks) * link.alpha + 2 * nbytes * each
@@ -73,7 +73,7 @@ def all_gather(link: Link, ranks: int, nbytes: float) -> float:
 
 
 def all_to_all(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds of the faster of pairwise messages of `nbytes` and Bruck's algorithm."""
+    """Seconds of an all-to-all with `nbytes` per pair of ranks, pairwise or by Bruck's algorithm."""
     pairwise = (ranks - 1) * (link.alpha + nbytes * _gathered(link))
     bruck = _log2(ranks) * (link.alpha + ranks / 2 * nbytes * _gathered(link))
     return min(pairwise, bruck)

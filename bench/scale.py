@@ -12,7 +12,7 @@ from bench.cost_model import CPU, H200, METHODS, SOURCES, Link, Model, Step, lin
 from bench.rates import describe_rate, parse_rate
 from bench.tables import table, times
 
-FASTER = 1.05  # methods with a smaller ratio of times count as equally fast
+FASTER = 1.05  # methods whose times differ by a smaller factor count as equally fast
 # By default, the exchange of all DDP buckets except the last overlaps with the backward pass. The
 # backward pass is assumed to take this fraction of the compute.
 BACKWARD, BUCKET_BYTES = 2 / 3, 25 * 2**20

@@ -1,7 +1,7 @@
 """Runs the exchange of dct_parallel between ranks in one process; collectives are copies.
 
 Each rank has a `Bucket`, but `finish` is called only for the first rank. This call copies the
-messages of the other ranks from their transports. A transport computes its result for this copy.
+messages of the other ranks. Their transports compute these messages when they are copied.
 """
 
 from collections.abc import Sequence

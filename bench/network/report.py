@@ -14,7 +14,7 @@ from .methods import METHODS, SHARDED
 # Bytes of headers per packet: Ethernet 14, IPv4 20, TCP 20, TCP timestamps 12. Acknowledgements
 # are packets without a payload.
 HEADER_BYTES = 66
-WARM_UP_SECONDS = 3  # approximately, for each cell of a table
+WARM_UP_SECONDS = 3  # estimated, per cell of a table
 BYTES_AT = 1e9  # the rate for which bytes are shown, if it was measured
 NOTE = (
     "A time is the median step time, with the 20 % and 80 % quantiles. A step takes as long as its "

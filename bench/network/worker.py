@@ -34,7 +34,7 @@ from examples.wire_meter import WireMeter
 from .methods import METHODS, SHARDED, Method
 
 ROUNDS = 3  # each round runs all modes, so other work on the machine affects all modes
-WARMUP_STEPS = 6  # meanwhile DDP rebuilds buckets, compression starts, TCP windows grow
+WARMUP_STEPS = 6  # DDP rebuilds its buckets, compression starts, TCP windows grow
 MIN_STEPS = 5
 LEARNING_RATE = 0.1
 BATCHES = 16  # number of generated batches, which are used in turn

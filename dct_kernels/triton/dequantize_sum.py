@@ -86,7 +86,7 @@ def _sum_kernel(
     if out_scale is not None:
         factor *= tl.load(out_scale)
     out += begin
-    if length == TILE:  # without masks, for wide accesses
+    if length == TILE:  # unmasked, so that accesses are wide
         _store(out, factor, total, length, True)
     else:
         _store(out, factor, total, length, False)

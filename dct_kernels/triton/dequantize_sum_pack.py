@@ -37,7 +37,7 @@ def _sum_pack_kernel(
     factor = scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
     rows = payload + at
     residual += tile * TILE
-    if length == TILE:  # without masks, for wide accesses
+    if length == TILE:  # unmasked, so that accesses are wide
         _pack_tile(residual, total, factor, payload, rows, length, FORMAT, ROW_BYTES, True)
     else:
         _pack_tile(residual, total, factor, payload, rows, length, FORMAT, ROW_BYTES, False)

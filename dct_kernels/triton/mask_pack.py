@@ -45,7 +45,7 @@ def _mark_kernel(
     inside = offset < length
     i = begin + offset
     whole = length == TILE
-    if whole:  # without masks, for wide accesses
+    if whole:  # unmasked, so that accesses are wide
         acc = load_accumulated(residual, grad, inv_scale, i, None)
     else:
         acc = tl.where(inside, load_accumulated(residual, grad, inv_scale, i, inside), 0.0)

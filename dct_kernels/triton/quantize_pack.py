@@ -59,7 +59,7 @@ def _pack_kernel(
     if residual is not None:
         residual += begin
     grad += begin
-    if length == TILE:  # without masks, for wide accesses
+    if length == TILE:  # unmasked, so that accesses are wide
         _pack_tile(residual, grad, inv_scale, message, rows, length, FORMAT, ROW_BYTES, True)
     else:
         _pack_tile(residual, grad, inv_scale, message, rows, length, FORMAT, ROW_BYTES, False)

@@ -171,7 +171,7 @@ def _add_kernel(
         return
     sums += begin
     out += begin
-    if length == BLOCK:  # without masks, for wide accesses
+    if length == BLOCK:  # unmasked, so that accesses are wide
         _clear(sums, length, True, ELEMENTS)
     else:
         _clear(sums, length, False, ELEMENTS)
