@@ -73,7 +73,7 @@ def all_gather(link: Link, ranks: int, nbytes: float) -> float:
 
 
 def all_to_all(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds of an all-to-all with `nbytes` per pair of ranks, pairwise or by Bruck's algorithm."""
+    """Seconds of an all-to-all of `nbytes` per pair of ranks, pairwise or by Bruck's algorithm."""
     pairwise = (ranks - 1) * (link.alpha + nbytes * _gathered(link))
     bruck = _log2(ranks) * (link.alpha + ranks / 2 * nbytes * _gathered(link))
     return min(pairwise, bruck)
