@@ -229,10 +229,11 @@ def main() -> None:
     parser.set_defaults(rates="0.001,0.003,0.01")
     add = parser.add_argument
     add("--density", type=density, default=0.01, help="density of the hook in EXCHANGE+hook")
-    add("--row-wise", dest="problem", action="store_const", const="row_wise", help="split tables")
+    row_wise = "divide the rows of each table between the ranks"
+    add("--row-wise", dest="problem", action="store_const", const="row_wise", help=row_wise)
     options = parser.parse_args()
     if options.problem and (
-        refused := [n for n in options.exchanges if n.endswith(("mx4", "int8", "+hook"))]
+        refused := [n for n in options.exchanges if n in ("mx4", "int8") or n.endswith("+hook")]
     ):
         parser.error(f"--row-wise does not support mx4, int8 and +hook, got {', '.join(refused)}")
     clicks.train_by_rates(options, job)
