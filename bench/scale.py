@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def best(steps: dict[str, Step]) -> str:
-    """The first method in METHODS that counts as equally fast as the fastest."""
+    """The first method in METHODS that is about as fast as the fastest method."""
     fastest = min(step.seconds for step in steps.values())
     return next(method for method in steps if steps[method].seconds < FASTER * fastest)
 

@@ -87,7 +87,7 @@ def tables(records: Sequence[dict]) -> str:
 
 
 def _sent(runs: Sequence[dict]) -> float:
-    """The mean over runs of the bytes of gradients or rows per rank and step, without ids."""
+    """The bytes of gradients or rows that a rank sends per step, without ids: a mean over runs."""
     sent = [sum(n for name, n in run["bytes"].items() if name != "ids") for run in runs]
     return sum(sent) / len(sent)
 

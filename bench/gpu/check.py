@@ -40,14 +40,14 @@ def conformance(chosen: str, processes: int = 1, tests: str = "") -> tuple[str, 
 
 
 def sanitized(tool: str) -> tuple[str, ...]:
-    """The command that runs a conformance test with all ops in compute-sanitizer."""
+    """The command that runs a conformance test of all ops under compute-sanitizer."""
     command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
     return command + conformance("cuda and agree", tests="/test_determinism.py")
 
 
 COLLECT = ("-k", "ptx-cuda", "--collect-only", "-q")
 SMALL = ("--device", "cpu", "--scale", "65536")
-DRY_SLOWER = 20  # factor of all limits in a dry run, because a CPU is slower and may be busy
+DRY_SLOWER = 20  # multiplies all time limits in a dry run, because a CPU is slower
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_sectors_op_write.sum")
 METRICS += ("smsp__inst_executed_pipe_alu.sum", "gpu__time_duration.sum")
 COUNTERS = ("ncu", "--clock-control", "none", "--profile-from-start", "off")

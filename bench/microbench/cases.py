@@ -37,7 +37,7 @@ class Case:
     sets: int  # number of buffer sets
     run: Callable[[SimpleNamespace, int], tuple[Tensor, ...]]
     reset: Callable[[int], object] = field(default=lambda i: None)  # restores changed buffers
-    allocates: bool = False  # whether `run` allocates its result; if so, the copy allocates too
+    allocates: bool = False  # whether `run`, and the copy it is compared with, allocate results
     density: float | None = None
     peers: dict[str, Peer] = field(default_factory=dict)
 
