@@ -36,9 +36,10 @@ Or send all entries of each row in a quantized format.
 
     y = all_to_all_rows(x, splits, format="int4")
 
-The folder exchange averages a flat tensor over ranks. ddp, fsdp2 and local_steps use it. rows sends
-activations between the parts of a model. The modules formats, compressor, collectives, groups and
-mesh are shared by these folders. docs/design/layer.md follows a bucket through the files.
+The folder `exchange` averages a flat tensor over ranks. The folders `ddp`, `fsdp2` and
+`local_steps` use it. The folder `rows` sends activations between the parts of a model. All of them
+share the modules `formats`, `compressor`, `collectives`, `groups` and `mesh`. docs/design/layer.md
+follows a bucket through the files.
 """
 
 from .compressor import Compressor

@@ -91,7 +91,7 @@ class ReduceScatter(Transport):
     def _damaged_results(self, code: int) -> list[str]:
         """Describe the owners' damaged payloads, given their combined status.
 
-        Unless the payloads were overwritten, the method unpacks them one by one to find the owners.
+        Unless the payloads were overwritten, the method unpacks each one to find the damaged ones.
         """
         if self._overwritten:
             ranks = ", ".join(map(str, self._ranks))

@@ -103,8 +103,8 @@ class CompressedShards:
         """Return the number of steps and the bytes of the last step.
 
         - `step`: number of backward passes that reduced gradients.
-        - `wire_bytes`: bytes that this rank sent between shards in the last step, including all
-          passes since the previous step; None before the first step.
+        - `wire_bytes`: bytes that this rank sent to other shards in the last step; None before the
+          first step. Passes that do not reduce gradients count towards the next step.
 
         Raises:
             RuntimeError: this rank received a damaged message.

@@ -35,7 +35,7 @@ def require_same_order(order: Sequence[int], group: dist.ProcessGroup) -> None:
 
     Args:
         order: the numbers of the units that this rank exchanged.
-        group: a gloo group on any device, so that only the host waits.
+        group: a gloo group, also if gradients are on CUDA, so that only the host waits.
 
     Raises:
         RuntimeError: ranks exchanged different units or a different order. Every rank raises.
