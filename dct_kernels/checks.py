@@ -180,7 +180,7 @@ def memory(
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False for meta and fake tensors, and for those that transforms such as torch.vmap wrap."""
+    """False for meta tensors, fake tensors, and tensors in transforms such as torch.vmap."""
     if tensor.is_meta or _torch.is_wrapped(tensor) or _torch.is_functional(tensor):
         return False
     # The type is compared first, because is_fake takes a microsecond.

@@ -204,7 +204,7 @@ def quantize_pack(
 
     In "float32" and "bfloat16", values can be NaN or Inf. In the other formats, all values of a
     group with a NaN or Inf become NaN. If a value is NaN or Inf, the residual keeps its old value,
-    or becomes 0 if the old value is not finite. Such a value sets the non-finite flag.
+    or becomes 0 if the old value is not finite. A NaN or Inf also sets the non-finite flag.
 
     Args:
         residual: float32 [numel], read and written, or None for no error feedback.

@@ -99,7 +99,7 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
     Args:
         values: float32, bfloat16 or float16 [B, k].
         positions: uint8 [B, w] for this width and k.
-        width: d, at least k.
+        width: number of columns of the result, at least k.
         dtype: dtype of the result, float32, bfloat16 or float16.
 
     Returns:
@@ -177,7 +177,7 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
 
     Args:
         rows: uint8 [B, w] for this width and format, at any address.
-        width: d, 1 to 2**31 - 1.
+        width: number of columns of the result, 1 to 2**31 - 1.
         format: as given to `row_quantize`.
         dtype: dtype of the result, float32, bfloat16 or float16. Values are rounded as `.to(dtype)`
             does, so float16 overflows to infinity.
@@ -211,7 +211,7 @@ def row_dequantize_sum(rows: Tensor, width: int, format: str, dtype: torch.dtype
     Args:
         rows: uint8 [P, B, w] for this width and format, P at least 1, at any address. For
             example, the result of an all-to-all in which each of P ranks sent B rows to this rank.
-        width: d, 1 to 2**31 - 1.
+        width: number of columns of the result, 1 to 2**31 - 1.
         format: as given to `row_quantize`.
         dtype: dtype of the result, float32, bfloat16 or float16, rounded as `.to(dtype)` does.
 

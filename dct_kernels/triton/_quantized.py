@@ -204,8 +204,9 @@ def sum_payloads(
 ):  # fmt: skip
     """[GROUPS, 64] in float32: the sum of a tile in rank order, from +0.0.
 
-    The rows of the first rank begin at `rows`, and its verdict is at `verdicts`. The rows of the
-    next rank begin `rank_bytes` bytes later, and its verdict is `rank_verdicts` elements later.
+    The rows of the first rank begin at `rows`, and its verdict (1: invalid header) is at
+    `verdicts`. The rows of the next rank begin `rank_bytes` bytes later, and its verdict is
+    `rank_verdicts` elements later.
     """
     total = tl.zeros([GROUPS, SCALED], tl.float32)
     rank = ranks * 0
