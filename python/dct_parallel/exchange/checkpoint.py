@@ -143,8 +143,8 @@ class Flat(NamedTuple):
     numel: int
 
     def saved(self, state: SegmentState) -> dict[str, Any]:
-        # torch.distributed.checkpoint treats a tuple as one value, even an empty tuple. So a state
-        # of one transport can be loaded with the other transport.
+        # Both transports save the same keys, because torch.distributed.checkpoint treats a tuple as
+        # one value, even an empty tuple. So a state also loads with the other transport.
         owner = () if state.owner is None else (state.owner,)
         base = {} if state.base is None else {_BASE: state.base}
         return {_RESIDUAL: state.residual, _OWNER: owner, **base}

@@ -51,7 +51,7 @@ class Transport(ABC):
 
     @abstractmethod
     def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
-        """Return the result, given the rows of the words of `finish` after a copy to the host."""
+        """Return the result. `words` are the rows of the tensors of `finish`, on the host."""
 
     def take_back(self) -> None:
         """Return the entries of the last exchange to residuals, for a step that was not applied."""

@@ -112,7 +112,7 @@ class RowDequantize(nn.Module):
 
 
 def _message_size(width: int, forward: str, backward: str) -> int:
-    """The number of 2-byte elements in the messages of a row and of its gradient."""
+    """The number of 2-byte elements in a message, which is the same for a row and its gradient."""
     longer = max(format_bytes(width, forward), format_bytes(width, backward))
     return (longer - 1) // _CARRIER.itemsize + 1
 
