@@ -44,7 +44,8 @@ def schemas_digest() -> str:
 def define(
     schema: str, fake: Callable[..., Any] = lambda *_: None, differentiable: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Define an op from a function that checks its arguments. The result also runs the op."""
+    """Define an op from a function that checks its arguments. It becomes a function that checks
+    the arguments and then runs the op."""
 
     def with_check(check: Callable[P, R]) -> Callable[P, R]:
         name = check.__name__

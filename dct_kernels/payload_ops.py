@@ -150,10 +150,10 @@ def scatter_unpack(
     """Sum the sparse payloads of P ranks. The result is bitwise equal on all ranks.
 
     out[i] = +0.0 + factor * sum, rounded once to the dtype of `out`. The sum is in float32, over
-    ranks in order from +0.0, and factor = float32(scale) * out_scale. If a header has both flags,
-    overflow and non-finite, element 0 of its range becomes NaN. The op validates every payload. It
-    ignores a payload with an invalid header, and skips an invalid block. Mutates `out` (all
-    elements are written).
+    ranks in order from +0.0, and factor = float32(scale) * out_scale. If a header has the overflow
+    and the non-finite flag, a NaN or Inf may not have fitted into the payload, so element 0 of the
+    range becomes NaN. The op validates every payload. It ignores a payload with an invalid header,
+    and skips an invalid block. Mutates `out` (all elements are written).
 
     Args:
         payloads: uint8 [P, nbytes] or [P, R, nbytes], 16-byte aligned.

@@ -110,7 +110,8 @@ def _quantize(acc, FORMAT: tl.constexpr):
 @triton.jit
 def _store_codes(rows, codes, length, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr):
     if FORMAT == "ternary":
-        # Collect the 64 signs as bits of two numbers. Each byte uses five bits of both numbers.
+        # Collect the positive and the negative codes as bits of two numbers. Each byte of the
+        # message is computed from five bits of both numbers.
         bit = tl.full([1, SCALED], 1, tl.uint64) << tl.arange(0, SCALED)[None, :].to(tl.uint64)
         positive = tl.sum(tl.where(codes > 0, bit, 0), 1)[:, None]
         negative = tl.sum(tl.where(codes < 0, bit, 0), 1)[:, None]

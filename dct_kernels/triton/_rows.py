@@ -11,7 +11,7 @@ import triton.language as tl
 from ..row_layout import Encoding
 from ._launch import INTERPRETED
 
-# The constant COLUMN_BYTES of kernels, per encoding: the bytes of a column, or 0 for a bitmap.
+# The constant COLUMN_BYTES of kernels for each encoding: bytes per column index, 0 for a bitmap.
 COLUMN_BYTES = {Encoding.BITMAP: 0, Encoding.UINT8: 1, Encoding.UINT16: 2}
 
 WIDEST = 4096  # columns that a program holds together; wider rows are read tile by tile
@@ -87,7 +87,7 @@ def _larger(a, b):
 
 @triton.jit
 def load_columns(positions, row, rows, slot, width, k, COLUMN_BYTES: tl.constexpr):
-    """int32 [ROWS, SLOTS]: the columns of a list, or -1 where a column is not accepted."""
+    """int32 [ROWS, SLOTS]: a list's column indices, with -1 for columns that are not accepted."""
     inside = (row < rows) & (slot < k)
     entry = positions + (row * k + slot) * COLUMN_BYTES
     column = tl.load(entry, mask=inside, other=0).to(tl.int32)

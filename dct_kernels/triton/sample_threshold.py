@@ -57,7 +57,7 @@ def _stratum_start(j, length, picks):
 
 @triton.jit
 def _pick(j, length, picks, seed, r):
-    """The index in range r of the pick of stratum j."""
+    """The index, within range r, of the element that is sampled from stratum j."""
     start = _stratum_start(j, length, picks)
     stratum = _stratum_start(j + 1, length, picks) - start
     hashed = hash32(seed.to(tl.uint32), r.to(tl.uint32), j.to(tl.uint32)).to(tl.int64)

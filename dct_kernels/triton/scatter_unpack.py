@@ -1,11 +1,11 @@
 """scatter_unpack: sums the payloads of all ranks into a dense tensor, in two kernels.
 
-check  per rank and block of the output: validates entries, writes status and number of valid ones.
+check  per rank and block of the output: validates the entries, writes the status and a verdict.
 add    per block of the output: clears it, adds the valid entries rank by rank, writes the result.
 
-A program owns the 16,384 elements of a block. A barrier between ranks keeps their order, so no
-atomics are needed. Sums are kept in memory, in `out` itself if it is float32. The few blocks in
-progress stay in the L2 cache.
+A program owns the 16,384 elements of a block. Its threads synchronize after adding the entries of
+each rank, so the ranks are added in order, without atomics. Sums are kept in memory, in `out`
+itself if it is float32. The few blocks in progress stay in the L2 cache.
 """
 
 import ctypes
