@@ -159,7 +159,7 @@ def memory(
     read: Mapping[str, torch.Tensor | None],
     aligned: Sequence[str] = (),
 ) -> None:
-    """Check that no `written` tensor overlaps another, and the alignment of `aligned` to 16 bytes."""
+    """Check for overlaps with `written` tensors, and that `aligned` tensors are 16-byte aligned."""
     given = [(name, tensor) for name, tensor in {**written, **read}.items() if tensor is not None]
     if torch.compiler.is_compiling() or not all(_has_memory(tensor) for _, tensor in given):
         return

@@ -69,7 +69,7 @@ def _narrow_kernel(
     row = _rows.rows_of_program(ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     elements, keys = _load_keys(x, row, rows, column, width)
-    # At least k keys reach `cut`, and `above` <= k keys reach `high`.
+    # At least k keys reach `cut`. At most k keys reach `high`; their number is `above`.
     UNIT: tl.constexpr = 1 << LOWEST_BIT
     cut = tl.zeros([ROWS, 1], tl.int32)
     if GROUPS < BLOCK:  # groups past the end of a row, or past the last row, have no effect
@@ -112,7 +112,7 @@ def _wide_kernel(
                 keys = tl.reshape(keys >> shift, [BLOCK])
                 counts += tl.histogram(keys & 255, 256, mask=(keys >> 8) == prefix)
             at_least = above + tl.cumsum(counts, 0, reverse=True)
-            # `at_least` falls as the digit grows. The digit is the last one that k keys reach.
+            # `at_least` decreases with the digit. Choose the largest digit with `at_least` >= k.
             digit = tl.sum((at_least >= k).to(tl.int32)) - 1
             above = tl.max(tl.where(digits > digit, at_least, above))
             prefix = prefix << 8 | digit
@@ -138,7 +138,8 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
     columns = positions.view(torch.uint16) if encoding is Encoding.UINT16 else positions
     tiles = _rows.tiles(width)
     if tiles.count == 1:
-        # More than k groups, because the search does not test its first bound for exactly k keys.
+        # More than k groups, so that more than k keys reach the initial bound. The search tests
+        # only later bounds for exactly k keys.
         groups = triton.next_power_of_2(k + 1)
         kernel, constants = _narrow_kernel, {"ROWS": tiles.rows, "GROUPS": groups}
     else:
