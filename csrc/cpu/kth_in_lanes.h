@@ -1,8 +1,8 @@
 #pragma once
 
 // Finds the k-th largest key of each of sixteen rows together, one row per lane. Each step of the
-// bisection is one counting loop, without divergence or horizontal sums. Call the functions in
-// vectorize_rows().
+// bisection is one counting loop, without divergence or horizontal sums. These functions must be
+// called inside vectorize_rows().
 
 #include <cstdint>
 

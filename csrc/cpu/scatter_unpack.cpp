@@ -22,7 +22,7 @@ namespace dct::cpu {
 namespace {
 
 constexpr int64_t kTile = 4096;  // elements: the sums of two tiles fit the L1 cache
-constexpr int64_t kPiece = 32;   // elements; loops of 16 are unrolled instead of vectorized
+constexpr int64_t kPiece = 32;   // elements; g++ unrolls loops of 16 instead of vectorizing them
 static_assert(kBlock % kTile == 0, "a tile is in one block");
 
 template <typename Value, typename Out>

@@ -105,8 +105,8 @@ __device__ T warp_inclusive_sum(T value) {
   return value;
 }
 
-// round_to for the result of an arithmetic instruction. The NaNs of such results have the bits
-// 0x7fffffff, which an integer minimum replaces.
+// round_to for the result of an arithmetic instruction. Such an instruction returns NaN as the bits
+// 0x7fffffff. The integer minimum replaces these bits by kFloat32Nan.
 template <typename Out>
 __device__ Out round_result(float x) {
   const auto bits = static_cast<uint32_t>(min(__float_as_int(x), int{kFloat32Nan}));
