@@ -157,6 +157,15 @@ def test_the_answer_is_a_sentence(capsys):
     )
 
 
+def test_the_prediction_in_the_readme(capsys):
+    readme = (ROOT / "README.md").read_text()
+    (options,) = re.findall(r"^python -m bench\.scale (.*?)  #", readme, re.M)
+    assert scale.main(options.split()) == 0
+    predicted = re.findall(r"^\| \S.*? \| +(\S+) ms", capsys.readouterr().out, re.M)
+    (stated,) = re.findall(r"predicts (\d+) ms in float32, (\d+) in bfloat16, (\d+) at", readme)
+    assert [round(float(ms)) for ms in predicted] == [int(ms) for ms in stated]
+
+
 GUIDE = (ROOT / "docs" / "guide" / "which_method.md").read_text()
 
 
