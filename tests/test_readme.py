@@ -32,7 +32,7 @@ def test_the_hook_as_in_the_diff(tmp_path):
     assert re.findall(r"^.", diff, re.MULTILINE) == [" ", "+", "+"]
     (imports,) = re.findall(r"`(from dct_parallel import \w+, \w+)`", text)
     int4 = MODEL + re.sub(r"^.", "", diff, flags=re.MULTILINE) + LOOP
-    programs = [int4, int4.replace('format="int4"', re.search(r": (density=[\d.]+)$", diff, re.M)[1])]
+    programs = [int4, int4.replace('format="int4"', re.search(r": (density=[\d.]+)", diff)[1])]
     script = tmp_path / "hook.py"
     script.write_text(f"{START}{imports}\n{''.join(programs)}dist.destroy_process_group()\n")
     plans = run(script, tmp_path)
