@@ -44,8 +44,7 @@ def schemas_digest() -> str:
 def define(
     schema: str, fake: Callable[..., Any] = lambda *_: None, differentiable: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Define an op from a function that checks its arguments. It becomes a function that checks
-    the arguments and then runs the op."""
+    """Define an op. The decorated function checks the arguments; the returned one also runs it."""
 
     def with_check(check: Callable[P, R]) -> Callable[P, R]:
         name = check.__name__

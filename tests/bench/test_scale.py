@@ -162,7 +162,7 @@ def test_the_prediction_in_the_readme(capsys):
     (options,) = re.findall(r"^python -m bench\.scale (.*?)  #", readme, re.M)
     assert scale.main(options.split()) == 0
     predicted = re.findall(r"^\| \S.*? \| +(\S+) ms", capsys.readouterr().out, re.M)
-    words = r"predicts (\d+) ms in float32, (\d+) ms in bfloat16 and (\d+) ms at"
+    words = r"predicts steps of (\d+) ms in float32, (\d+) ms in bfloat16 and (\d+) ms at"
     (stated,) = re.findall(words, readme)
     assert [round(float(ms)) for ms in predicted] == [int(ms) for ms in stated]
 
