@@ -5,11 +5,12 @@ import os
 import sys
 from pathlib import Path
 
-import forked
 import hypothesis
 import pytest
 import torch
-from library_defaults import seen_by_packages
+
+from support import forked
+from support.library_defaults import seen_by_packages
 
 # The root, which contains `bench`, is last in sys.path, because `make abi`, `make cuda` and
 # `make sanitize` test a dct_kernels that is installed or built elsewhere.

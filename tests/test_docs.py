@@ -12,10 +12,10 @@ import re
 
 import pytest
 import torch
-from programs import ROOT, blocks, in_forks
 
 import dct_kernels
 from dct_kernels._ops import OPS
+from support.programs import ROOT, blocks, in_forks
 
 DOCS = ROOT / "docs"
 PAGES = {page.relative_to(DOCS).as_posix(): page for page in sorted(DOCS.rglob("*.md"))}

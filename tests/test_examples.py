@@ -6,7 +6,8 @@ import runpy
 import sys
 
 import pytest
-from programs import ROOT, in_forks, run
+
+from support.programs import ROOT, in_forks, run
 
 EXAMPLES = ROOT / "examples"
 STARTED_BY_TORCHRUN = [

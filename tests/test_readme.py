@@ -3,7 +3,7 @@
 import ast
 import re
 
-from programs import ROOT, blocks, run
+from support.programs import ROOT, blocks, run
 
 README = ROOT / "README.md"
 LOOP = """

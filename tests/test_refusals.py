@@ -27,7 +27,7 @@ from dct_parallel import (
     node_mesh,
 )
 from dct_parallel.groups import PeerError
-from ranks import ddp, gathered, mlp, on_ranks
+from support.ranks import ddp, gathered, mlp, on_ranks
 
 
 def _bags(mesh, plan=None):

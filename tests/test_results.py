@@ -4,9 +4,9 @@ import json
 import re
 
 import pytest
-from programs import ROOT
 
 from bench import signatures
+from support.programs import ROOT
 
 RESULTS = ROOT / "docs" / "results"
 PAGES = {page.name: page.read_text() for page in RESULTS.glob("*.md")}

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import ROOT
 
 from bench.network.namespaces import Namespaces, missing
+from support.programs import ROOT
 
 COMMAND = re.compile(r"^GLOO_SOCKET_IFNAME=eth0 torchrun .*\\\n.*$", re.MULTILINE)
 

@@ -25,7 +25,7 @@ from dct_parallel import (
     dct_fully_shard_hook,
     dct_hook,
 )
-from ranks import Dictated, run_ranks
+from support.ranks import Dictated, run_ranks
 
 SIZES = (70_000, 100, 300_000, 40_000)
 STEPS, SCALE = 26, 8.0  # STEPS covers the dense first steps and the check of sent values

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from bench.cli import UsageError
 from bench.experiments import dp_density, dp_local, dp_methods, dp_ranks, dp_shards, dp_tasks, runs
 from dct_parallel import DCTAverager, DCTState, compress_fully_shard, dct_hook
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 STEPS = 6
 # {name in the simulation: arguments}

@@ -45,7 +45,9 @@ def test_every_stage_runs_and_is_summarized(check, tmp_path, capsys):
         stage(check, "fails", "print('so far'); raise SystemExit('what is wrong')"),
         stage(check, "hangs", wait, limit=2.0),
         stage(check, "lacks", "", tool="no-such-tool"),
-        stage(check, "after", "import dct_kernels, dct_parallel, ranks; print('all found')"),
+        stage(
+            check, "after", "import dct_kernels, dct_parallel, support.ranks; print('all found')"
+        ),
     ]
     out = tmp_path / "new" / "out"
     assert check.run(stages, out, limit=60.0) == 2

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-from programs import ROOT, started
 
 from bench import link
 from bench.cli import UsageError
@@ -21,6 +20,7 @@ from bench.network import namespaces
 from bench.network.namespaces import Namespaces
 from bench.network.report import merge, render
 from bench.rates import describe_rate, parse_rate
+from support.programs import ROOT, started
 
 SMALL = ["--hash-size", "300", "--batch-size", "16", "--steps", "15", "--modes", "dense,dct"]
 # These commands are run as a probe, because root in a container may lack the permission for them.

@@ -6,9 +6,9 @@ import shlex
 import sys
 
 import pytest
-from programs import ROOT
 
 from bench.experiments import paper
+from support.programs import ROOT
 
 PAGE = (ROOT / "docs/results/paper.md").read_text()
 GUIDE = (ROOT / "docs/guide/paper.md").read_text()

@@ -6,9 +6,9 @@ import runpy
 import shlex
 
 import pytest
-from programs import ROOT
 
 from bench.cli import exit_status
+from support.programs import ROOT
 
 NAMES = ("hooks", "kernels", "link", "scale")
 PROGRAMS = [f"bench.{name}" for name in NAMES]

@@ -6,7 +6,6 @@ import re
 import statistics
 
 import pytest
-from programs import ROOT
 
 from bench import scale
 from bench.cost_model import (
@@ -21,6 +20,7 @@ from bench.cost_model import (
     all_reduce,
     all_to_all,
 )
+from support.programs import ROOT
 
 FREE = Kernels(*[math.inf] * 5)
 RESULTS = ROOT / "bench" / "results"

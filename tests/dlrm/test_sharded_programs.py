@@ -7,13 +7,13 @@ import sys
 import numpy as np
 import pytest
 import torch.distributed as dist
-from programs import ROOT, called, run_as_torchrun
 
 import substitution
 import two_dimensional
 from criteo_lines import write_rows
 from dlrm.data.dataset import load
 from dlrm.launch import launch
+from support.programs import ROOT, called, run_as_torchrun
 
 BATCH = 64
 

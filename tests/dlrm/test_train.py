@@ -11,7 +11,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch.distributed as dist
-from programs import ROOT, TORCHRUN, called, run_as_torchrun
 from rich.console import Console
 
 from criteo_lines import write_rows
@@ -24,6 +23,7 @@ from dlrm.loop import Run
 from dlrm.progress import bar
 from dlrm.scores import Scores
 from dlrm.training import Record
+from support.programs import ROOT, TORCHRUN, called, run_as_torchrun
 
 RANKS, BATCH, DIM, DENSITY = 2, 64, 8, 0.02
 SMALL = ["--rows", 1500, "--batch-size", BATCH, "--hash-size", 50, "--embedding-dim", DIM]

@@ -22,7 +22,7 @@ from dct_embeddings import (
     ShardedEmbeddingBags,
     plan_shards,
 )
-from ranks import assert_same, on_ranks
+from support.ranks import assert_same, on_ranks
 from wire_meter import WireMeter
 
 ROWS, WIDTH, IDS, LR = 12, 2, 3, 0.5

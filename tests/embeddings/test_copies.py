@@ -22,7 +22,7 @@ from dct_embeddings import (
     ShardedEmbeddingBags,
     plan_shards,
 )
-from ranks import assert_same, on_ranks, shard_mesh, through_a_file
+from support.ranks import assert_same, on_ranks, shard_mesh, through_a_file
 from wire_meter import WireMeter
 
 

@@ -18,7 +18,7 @@ from dct_embeddings import (
     SumPooledEmbedding,
     merge_feature_rows,
 )
-from ranks import on_ranks, run_ranks
+from support.ranks import on_ranks, run_ranks
 
 WIDTH, FIELDS, BATCH, STEPS, LR = 4, 2, 4, 40, 0.5
 F64 = torch.float64

@@ -21,7 +21,7 @@ from dct_embeddings import (
     merge_feature_rows,
     plan_shards,
 )
-from ranks import on_ranks, shard_mesh
+from support.ranks import on_ranks, shard_mesh
 
 
 def _damages(tensor):

@@ -22,7 +22,7 @@ from dct_embeddings import (
 from dct_kernels import payload_layout, quantized_payload_bytes
 from dct_parallel.exchange import reduce_scatter
 from dct_parallel.exchange import transport as all_gather
-from ranks import assert_same, gathered, on_ranks, run_ranks
+from support.ranks import assert_same, gathered, on_ranks, run_ranks
 from wire_meter import WireMeter
 
 ROWS, WIDTH, BATCH, LR = [40, 25], 8, 4, 0.1

@@ -19,7 +19,7 @@ from dct_embeddings import (
     SubstituteOperator,
     SumPooledEmbedding,
 )
-from ranks import on_ranks, run_ranks
+from support.ranks import on_ranks, run_ranks
 from wire_meter import WireMeter
 
 ROWS, FIELDS, WIDTH, BATCH, HIDDEN = 61, 3, 4, 4, 5  # BATCH: samples per step on all ranks

@@ -19,7 +19,7 @@ from dct_embeddings import (
     SumPooledEmbedding,
 )
 from dct_embeddings.substitution import substitution
-from ranks import on_ranks, run_ranks
+from support.ranks import on_ranks, run_ranks
 
 OWNER = "dct::EquivalentSubstitution: "
 

@@ -20,7 +20,7 @@ from dct_embeddings import (
 )
 from dct_embeddings.two_dimensional import embedding_bags
 from dct_parallel import all_to_all_rows
-from ranks import on_ranks, shard_mesh
+from support.ranks import on_ranks, shard_mesh
 from wire_meter import WireMeter
 
 ROWS, WIDTH, BATCH, LR = [10, 7, 4, 5], 3, 3, 0.5

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dct_embeddings import ShardedEmbeddingBags, plan_shards
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "cluster.md"
 

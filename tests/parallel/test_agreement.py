@@ -15,8 +15,8 @@ from torch.optim import SGD
 from dct_parallel import DCTAverager, DCTState
 from dct_parallel.exchange import ledger as ledger_module
 from dct_parallel.groups import PeerError, exchange, require_same, sharing_errors
-from entry_points import Hook, LocalSteps, NodeMesh, Sharded
-from ranks import assert_same, ddp, entry, mlp, on_ranks, shorten_timeouts
+from support.entry_points import Hook, LocalSteps, NodeMesh, Sharded
+from support.ranks import assert_same, ddp, entry, mlp, on_ranks, shorten_timeouts
 
 SIZES, NUMBERS = [5000], torch.ones(5000)
 MUST = "must be the same on every rank, got"

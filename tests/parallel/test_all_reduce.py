@@ -15,7 +15,7 @@ from dct_parallel import all_reduce_compressed, collectives
 from dct_parallel.exchange import all_reduce
 from dct_parallel.exchange.quantized import FORMATS
 from dct_parallel.groups import PeerError
-from ranks import on_ranks, run_ranks
+from support.ranks import on_ranks, run_ranks
 from wire_meter import WireMeter
 
 BLOCK = 16_384

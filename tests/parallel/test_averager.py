@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.distributed.optim import PostLocalSGDOptimizer
 
-from averaged import adamw, train, uneven
 from dct_kernels import payload_layout
 from dct_parallel import DCTAverager
 from dct_parallel.collectives import all_reduce_bytes
-from ranks import assert_same, batch, entry, gathered, on_ranks, train_step, weights
+from support.averaged import adamw, train, uneven
+from support.ranks import assert_same, batch, entry, gathered, on_ranks, train_step, weights
 from wire_meter import WireMeter
 
 PERIOD = 3

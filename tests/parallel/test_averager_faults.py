@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from averaged import uneven
 from dct_parallel import DCTAverager
 from dct_parallel.exchange import transport as by_all_gather
-from ranks import assert_same, entry, gathered, on_ranks, run_ranks, weights
+from support.averaged import uneven
+from support.ranks import assert_same, entry, gathered, on_ranks, run_ranks, weights
 
 
 @pytest.mark.parametrize(

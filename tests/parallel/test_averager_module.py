@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from averaged import train, uneven
 from dct_parallel import DCTAverager
-from ranks import assert_same, batch, entry, on_ranks, shorten_timeouts, train_step, weights
+from support.averaged import train, uneven
+from support.ranks import assert_same, batch, entry, on_ranks, shorten_timeouts, train_step, weights
 
 
 @on_ranks(2)

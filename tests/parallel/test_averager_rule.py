@@ -14,7 +14,7 @@ from torch import nn
 
 from dct_parallel import DCTAverager
 from dct_parallel.local_steps.weights import FlatWeights
-from ranks import assert_same, entry, gathered, on_ranks, weights
+from support.ranks import assert_same, entry, gathered, on_ranks, weights
 
 SIZES = (3000, 40, 3500)
 BAD = 3  # the last rank has a NaN weight at this averaging

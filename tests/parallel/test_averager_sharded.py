@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dct_parallel import DCTAverager
-from ranks import (
+from support.ranks import (
     Dictated,
     assert_same,
     assert_same_states,

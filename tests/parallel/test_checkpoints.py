@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from dct_parallel import DCTAverager, dct_fully_shard_hook, merge_states
-from entry_points import Hook, LocalSteps, NodeMesh, Sharded
-from nodes import TRANSPORTS, rank_sum
-from ranks import (
+from support.entry_points import Hook, LocalSteps, NodeMesh, Sharded
+from support.nodes import TRANSPORTS, rank_sum
+from support.ranks import (
     assert_same_states,
     batch,
     entry,

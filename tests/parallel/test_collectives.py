@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, collectives, dct_hook
 from dct_parallel.ddp.executors import InlineExecutor, ThreadExecutor
-from ranks import Dictated, mlp, on_ranks, run_ranks
+from support.ranks import Dictated, mlp, on_ranks, run_ranks
 from wire_meter import WireMeter
 
 

@@ -6,7 +6,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from compressed_shards import (
+from dct_kernels import quantized_payload_bytes, reference
+from dct_parallel import compress_fully_shard
+from support.compressed_shards import (
     ROUNDING,
     computed_weights,
     full_weights,
@@ -14,9 +16,7 @@ from compressed_shards import (
     set_weights,
     sharded,
 )
-from dct_kernels import quantized_payload_bytes, reference
-from dct_parallel import compress_fully_shard
-from ranks import Dictated, assert_same, on_ranks
+from support.ranks import Dictated, assert_same, on_ranks
 
 
 def _trained(rank, compress, steps=3, **options):

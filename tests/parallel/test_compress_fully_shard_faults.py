@@ -13,11 +13,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compressed_shards import Net, computed_weights, full_weights, loss_of, sharded
 from dct_parallel import compress_fully_shard
 from dct_parallel.exchange import results
 from dct_parallel.fsdp2 import shard_collectives
-from ranks import assert_same, mlp, on_ranks, run_ranks, set_timeout, shard_mesh
+from support.compressed_shards import Net, computed_weights, full_weights, loss_of, sharded
+from support.ranks import assert_same, mlp, on_ranks, run_ranks, set_timeout, shard_mesh
 
 FORMATS = ("int8", "int4", "bfloat16")
 

@@ -8,7 +8,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from compressed_shards import (
+from dct_parallel import compress_fully_shard, dct_fully_shard_hook
+from support.compressed_shards import (
     ROUNDING,
     Net,
     computed_weights,
@@ -19,8 +20,7 @@ from compressed_shards import (
     require_close,
     sharded,
 )
-from dct_parallel import compress_fully_shard, dct_fully_shard_hook
-from ranks import assert_same, on_ranks, run_ranks, shard_mesh, through_a_file
+from support.ranks import assert_same, on_ranks, run_ranks, shard_mesh, through_a_file
 from wire_meter import WireMeter
 
 

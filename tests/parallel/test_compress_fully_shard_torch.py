@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.nn.functional import cross_entropy
 
 from dct_parallel import compress_fully_shard
-from ranks import on_ranks, shard_mesh
+from support.ranks import on_ranks, shard_mesh
 
 LOSS = 0.01
 NORM = 0.01  # largest relative difference of gradient norms

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from compressed_shards import (
+from dct_parallel import compress_fully_shard
+from support.compressed_shards import (
     Net,
     computed_weights,
     fsdp_modules,
@@ -25,8 +26,7 @@ from compressed_shards import (
     require_close,
     sharded,
 )
-from dct_parallel import compress_fully_shard
-from ranks import assert_same, on_ranks, shard_mesh
+from support.ranks import assert_same, on_ranks, shard_mesh
 
 
 def _check_step(model, rank, ranks, format, plain=None, most=1e-5, factor=1.0, micro=1):

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
-from entry_points import Hook, NodeMesh, Sharded
-from nodes import ALL_SIZES, SIZES, TRANSPORTS, rank_sum
-from ranks import assert_same, entry, integers, run_ranks
+from support.entry_points import Hook, NodeMesh, Sharded
+from support.nodes import ALL_SIZES, SIZES, TRANSPORTS, rank_sum
+from support.ranks import assert_same, entry, integers, run_ranks
 
 BLOCKS = (20_000, 100, 30_000)  # 4 blocks: with four owners, each owns one
 ONE_BLOCK = (2_000, 30, 5_000)  # only rank 0 owns a block

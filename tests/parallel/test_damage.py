@@ -15,9 +15,9 @@ from dct_parallel import collectives
 from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
 from dct_parallel.exchange import transport as by_all_gather
 from dct_parallel.local_steps import averager
-from entry_points import Hook, LocalSteps, NodeMesh, Sharded
-from nodes import rank_sum
-from ranks import assert_same, entry, on_ranks, run_ranks, set_timeout, shorten_timeouts
+from support.entry_points import Hook, LocalSteps, NodeMesh, Sharded
+from support.nodes import rank_sum
+from support.ranks import assert_same, entry, on_ranks, run_ranks, set_timeout, shorten_timeouts
 
 SIZES = (20_000, 100, 30_000)
 NUMEL = 50_100

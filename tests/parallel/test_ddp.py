@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
 from dct_parallel.exchange import transport as by_all_gather
-from ranks import (
+from support.ranks import (
     Dictated,
     assert_same,
     batch,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import (
+from support.ranks import (
     Dictated,
     assert_same,
     batch,

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dct_kernels import backend_of, payload_info
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange.results import ExchangeResult, RecentStats
-from entry_points import Hook, Sharded
-from ranks import (
+from support.entry_points import Hook, Sharded
+from support.ranks import (
     Dictated,
     ddp,
     entry,

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from dct_parallel import DCTState, dct_hook
-from ranks import (
+from support.ranks import (
     Dictated,
     assert_same,
     batch,

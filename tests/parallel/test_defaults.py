@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from library_defaults import seen_by_packages
 from torch.utils._pytree import tree_leaves
 
 from dct_embeddings import (
@@ -36,8 +35,9 @@ from dct_parallel import (
     all_to_all_rows,
     merge_states,
 )
-from entry_points import Hook, LocalSteps, NodeMesh, Sharded
-from ranks import run_ranks, shard_mesh, through_a_file
+from support.entry_points import Hook, LocalSteps, NodeMesh, Sharded
+from support.library_defaults import seen_by_packages
+from support.ranks import run_ranks, shard_mesh, through_a_file
 
 SIZES, NUMEL = ((40, 25), (17,), (70_000,)), 71_017  # several ranks own blocks
 ROWS, WIDTH, BATCH = (20, 11), 6, 3

@@ -14,9 +14,9 @@ from oracle import quantized_payload as payloads
 from torch.distributed.device_mesh import init_device_mesh
 
 from dct_embeddings import ReplicaSync, ShardedEmbeddingBags, plan_shards
-from entry_points import Hook, LocalSteps, NodeMesh, Sharded
-from nodes import TRANSPORTS
-from ranks import assert_same, gathered, on_ranks
+from support.entry_points import Hook, LocalSteps, NodeMesh, Sharded
+from support.nodes import TRANSPORTS
+from support.ranks import assert_same, gathered, on_ranks
 from wire_meter import WireMeter
 
 NUMEL, WIDTH, STEPS = 35 * 1024, 512, 2  # 3 blocks, or 2 per half of it; the last is short

@@ -14,8 +14,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from entry_points import Hook, Sharded
-from ranks import hooked
+from support.entry_points import Hook, Sharded
+from support.ranks import hooked
 
 SIZES = (300, 20)
 SPARSE = {"density": 0.05}

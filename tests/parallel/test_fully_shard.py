@@ -10,7 +10,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from dct_parallel import dct_fully_shard_hook
-from ranks import Dictated, assert_same, batch, gathered, mlp, on_ranks, shard_mesh, train_step
+from support.ranks import (
+    Dictated,
+    assert_same,
+    batch,
+    gathered,
+    mlp,
+    on_ranks,
+    shard_mesh,
+    train_step,
+)
 from wire_meter import WireMeter
 
 # An odd number of rows, one row for two ranks, and a small tensor that is sent completely.

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dct_parallel import dct_fully_shard_hook
 from dct_parallel.fsdp2 import state as fsdp2_state
-from ranks import batch, mlp, on_ranks, shard_mesh
+from support.ranks import batch, mlp, on_ranks, shard_mesh
 
 
 class Twice(nn.Module):

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
 from dct_parallel.groups import separate_group, timeout_of
-from entry_points import Hook, LocalSteps, NodeMesh, Sharded
-from ranks import (
+from support.entry_points import Hook, LocalSteps, NodeMesh, Sharded
+from support.ranks import (
     assert_same,
     assert_same_states,
     ddp,

@@ -13,8 +13,8 @@ from dct_parallel import DCTState, node_mesh
 from dct_parallel.ddp.node import Node
 from dct_parallel.exchange.plan import Slice, step_bytes
 from dct_parallel.groups import timeout_of
-from nodes import SIZES, all_pending, meshed_model, rank_sum, same_step
-from ranks import (
+from support.nodes import SIZES, all_pending, meshed_model, rank_sum, same_step
+from support.ranks import (
     Dictated,
     assert_same,
     assert_same_states,

@@ -10,7 +10,7 @@ from dct_parallel.exchange.ledger import StepLedger
 from dct_parallel.exchange.loss_scale import LossScale
 from dct_parallel.exchange.results import ExchangeResult, RecentStats
 from dct_parallel.exchange.settings import Settings
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 FINE = ExchangeResult([], False, [1], 10, 0, 1)
 

@@ -13,9 +13,9 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
 from dct_parallel.exchange.loss_scale import LossScale
-from entry_points import Hook, Sharded
-from nodes import all_pending, rank_sum
-from ranks import Dictated, ddp, hooked, integers, on_ranks, run_ranks, shard_mesh, weights
+from support.entry_points import Hook, Sharded
+from support.nodes import all_pending, rank_sum
+from support.ranks import Dictated, ddp, hooked, integers, on_ranks, run_ranks, shard_mesh, weights
 
 SIZES = (2000, 30)
 STEPS, BAD = 8, 4

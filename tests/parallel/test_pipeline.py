@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from dct_parallel import RowPack, RowUnpack, pack_rows, unpack_rows
 from dct_parallel.rows.packing import row_k
-from ranks import on_ranks, weights
+from support.ranks import on_ranks, weights
 from wire_meter import WireMeter
 
 pytestmark = pytest.mark.skipif(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ranks import assert_same, run_ranks
+from support.ranks import assert_same, run_ranks
 
 
 def _differs(rank):

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dct_kernels import payload_layout
 from dct_parallel.exchange.plan import BucketPlan
 from dct_parallel.exchange.settings import Settings
-from ranks import (
+from support.ranks import (
     Dictated,
     hooked,
     integers,

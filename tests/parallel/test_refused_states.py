@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dct_parallel import merge_states
-from entry_points import Hook, LocalSteps, Sharded
-from nodes import TRANSPORTS
-from ranks import assert_same_states, entry, on_ranks, run_ranks, through_a_file
+from support.entry_points import Hook, LocalSteps, Sharded
+from support.nodes import TRANSPORTS
+from support.ranks import assert_same_states, entry, on_ranks, run_ranks, through_a_file
 
 SIZES = ((40, 8), (31,))
 GONE = object()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dct_parallel import RowFormat, all_gather_rows, all_to_all_rows
-from ranks import on_ranks, run_ranks
+from support.ranks import on_ranks, run_ranks
 
 ALL = RowFormat(density=1.0)
 HALF = RowFormat(density=0.5)

@@ -15,8 +15,8 @@ from dct_parallel import (
     all_to_all_rows_async,
 )
 from dct_parallel.rows.packing import row_k
-from ranks import on_ranks, run_ranks
-from row_oracle import DTYPES, named_bytes, through
+from support.ranks import on_ranks, run_ranks
+from support.row_oracle import DTYPES, named_bytes, through
 from wire_meter import WireMeter
 
 ALL, HALF, TENTH = (RowFormat(density=density) for density in (1.0, 0.5, 0.1))

@@ -18,7 +18,7 @@ from dct_parallel import (
     unpack_rows,
 )
 from dct_parallel.formats import ROW_FORMATS
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 WIDTH = 32
 INT4_SIGN = RowFormat("int4", backward="sign")

@@ -22,7 +22,7 @@ from dct_parallel import (
     unpack_rows,
 )
 from dct_parallel.rows import codecs, packing
-from row_oracle import DTYPES, named_bytes, through
+from support.row_oracle import DTYPES, named_bytes, through
 
 WIDTH = 37
 PAIRS = [("int4", "int4"), ("int8", "ternary"), ("ternary", "sign"), ("bfloat16", "float16")]

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dct_kernels import quantized_payload_bytes
 from dct_parallel.exchange import plan
 from dct_parallel.exchange.settings import Settings
-from nodes import all_pending
-from ranks import Dictated, gathered, hooked, integers, on_ranks
+from support.nodes import all_pending
+from support.ranks import Dictated, gathered, hooked, integers, on_ranks
 from wire_meter import WireMeter
 
 BLOCK = 16_384

@@ -4,7 +4,6 @@ import itertools
 from collections import Counter
 
 import torch
-from launches import Launches, stated
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dct_parallel import DCTState
 from dct_parallel.exchange.bucket import Bucket, StepResults, run_now
 from dct_parallel.exchange.plan import BucketPlan
-from ranks import Dictated, batch, ddp, hooked, mlp, on_ranks, train, train_step
+from support.launches import Launches, stated
+from support.ranks import Dictated, batch, ddp, hooked, mlp, on_ranks, train, train_step
 
 # CUDA launches of torch's ops for small contiguous tensors. The docs list the launches of our ops.
 TORCH = {"cat": Launches(1, 0)}

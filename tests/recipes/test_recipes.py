@@ -7,7 +7,8 @@ import shutil
 import subprocess
 
 import pytest
-from programs import ROOT, TORCHRUN
+
+from support.programs import ROOT, TORCHRUN
 
 FOLDER = ROOT / "examples/recipes"
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from dct_parallel import DCTAverager
-from ranks import owed
+from support.ranks import owed
 
 from .account import Account
 from .common import (

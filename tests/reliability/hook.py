@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook, merge_states
-from ranks import owed
+from support.ranks import owed
 
 from .common import (
     TRANSPORTS,

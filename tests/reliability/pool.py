@@ -9,9 +9,10 @@ import warnings
 from datetime import timedelta
 from multiprocessing.connection import wait
 
-import forked
 import torch
 import torch.distributed as dist
+
+from support import forked
 
 TIMEOUT = timedelta(seconds=60)  # of collectives, long enough for busy machines
 SECONDS = 240  # time limit of a call

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from programs import ROOT, run
 from torch import nn
 
-from ranks import assert_same, gathered, run_ranks
+from support.programs import ROOT, run
+from support.ranks import assert_same, gathered, run_ranks
 
 pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
 

@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from programs import ROOT
+
+from support.programs import ROOT
 
 pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import run_ranks, set_timeout
+from support.ranks import run_ranks, set_timeout
 
 pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
 

@@ -13,7 +13,7 @@ import types
 import pytest
 import torch.distributed as dist
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from launches import stated
 
 from dct_kernels import payload_layout, quantized_payload_bytes
 from dct_kernels._ops import OPS
+from support.launches import stated
 
 from .. import build
 from ..backend import BACKEND, executor

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, dct_hook, node_mesh
-from ranks import Dictated, assert_same, entry
+from support.ranks import Dictated, assert_same, entry
 
 # 4 blocks. With 2 or 4 ranks per node, parts after the first begin inside large parameters.
 SIZES = (20_000, 100, 30_001)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ranks import batch, mlp, train_step
+from support.ranks import batch, mlp, train_step
 
 
 def uneven(rank=0):

@@ -10,14 +10,15 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
-from library_defaults import seen_by_packages
+
+from support.library_defaults import seen_by_packages
 
 context = multiprocessing.get_context("forkserver")
 # dlrm.comparison imports dct_parallel only if the extras are installed. DDP imports dynamo.
 _PRELOAD = ["dct_parallel", "dlrm.comparison", "pytest", "torch._dynamo"]
 _PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.optim", "torchrec.distributed"]
 _PRELOAD += ["dct_embeddings"]
-_TESTS = Path(__file__).parent
+_TESTS = Path(__file__).parents[1]
 _MAX_CHARACTERS = 300  # maximum characters per value
 
 

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTAverager, dct_fully_shard_hook
-from nodes import all_pending, meshed_state
-from ranks import Dictated, gathered, owed, shard_mesh, through_a_file, weights
+from support.nodes import all_pending, meshed_state
+from support.ranks import Dictated, gathered, owed, shard_mesh, through_a_file, weights
 
 
 class Hook:

@@ -11,12 +11,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from forked import run_forked
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook
+from support.forked import run_forked
 
 
 def run_ranks(function, world_size, *args, timeout=120, backend="gloo"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ptx.backend import Launches
 
-PAGE = Path(__file__).parents[1] / "docs" / "design" / "kernels.md"
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "kernels.md"
 _ROW = re.compile(r"^\| (?P<ops>`[^|]*) \|.*\| (?P<memset>memset, )?(?P<kernels>\d+) kernels? \|$")
 
 

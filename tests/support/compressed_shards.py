@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ranks import batch
+from support.ranks import batch
 
 # Bounds of the rounding error, relative to the largest of 64 entries. In int8 and int4, the bound
 # is half a quantization step and includes the rounding of the scale.

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from forked import run_forked
 
-ROOT = Path(__file__).parent.parent
+from support.forked import run_forked
+
+ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
