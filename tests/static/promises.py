@@ -87,13 +87,6 @@ PROMISES = {
     "dequantize_sum_kernel<(PayloadFormat)6>": replace(
         SUMS, in_flight={STREAMS: 4}, dynamic_shared_bytes=8 * 8704, fuses=True
     ),
-    # Like dequantize_sum_kernel, but also loads eight vectors of the residual.
-    "dequantize_sum_pack_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608, divides=True),
-    "dequantize_sum_pack_kernel<(PayloadFormat)0>": SUMS,
-    "dequantize_sum_pack_kernel<(PayloadFormat)1>": replace(SUMS, dynamic_shared_bytes=8 * 4608),
-    "dequantize_sum_pack_kernel<(PayloadFormat)6>": replace(
-        SUMS, dynamic_shared_bytes=8 * 8704, divides=True
-    ),
     # Loads two or more vectors per lane if the width is a multiple of 16 bytes.
     "row_pack_narrow_kernel<float": Promise(wide_loads=4, in_flight={VECTORS: 3}),
     "row_pack_narrow_kernel": Promise(wide_loads=2, in_flight={VECTORS: 2}),

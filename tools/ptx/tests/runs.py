@@ -50,17 +50,14 @@ def sample_threshold(backend):
     )
 
 
-def dequantize_sum_pack(backend):
-    numel, results = 2 * 1024 + 77, []
+def quantize_pack(backend):
+    numel, scale, results = 2 * 1024 + 77, torch.tensor([0.3]), []
     for format in QUANTIZED_CODES:
-        residual = samples.normal(numel, seed=9)
+        residual, grad = samples.normal(numel, seed=9), samples.normal(numel)
         residual[1500] = torch.nan
         payload = torch.zeros(quantized_payload_bytes(numel, format), dtype=torch.uint8)
-        payloads = torch.stack([payload] * 3)
-        for seed, received in enumerate(payloads):
-            reference.quantize_pack(None, samples.normal(numel, seed=seed), received, format)
-        status = backend.dequantize_sum_pack(payloads, residual, payload, format, 0.3)
-        results += [status, residual, payload]
+        backend.quantize_pack(residual, grad, payload, format, scale)
+        results += [residual, payload]
     return results
 
 

@@ -35,7 +35,6 @@ def _arguments():
             (None, grad, quantized, "int4", torch.ones(1)),
         ],
         "dequantize_sum": [(quantized, grad, "int4")],
-        "dequantize_sum_pack": [(quantized, residual, quantized[0].clone(), "int4")],
         "row_pack": [(x, 4, F32)],
         "row_gather": [(x, positions, 4, F32)],
         "row_unpack": [(values, positions, 64, F32)],
