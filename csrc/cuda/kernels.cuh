@@ -13,10 +13,10 @@
 
 namespace dct::cuda {
 
-// The scratch bytes of sample_threshold. Scratch memory must be 4-byte aligned.
+// The scratch bytes of sample_threshold. Scratch memory must be 16-byte aligned.
 int64_t sample_threshold_scratch_bytes(const SampleThresholdArgs& args);
 
-// One or two kernels if there are few samples, else one memset and three kernels.
+// One kernel if there are few samples, else two.
 cudaError_t sample_threshold(const SampleThresholdArgs& args, void* scratch, cudaStream_t stream);
 
 // The tile sizes of mask_pack. The results do not depend on them.

@@ -42,11 +42,11 @@ def scatter_unpack(backend):
 
 
 def sample_threshold(backend):
-    """Calls with more samples than one block handles, with fewer, and with three ranges."""
+    """Calls with more samples than registers hold, with fewer, and with three ranges."""
     grad, residual = samples.normal(30000), torch.zeros(30000)
     return tuple(
         backend.sample_threshold(grad, residual, 0.01, ranges, samples)
-        for ranges, samples in ((1, 20000), (1, 5000), (3, 5000))
+        for ranges, samples in ((1, 5000), (1, 4000), (3, 5000))
     )
 
 

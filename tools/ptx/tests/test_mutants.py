@@ -39,9 +39,6 @@ class Mutant(NamedTuple):
 MUTANTS = {
     "no block barrier": Mutant(runs.row_gather, r"bar\.sync .*;", "", RACE),
     "no warp barrier": Mutant(runs.row_unpack, r"bar\.warp\.sync .*;", "", RACE),
-    "a last block that does not acquire": Mutant(
-        runs.sample_threshold, r"atom\.acq_rel\.gpu(.*;)", r"atom\1", RACE
-    ),
     "an index that can be one too large": Mutant(
         runs.row_gather, r"setp\.ge\.s64(.*;)", r"setp.gt.s64\1", OUT_OF_BOUNDS
     ),
