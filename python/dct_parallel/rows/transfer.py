@@ -34,7 +34,7 @@ def require_counts(op: str, arg: str, counts: Sequence[int], ranks: int, low: in
         checks.require_int(op, f"{arg}[{rank}]", count, low, 2**63 - 1)
 
 
-def exchange_numbers(
+def all_to_all_numbers(
     op: str,
     numbers: Sequence[Sequence[int]],
     settings: Mapping[str, Setting],
@@ -82,7 +82,7 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
-def exchange_of_rows(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+def runs_eagerly(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Decorate an exchange, so that torch.compile runs it eagerly and torch.export raises."""
     op = function.__name__
     rule = f"dct::{op}: the exchange must run eagerly"
