@@ -204,7 +204,7 @@ class ShardedEmbeddingBags(CheckedModule):
             index = int(unknown[0])
             number, value = int(table[index]), int(ids[index])
             rule = f"in [0, {self._rows[number] - 1}], the rows of table {number}"
-            raise ValueError(f"dct::{_OP}: ids[{index}] must be {rule}, got {value}")
+            checks.fail(_OP, f"ids[{index}]", rule, value)
         row = ids + self._first[table]
         start, place, inside = self._shards
         shard = torch.searchsorted(start, row, right=True) - 1
@@ -231,11 +231,10 @@ class ShardedEmbeddingBags(CheckedModule):
         require_bags(_OP, ids, lengths, self.weight)
         for arg, tensor in (("ids", ids), ("lengths", lengths)):  # counts are sent in 32 bits
             if tensor.numel() > MOST_ROWS:
-                rule = f"at most {MOST_ROWS} elements"
-                raise ValueError(f"dct::{_OP}: {arg} must have {rule}, got {tensor.numel()}")
+                checks.fail(_OP, arg, f"at most {MOST_ROWS} elements", tensor.numel(), verb="have")
         if len(lengths) != len(self._rows):
             rule = f"{len(self._rows)} rows (one per table)"
-            raise ValueError(f"dct::{_OP}: lengths must have {rule}, got {len(lengths)}")
+            checks.fail(_OP, "lengths", rule, len(lengths), verb="have")
 
 
 def _sum_of_bags(rows: Tensor, lengths: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def all_gather_rows_async(
     require_counts(op, "widths", widths, group.size(), low=1)
     if widths[group.rank()] != width:
         stated = widths[group.rank()]
-        raise ValueError(f"dct::{op}: x must have width {stated} like widths, got {width}")
+        checks.fail(op, "x", f"width {stated} like widths", width, verb="have")
     codecs = [row_format.codec(width, x.dtype) for width in widths]
     return _start(x, list(widths), codecs, group)
 

@@ -44,9 +44,8 @@ class RowQuantize(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         checks.require_dense("RowQuantize", "x", x)
         if x.dim() == 0 or x.dtype not in checks.FLOATS:
-            rule = "float32, bfloat16 or float16, at least 1-D"
             got = f"{x.dim()}-D {str(x.dtype).removeprefix('torch.')}"
-            raise ValueError(f"dct::RowQuantize: x must be {rule}, got {got}")
+            checks.fail("RowQuantize", "x", "float32, bfloat16 or float16, at least 1-D", got)
         width, dtype = x.shape[-1], x.dtype
         checks.require_int("RowQuantize", "x.shape[-1]", width, 1, 2**31 - 1)
         forward_format, backward_format = self.format.formats(dtype)
@@ -96,7 +95,7 @@ class RowDequantize(nn.Module):
         if message.dim() == 0 or message.shape[-1] != size:
             rule = f"shape [..., {size}] for width {width}"
             got = list(message.shape)
-            raise ValueError(f"dct::RowDequantize: message must have {rule}, got {got}")
+            checks.fail("RowDequantize", "message", rule, got, verb="have")
         return with_gradient(
             "RowDequantize",
             message,
@@ -129,5 +128,5 @@ def _require_no_density(op: str, format: str | torch.dtype | RowFormat) -> RowFo
     row_format = RowFormat.parse(op, format)
     if row_format.density is not None or row_format.forward is None:
         rule = "a number format without density (to send the largest entries, use RowPack)"
-        raise ValueError(f"dct::{op}: format must be {rule}, got {row_format}")
+        checks.fail(op, "format", rule, row_format)
     return row_format

@@ -63,7 +63,7 @@ def all_to_all_numbers(
         if len(set(column)) > 1:
             ranks = enumerate(column)
             got = ", ".join(f"{_decode(number, value)} on rank {rank}" for rank, number in ranks)
-            raise ValueError(f"dct::{op}: {name} must be the same on every rank, got {got}")
+            checks.fail(op, name, "the same on every rank", got)
     result: list[list[int]] = received[:, :width].long().tolist()
     return result
 
