@@ -31,7 +31,7 @@ from bench.tables import difference, number, table, times
 PROGRAM = Path(__file__).parents[2] / "examples" / "train_dlrm.py"
 BASELINES = {"dense": "float32", "bf16": "bfloat16"}  # by mode
 FRESH = "--modes dct"
-FIXED = f"{FRESH} --policy fixed --refresh-every 1000"
+FIXED = f"{FRESH} --refresh-every 1000"
 ROWS = f"{FRESH} --format float32 --density 1"  # gradients are not compressed
 # Options of train_dlrm.py for each cut and its settings.
 PARALLEL = {"gradients": "data", "rows": "hybrid", "columns": "columns"}

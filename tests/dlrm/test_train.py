@@ -191,7 +191,6 @@ REFUSED = [
         "--row-format must come with --parallel hybrid or columns, got data",
     ),
     (["--dedup"], "--dedup must come with --parallel hybrid, got data"),
-    (["--refresh-every", "9"], "--refresh-every must come with --policy fixed, got fresh"),
     (["--density", "0.1", "--format", "int4"], "--density must come with --format float32 or bf"),
     (["--row-format", "int4", "--row-density", "1"], "--row-density: not allowed with argument"),
     (["--epoch", "2"], "unrecognized arguments: --epoch 2"),

@@ -179,7 +179,7 @@ ENTRY_POINTS = [
     *((_rows, {"format": format}) for format in ("int8", INT4_SIGN, RowFormat(density=0.4))),
     (_modules, {"encode": RowPack(k=2), "decode": RowUnpack(WIDTH)}),
     (_modules, {"encode": RowQuantize(INT4_SIGN), "decode": RowDequantize(WIDTH, INT4_SIGN)}),
-    *((_compressor, {"policy": policy}) for policy in ("fresh", "fixed")),
+    *((_compressor, {"refresh_every": every}) for every in (1, 3)),
     (_substitution, {"make": lambda: DynamicFeatureRows(1 + WIDTH, 100, 0.3, seed=3)}),
     (_substitution, {"make": _fixed_rows}),
     (_substitution, {"make": _fixed_rows, "aggregate": "all_reduce"}),
