@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from dct_parallel.formats import ROW_FORMATS
-from examples.dlrm.errors import UsageError
-from examples.dlrm.options import Formatter, count, number, positive
-from examples.dlrm.options import fraction as density
+from dlrm.errors import UsageError
+from dlrm.options import Formatter, count, number, positive
+from dlrm.options import fraction as density
 
 __all__ = ["UsageError", "count", "density", "number", "positive"]  # names that programs import
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

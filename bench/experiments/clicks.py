@@ -11,9 +11,9 @@ from torch import nn
 
 from bench import files
 from bench.cli import Parser, count, make_folder, positive, several, widths
-from examples.dlrm.data import dataset
-from examples.dlrm.launch import launch
-from examples.dlrm.scores import evaluate
+from dlrm.data import dataset
+from dlrm.launch import launch
+from dlrm.scores import evaluate
 
 from . import runs
 from .runs import RATE_SEED, scores

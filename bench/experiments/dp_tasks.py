@@ -17,12 +17,12 @@ from torch.nn.functional import (
     scaled_dot_product_attention,
 )
 
-from examples.dlrm.data import criteo
-from examples.dlrm.data.dataset import GENERATOR_SEED, split
-from examples.dlrm.data.features import Rows, table_rows
-from examples.dlrm.data.synthetic import Generator
-from examples.dlrm.models.dlrm import DLRM
-from examples.dlrm.scores import score
+from dlrm.data import criteo
+from dlrm.data.dataset import GENERATOR_SEED, split
+from dlrm.data.features import Rows, table_rows
+from dlrm.data.synthetic import Generator
+from dlrm.models.dlrm import DLRM
+from dlrm.scores import score
 
 from .runs import scores
 

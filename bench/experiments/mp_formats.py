@@ -26,11 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.cli import exit_status
 from dct_embeddings import plan_shards
 from dct_parallel import RowFormat
-from examples.dlrm.data import dataset
-from examples.dlrm.models.dlrm import DLRM
-from examples.dlrm.models.row_exchange import rows_in
-from examples.dlrm.models.sharded import ShardedDLRM
-from examples.wire_meter import WireMeter
+from dlrm.data import dataset
+from dlrm.models.dlrm import DLRM
+from dlrm.models.row_exchange import rows_in
+from dlrm.models.sharded import ShardedDLRM
+from wire_meter import WireMeter
 
 from . import clicks
 

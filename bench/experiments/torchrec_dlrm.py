@@ -53,8 +53,8 @@ from dct_embeddings import plan_shards
 from dct_embeddings.torchrec import compress_dense, compressed_sharders
 from dct_parallel import DCTState, RowFormat
 from dct_parallel.formats import ROW_FORMATS
-from examples.dlrm.data import dataset
-from examples.dlrm.data.features import INTS
+from dlrm.data import dataset
+from dlrm.data.features import INTS
 
 from . import clicks
 
