@@ -49,15 +49,6 @@ def row_format(text: str) -> tuple[str, ...]:
     return names
 
 
-def widths(text: str) -> list[int]:
-    """An argparse type: the hidden widths of an MLP, such as 512-256."""
-    parts = text.split("-")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        rule = "integers >= 1 joined by '-', such as 512-256"
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-    return [int(part) for part in parts]
-
-
 def make_folder(folder: Path) -> None:
     """Create the results folder before the work starts, and check that it is writable.
 

@@ -108,7 +108,7 @@ class ClicksTask:
             encoded = Rows.encode(block.labels, block.ints, block.values, sizes)
         else:
             encoded, numbers, _ = criteo.read(data, sizes, 0, 1)
-        test, validation = split(numbers, 0.2, 0.1)
+        test, validation = split(numbers)
         masks = {"train": ~(test | validation), "validation": validation, "test": test}
         self._parts = {
             part: encoded.take(torch.from_numpy(np.flatnonzero(mask)))

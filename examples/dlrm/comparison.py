@@ -96,7 +96,7 @@ def describe(console: Console | None, data: Dataset) -> None:
     source = f"rows of {counts['file']}" if "file" in counts else "generated rows (no real data)"
     console.print(
         f"{source}: {counts['train_rows']:,} for training, {counts['test_rows']:,} for the test; "
-        f"{dist.get_world_size()} ranks, {counts['steps_per_epoch']:,} steps",
+        f"{dist.get_world_size()} ranks, {counts['steps']:,} steps",
         markup=False,
     )
 
@@ -106,7 +106,7 @@ def progress(console: Console | None, title: str, data: Dataset) -> Iterator[Cal
     """Show a progress bar on a terminal. Yield a function to call after each step."""
     hidden = console is None or not console.is_terminal
     with Progress(console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(title, total=data.description["steps_per_epoch"])
+        task = bar.add_task(title, total=data.description["steps"])
         yield functools.partial(bar.advance, task)
 
 

@@ -82,10 +82,10 @@ def run(
         UsageError: the run has too few steps, or the loss became infinite or NaN.
         RuntimeError: after training, replicated weights differ between ranks.
     """
-    if data.description["steps_per_epoch"] <= START_STEP:
+    if data.description["steps"] <= START_STEP:
         raise UsageError(
             f"--rows must be enough for more than {START_STEP} steps of --batch-size "
-            f"{options.batch_size}, got {data.description['steps_per_epoch']} steps"
+            f"{options.batch_size}, got {data.description['steps']} steps"
         )
     torch.manual_seed(seed)
     model = DLRM(data.tables, options.embedding_dim, BOTTOM, TOP)

@@ -83,12 +83,11 @@ def test_training_matches_an_optimizer_of_torch(one_rank):
 
 def test_the_split_is_the_same_for_any_number_of_ranks(one_rank):
     numbers = np.arange(50_000)
-    test, validation = dataset.split(numbers, 0.2, 0.1)
+    test, validation = dataset.split(numbers)
     assert test.mean() == pytest.approx(0.2, abs=0.01)
     assert validation.mean() == pytest.approx(0.1, abs=0.01) and not (test & validation).any()
-    share = dataset.split(numbers[1::3], 0.2, 0.1)
+    share = dataset.split(numbers[1::3])
     np.testing.assert_array_equal(share, (test[1::3], validation[1::3]))
-    np.testing.assert_array_equal(dataset.split(numbers, 0.2, 0)[0], test)
 
 
 FILES = {"rows": ["0" + "\t1" * 39] * 400, "junk": ["no row"] * 50}
