@@ -142,7 +142,6 @@ def test_torch_func_gradients(op):
 
 WRITTEN = {"mask_pack": {"residual", "payload", "seen"}, "scatter_unpack": {"out"}}
 WRITTEN |= {"quantize_pack": {"residual", "payload"}, "dequantize_sum": {"out"}}
-WRITTEN |= {"dequantize_sum_pack": {"residual", "payload"}}
 
 
 @pytest.mark.parametrize("op", OPS)
