@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from dct_parallel.compressor import POLICIES
 from dct_parallel.exchange.quantized import QUANTIZED_FORMATS as FEW_BITS
 from dct_parallel.exchange.settings import FORMATS
 from dct_parallel.formats import ROW_FORMATS
@@ -36,7 +35,6 @@ NEEDS = (
     ("row_format", "parallel", ("hybrid",), None),
     ("row_density", "parallel", ("hybrid",), 0.05),
     ("dedup", "parallel", ("hybrid",), False),
-    ("refresh_every", "policy", ("fixed",), 1000),
     ("density", "format", tuple(name for name in FORMATS if name not in FEW_BITS), 0.005),
 )
 
@@ -136,16 +134,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"DCT: number format of gradients. With {', '.join(FEW_BITS)}, all entries are sent",
     )
     add(
-        "--policy",
-        choices=POLICIES,
-        default=POLICIES[0],
-        help="DCT: sample thresholds in every step, or in every L-th step, as in the paper",
-    )
-    add(
         "--refresh-every",
         type=count,
+        default=1,
         metavar="L",
-        help="DCT with --policy fixed: sample every L steps (default: 1000)",
+        help="DCT: sample thresholds in every L-th step (default: 1; the paper: thousands)",
     )
     rows = parser.add_mutually_exclusive_group()
     rows.add_argument(
