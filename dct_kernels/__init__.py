@@ -39,7 +39,6 @@ from .layout import (
 )
 from .payload_ops import (
     dequantize_sum,
-    dequantize_sum_pack,
     mask_pack,
     quantize_pack,
     sample_threshold,
@@ -59,7 +58,7 @@ _load.setup()  # after the imports above have defined every op
 __version__ = "0.3.0"
 
 __all__ = ["PayloadInfo", "PayloadLayout", "backend_of", "payload_info", "payload_layout"]
-__all__ += ["dequantize_sum", "dequantize_sum_pack", "mask_pack", "quantize_pack"]
+__all__ += ["dequantize_sum", "mask_pack", "quantize_pack"]
 __all__ += ["quantized_payload_bytes", "sample_threshold", "scatter_unpack"]
 __all__ += ["row_dequantize", "row_dequantize_sum", "row_gather", "row_pack", "row_quantize"]
 __all__ += ["row_unpack"]
