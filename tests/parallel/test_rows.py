@@ -9,7 +9,6 @@ import pytest
 import torch
 from oracle import quantized_rows
 from oracle import rows as oracle
-from torch import nn
 
 from dct_kernels.row_layout import FORMATS, row_bytes
 from dct_parallel import (
@@ -78,52 +77,6 @@ def test_values_and_gradients_are_sent_in_the_format():
     assert torch.equal(x.grad, expected)
 
 
-def _two_stages(codec):
-    torch.manual_seed(3)
-    first, second = nn.Linear(20, 32), nn.Sequential(nn.Tanh(), nn.Linear(32, 1))
-    return nn.Sequential(first, *codec, second)
-
-
-class Unpacking(nn.Module):
-    """RowUnpack for nn.Sequential, which passes a tuple as one argument."""
-
-    def __init__(self, *args):
-        super().__init__()
-        self.unpack = RowUnpack(*args)
-
-    def forward(self, message):
-        return self.unpack(*message)
-
-
-def _trained(model, dtype=torch.float32):
-    model.to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    for step in range(20):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(16, 20, generator=generator).to(dtype)
-        optimizer.zero_grad()
-        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
-        optimizer.step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_training_at_density_1_is_bitwise_equal(dtype):
-    packed = _trained(_two_stages([RowPack(density=1.0), Unpacking(32)]), dtype)
-    assert torch.equal(packed, _trained(_two_stages([]), dtype))
-
-
-@pytest.mark.filterwarnings("ignore:Input #0 requires gradient and is not a double")
-def test_numerical_gradient():
-    # The ops do not support float64. A step of eps does not change which entries are largest.
-    x = torch.tensor([[3.0, -0.5, 2.0, 0.25], [0.5, 4.0, 0.25, -2.0]], requires_grad=True)
-
-    def packed(x):
-        return unpack_rows(*pack_rows(x, 2), 4) ** 2
-
-    assert torch.autograd.gradcheck(packed, (x,), eps=1e-2, atol=1e-2, rtol=1e-3)
-
-
 def test_eval_mode_compresses_unless_inference_is_false():
     x = torch.randn(3, 32)
     on = RowPack(density=0.1, format=torch.bfloat16)
@@ -136,12 +89,6 @@ def test_eval_mode_compresses_unless_inference_is_false():
     assert values.shape == (3, 4) and values.dtype == torch.bfloat16
     assert torch.equal(unpack(*off.eval()(x)), x)
     assert unpack(*off.train()(x)).count_nonzero() == 3 * 4
-
-
-def test_nonfinite_entries_are_sent():
-    x = torch.tensor([[1.0, float("nan"), -float("inf"), 2.0]])
-    y = unpack_rows(*pack_rows(x, 2), 4)
-    assert y[0, 1].isnan() and y[0, 2] == -float("inf") and y[0, [0, 3]].tolist() == [0, 0]
 
 
 KNOWN = "'float32', 'bfloat16', 'float16', 'int8', 'int4' or 'sign'"
