@@ -47,7 +47,7 @@ examples:
       2 ranks, rates from 100 Mbit/s to unlimited, all replicated modes
   sudo $(which python) -m bench.link --ranks 2,4 --rates 1gbit,5gbit,10gbit --modes dense,bf16,dct
       find the rate up to which DCT is faster than both all-reduces
-  sudo $(which python) -m bench.link --embedding-dim 64 --rates 1gbit --row-format int4,ternary \\
+  sudo $(which python) -m bench.link --embedding-dim 64 --rates 1gbit --row-format int4,sign \\
       --modes hybrid-dense,hybrid-dct,hybrid-format-dedup
       sharded tables with quantized rows; each distinct row is sent once
   sudo $(which python) -m bench.link --modes fsdp-bfloat16,fsdp-int8,fsdp-int4 --seconds 60

@@ -49,7 +49,7 @@ def by_rank(
     return list(lengths), list(names[bag.argsort(stable=True)].split(counts)), common
 
 
-def exchange_bags(
+def all_to_all_bags(
     op: str,
     lengths: list[Tensor],
     names: list[Tensor],

@@ -25,7 +25,7 @@ from dct_parallel.rows import codecs, packing
 from support.row_oracle import DTYPES, named_bytes, through
 
 WIDTH = 37
-PAIRS = [("int4", "int4"), ("int8", "ternary"), ("ternary", "sign"), ("bfloat16", "float16")]
+PAIRS = [("int4", "int4"), ("int8", "int4"), ("sign", "int8"), ("bfloat16", "float16")]
 
 
 def _columns(x, k):
@@ -144,7 +144,7 @@ def test_nonfinite_entries_are_sent():
     assert y[0, 1].isnan() and y[0, 2] == -float("inf") and y[0, [0, 3]].tolist() == [0, 0]
 
 
-KNOWN = "'float32', 'bfloat16', 'float16', 'int8', 'int4', 'ternary' or 'sign'"
+KNOWN = "'float32', 'bfloat16', 'float16', 'int8', 'int4' or 'sign'"
 POSITIONS = torch.ones(1, 3, 1, dtype=torch.uint8)
 WRONG = [
     (lambda x: pack_rows(x, 2.0), TypeError, "k must be an integer, got 2.0"),

@@ -13,9 +13,9 @@ from torch.func import functional_call
 
 from dct_kernels import checks
 from dct_parallel.groups import require_group, sharing_errors
-from dct_parallel.rows.transfer import exchange_numbers
+from dct_parallel.rows.transfer import all_to_all_numbers
 
-from ..bag_message import by_rank, exchange_bags, require_bags
+from ..bag_message import all_to_all_bags, by_rank, require_bags
 from ..groups import GroupOfModule, require_same_settings
 from ..loading import CheckedModule
 from .aggregation import all_reduce, reduce_scatter, with_summed_gradient
@@ -151,7 +151,7 @@ class EquivalentSubstitution(CheckedModule):
         counts, tight = self._compare([len(part) for part in names_of], lengths.shape, len(ids))
         group, always = self._ids_group.get(), [-1] * ranks  # -1: always send lengths
         arriving = list(zip(counts, always, strict=True))
-        received, local = exchange_bags(_OP, lengths_of, names_of, always, arriving, group)
+        received, local = all_to_all_bags(_OP, lengths_of, names_of, always, arriving, group)
         return local, Bags(received.view(ranks, *lengths.shape)), tight
 
     def _require_usable(self, ids: Tensor, lengths: Tensor) -> None:
@@ -173,7 +173,7 @@ class EquivalentSubstitution(CheckedModule):
         needed, capacity = len(self.rows) + self.rows.missing(names), self.rows.capacity
         assert capacity is not None  # only called if the capacity is limited
         numbers = [[needed, capacity]] * self.rows.group.size()
-        pairs = exchange_numbers(_OP, numbers, {}, self.rows.weight.device, self._ids_group.get())
+        pairs = all_to_all_numbers(_OP, numbers, {}, self.rows.weight.device, self._ids_group.get())
         over = [f"{c} for {n} on rank {rank}" for rank, (n, c) in enumerate(pairs) if n > c]
         if over:
             rule, got = "at least the number of features seen", ", ".join(over)
@@ -211,7 +211,7 @@ class EquivalentSubstitution(CheckedModule):
         limits = [] if capacity is None else [ids, capacity - len(self.rows)]
         numbers = [[count, *limits] for count in counts]
         device, group = self.rows.weight.device, self._ids_group.get()
-        received = exchange_numbers(_OP, numbers, settings, device, group, refused)
+        received = all_to_all_numbers(_OP, numbers, settings, device, group, refused)
         arriving, *limits_of_ranks = zip(*received, strict=True)
         tight = bool(limits_of_ranks) and sum(limits_of_ranks[0]) > min(limits_of_ranks[1])
         return list(arriving), tight

@@ -24,9 +24,8 @@ class RowQuantize(nn.Module):
     viewed as bfloat16. You can send, receive or copy a message, but do not compute with it. Pass it
     to exactly one module, a `RowDequantize` with the same formats. The gradient of a message is
     also a message. The module also quantizes in eval mode. It has no parameters or state. Results
-    are deterministic and bitwise the same on every backend. torch.compile, torch.vmap and
-    torch.func.grad are supported, but no torch.func transform inside torch.compile. There is no
-    second derivative.
+    are deterministic and bitwise the same on every backend. torch.compile is supported. Second
+    derivatives and transforms of torch.func raise an error.
 
     Args:
         format: a name, a torch dtype, or a `RowFormat` without a density, such as "int4" or
@@ -57,7 +56,6 @@ class RowQuantize(nn.Module):
             x,
             lambda rows: _to_message(rows, forward_format, size),
             lambda grad: _from_message(grad, width, backward_format, dtype),
-            row_wise=True,
         )
 
     def extra_repr(self) -> str:
@@ -104,7 +102,6 @@ class RowDequantize(nn.Module):
             message,
             lambda sent: _from_message(sent, width, forward_format, dtype),
             lambda grad: _to_message(grad, backward_format, size),
-            row_wise=True,
         )
 
     def extra_repr(self) -> str:
