@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
-from dct_parallel.formats import ROW_FORMATS
 from dlrm.errors import UsageError
 from dlrm.options import Formatter, count, number, positive
 from dlrm.options import fraction as density
@@ -38,15 +37,6 @@ def several(item: Callable, known: Collection[str] = ()) -> Callable:
         return values
 
     return parse
-
-
-def row_format(text: str) -> tuple[str, ...]:
-    """An argparse type: a row format, or a row and a gradient format separated by a comma."""
-    names = tuple(text.split(","))
-    if len(names) > 2 or not set(names) <= set(ROW_FORMATS):
-        rule = f"one or two of {', '.join(ROW_FORMATS)}, joined by ','"
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-    return names
 
 
 def make_folder(folder: Path) -> None:

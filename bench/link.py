@@ -21,13 +21,14 @@ from bench.cli import (
     make_folder,
     number,
     positive,
-    row_format,
     several,
 )
 from bench.network import report
 from bench.network.methods import METHODS, REPLICATED, SHARDED
 from bench.network.namespaces import Loopback, Namespaces
 from bench.rates import UNLIMITED, describe_rate, parse_rate
+from dct_parallel.formats import ROW_FORMATS
+from dlrm.arguments import names
 
 ROOT = Path(__file__).parents[1]
 DESCRIPTION = """\
@@ -136,7 +137,7 @@ def parser() -> Parser:
     )
     model.add_argument(
         "--row-format",
-        type=row_format,
+        type=names(ROW_FORMATS, 2),
         default="int4",
         metavar="FORMAT[,BACKWARD]",
         help="hybrid-format: number format of pooled embeddings. BACKWARD is the format of their "

@@ -35,7 +35,7 @@ from dlrm.data.dataset import Dataset, batches, load
 from dlrm.data.features import INTS, TABLES, Rows
 from dlrm.errors import UsageError
 from dlrm.loop import Run, digest, replicated
-from dlrm.models.mlp import layers
+from dlrm.models.dlrm import layers
 from dlrm.options import count, fraction, positive
 from dlrm.ranks import from_all_ranks
 from dlrm.scores import evaluate

@@ -100,7 +100,7 @@ def _require_rows(path: Path, report: criteo.ReadReport) -> str | None:
     """Return a warning about malformed lines, or None. If there are too many, raise UsageError."""
     if not report.rows:
         raise UsageError(f"{path} must have a row in Criteo's layout, got {report.describe()}")
-    if report.malformed > MALFORMED_SHARE * report.lines:
+    if report.malformed > MALFORMED_SHARE * (report.rows + report.malformed):
         raise UsageError(
             f"{path} must have at most {MALFORMED_SHARE:.0%} malformed lines, got "
             f"{report.describe()}"

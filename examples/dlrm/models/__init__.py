@@ -1,1 +1,1 @@
-"""The click model: mlp, dlrm, row_exchange, sharded (sharded tables)."""
+"""The click model: dlrm, row_exchange, sharded (sharded tables)."""
