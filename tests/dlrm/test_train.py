@@ -57,7 +57,8 @@ def test_bytes_match_formulas(results):
 
 def test_output_without_a_terminal(results):
     """The output has a line per run, a table and a conclusion, and no control characters."""
-    output, _, summary = results
+    output, folder, summary = results
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list(summary["modes"]) == ["dense", "bf16", "powersgd", "dct"]
     for mode, runs in summary["modes"].items():
         assert len({run["weights_sha256"] for run in runs}) == len(runs) == 2
