@@ -10,9 +10,9 @@ Common to all ops
 - Ops run on the current stream, without host synchronization or data-dependent shapes. So they work
   in CUDA graphs and in torch.compile(fullgraph=True). The eager backend is an exception: it may
   synchronize, so CUDA graphs cannot capture it.
-- `row_pack`, `row_gather` and `row_unpack` support reverse-mode autograd. Forward mode raises an
-  error. An op that writes to an argument raises an error in torch.vmap. It also raises an error
-  outside torch.no_grad() if that argument requires grad.
+- `row_pack`, `row_gather` and `row_unpack` support reverse-mode autograd. Forward mode and
+  gradients by torch.func raise an error. An op that writes to an argument raises an error in
+  torch.vmap. It also raises an error outside torch.no_grad() if that argument requires grad.
 - Meta and fake tensors are supported.
 - Empty tensors and tensors of more than 2**31 elements work. Subnormals are kept. The results for
   NaN and Inf are defined.

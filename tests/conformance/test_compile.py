@@ -172,14 +172,13 @@ class StraightThrough(torch.autograd.Function):
 
 
 def test_quantized_rows_in_a_custom_function():
-    """Dynamo traces a custom backward function. torch.func passes wrapped tensors to it."""
+    """Dynamo traces a custom backward function."""
     x = samples.normal(320).view(5, 64)
     expected = StraightThrough.backward(None, 2 * StraightThrough.forward(x))
 
     def loss(x):
         return StraightThrough.apply(x).square().sum()
 
-    assert torch.equal(torch.func.grad(loss)(x), expected)
     leaf = x.clone().requires_grad_()
     torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf).backward()
     assert torch.equal(leaf.grad, expected)
