@@ -196,8 +196,6 @@ triton: $(VENV)/built
 	done
 	$(BIN)/python -m pytest tests/aot -m large
 
-# The first sets defaults itself, and the second prints tensors. In the third, torch.compile breaks the graph at the mode that gives tests float32.
-OWN_DEFAULTS := --ignore tests/parallel/test_defaults.py --deselect tests/parallel/test_rows.py::test_docstring_examples --deselect tests/parallel/test_ddp.py::test_a_compiled_model_trains_like_an_eager_one
 check-all: test lint docs abi recipes torchrec sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
 	for seed in 0 2 3; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-cuda --ptx-cases 0 --ptx-seed $$seed || exit 1; done
@@ -205,7 +203,6 @@ check-all: test lint docs abi recipes torchrec sanitize triton
 	$(BIN)/python -m pytest $(PARALLEL) -m large tools/ptx
 	$(BIN)/python -m pytest -m large --ignore tests/aot
 	DCT_BACKEND=eager $(BIN)/python -m pytest $(PARALLEL) tests/parallel tests/embeddings tests/test_refusals.py
-	for dtype in float64 bfloat16; do $(BIN)/python -m pytest $(PARALLEL) --default-dtype $$dtype tests/parallel tests/embeddings $(OWN_DEFAULTS) || exit 1; done
 	$(BIN)/python tests/torch_ddp.py
 
 clean:

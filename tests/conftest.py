@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from support import forked
-from support.library_defaults import seen_by_packages
 
 # The root, which contains `bench`, is last in sys.path, because `make abi`, `make cuda` and
 # `make sanitize` test a dct_kernels that is installed or built elsewhere.
@@ -54,19 +53,7 @@ def pytest_runtest_makereport(item):
     return report
 
 
-def pytest_configure(config):
-    defaults = seen_by_packages(getattr(torch, config.getoption("--default-dtype")))
-    defaults.__enter__()
-    config.add_cleanup(lambda: defaults.__exit__(None, None, None))
-
-
 def pytest_addoption(parser):
-    parser.addoption(
-        "--default-dtype",
-        choices=["float32", "float64", "bfloat16"],
-        default="float32",
-        help="torch's default dtype in the packages; the tests themselves use float32",
-    )
     parser.addoption(
         "--ptx-seed",
         type=int,

@@ -39,7 +39,6 @@ def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
         density=options.density,
         format=options.format,
         start_step=START_STEP,
-        policy=options.policy,
         refresh_every=options.refresh_every,
     )
     ddp.register_comm_hook(state, dct_hook)

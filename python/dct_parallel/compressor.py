@@ -27,7 +27,6 @@ from dct_kernels.layout import (
 
 from .user_warnings import warn_user
 
-POLICIES = ("fresh", "fixed")
 HEADROOM = 1.25  # capacity divided by the expected number of entries above the threshold
 # At least LEAST_PICKS entries are sampled, and enough that PICKS_THAT_PASS samples are expected
 # above the threshold. So the standard error of the density of a step is at most about a quarter of
@@ -52,11 +51,11 @@ def default_samples(density: float) -> int:
 class Compressor:
     """Packs a flat gradient into a payload of fixed size, and keeps the rest as a residual.
 
-    `pack` samples a threshold from residual + gradient in every step (policy "fresh") or in every
-    `refresh_every`-th step ("fixed", as in the paper, arXiv 2010.08899). Entries that do not fit
-    into the payload stay in the residual. If the sampled threshold is infinite, because too many
-    samples are not finite, "fresh" packs only non-finite entries, and "fixed" keeps the last
-    threshold. If the non-zero fraction of the samples is below `density`, or the density is 1, all
+    `pack` samples a threshold from residual + gradient in every `refresh_every`-th step; the paper
+    does so once in thousands of steps (arXiv 2010.08899). Entries that do not fit into the payload
+    stay in the residual. If too many samples are not finite, the sampled threshold is infinite. If
+    `refresh_every` is above 1, the last threshold is kept then; otherwise, only non-finite entries
+    are packed. If the non-zero fraction of the samples is below `density`, or the density is 1, all
     non-zero entries pass, up to the capacity. The class is deterministic and does not synchronize.
     A CUDA graph captures the value of `step`, which seeds the samples.
 
@@ -64,7 +63,7 @@ class Compressor:
         numel: number of elements of the flat tensor.
         density: fraction of each range to send per step, in (0, 1].
         value_dtype: dtype of the values in the payload, torch.bfloat16 or torch.float32.
-        policy, refresh_every: see above.
+        refresh_every: steps between samples of the threshold.
         capacity: maximum entries per payload; default 1.25 * density * numel of the largest range.
         ranges: number of equal ranges of whole blocks. Each has its own threshold and payload.
         max_samples: samples per range; default 4,096, or 16 / density below a density of 0.39 %.
@@ -98,15 +97,14 @@ class Compressor:
         density: float = 0.005,
         *,
         value_dtype: torch.dtype = torch.bfloat16,
-        policy: str = "fresh",
-        refresh_every: int = 1000,
+        refresh_every: int = 1,
         capacity: int | None = None,
         ranges: int = 1,
         max_samples: int | None = None,
         row_of: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_settings("Compressor", density, policy, refresh_every)
+        check_settings("Compressor", density, refresh_every)
         checks.require_dtype("Compressor", "value_dtype", value_dtype, tuple(VALUE_DTYPE_CODES))
         checks.require_int("Compressor", "numel", numel, 0, 2**63 - 1)
         checks.require_int("Compressor", "ranges", ranges, 1, 2**31 - 1)
@@ -122,7 +120,7 @@ class Compressor:
             capacity = default_capacity(largest, density)
 
         self.density, self.value_dtype = density, value_dtype
-        self.policy, self.refresh_every = policy, refresh_every
+        self.refresh_every = refresh_every
         self.capacity, self.max_samples = capacity, max_samples
         self.step = 0
         start = 0.0 if density == 1 else math.inf
@@ -254,8 +252,8 @@ class Compressor:
         )
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:
-        """Sample new thresholds if the policy requires it in this step."""
-        if self.policy == "fixed" and self._sampled and self.step % self.refresh_every:
+        """Sample new thresholds in every `refresh_every`-th step, and after `take_back`."""
+        if self._sampled and self.step % self.refresh_every:
             return
         sampled = _sample_threshold(
             grad,
@@ -266,7 +264,7 @@ class Compressor:
             self.step,  # the seed, so that each call samples different entries
             inv_scale,
         )
-        if self.policy == "fixed":
+        if self.refresh_every > 1:
             sampled = torch.where(sampled.isfinite(), sampled, self.threshold)
             # In place: a different stream may still read this memory, so it must not be freed.
             self.threshold.copy_(sampled)
@@ -290,8 +288,7 @@ def warn_if_eager(device_type: str) -> None:
         )
 
 
-def check_settings(owner: str, density: float, policy: str, refresh_every: int) -> None:
+def check_settings(owner: str, density: float, refresh_every: int) -> None:
     """Raise an error unless these arguments are valid for a Compressor."""
     checks.require_density(owner, density)
-    checks.require_choice(owner, "policy", policy, POLICIES)
     checks.require_int(owner, "refresh_every", refresh_every, 1, 2**63 - 1)

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from dct_parallel import DCTAverager
+from dct_parallel.collectives import all_reduce_bytes
 from dct_parallel.local_steps.weights import FlatWeights
 from support.ranks import assert_same, entry, gathered, on_ranks, weights
+from wire_meter import WireMeter
 
 SIZES = (3000, 40, 3500)
 BAD = 3  # the last rank has a NaN weight at this averaging
@@ -109,7 +111,9 @@ def test_flush_sends_all_changes_for_every_weight_dtype(rank, ahead):
             mean = 256 + sum(gathered(moved)) / 2
             assert np.array_equal(_saved(averager, "base"), mean)
     assert np.count_nonzero(_saved(averager, "residual")) > 1000
-    averager.flush()
+    with WireMeter() as meter:
+        averager.flush()
+        assert meter.take() == all_reduce_bytes(4 * 9000, 2)
     mean = 256 + sum(gathered(moved)) / 2
     assert np.array_equal(_saved(averager, "base"), mean)
     for parameter, part in zip(model, mean.split(3000), strict=True):

@@ -194,7 +194,8 @@ def _load_and_check(rank, jobs):
     for make, settings, folder, merged, (applied, pending, total, file) in jobs:
         entry = _make(make, settings)
         if make is Sharded:
-            entry.state.load_merged(folder, key="app.dct")
+            with torch.device("meta"):  # DCP computes shard offsets on the default device
+                entry.state.load_merged(folder, key="app.dct")
         else:
             entry.load({**file, "dct": merged})
         assert entry.state.step == 4
@@ -217,7 +218,9 @@ def test_merged_state_loads_on_a_different_number_of_ranks(tmp_path):
             found, merged = by_rank[0][case], None
             if jobs[case][0] is not Sharded:
                 merged = merge_states(every[case][3]["dct"] for every in reversed(by_rank))
-                assert_same_states(merged, merge_states(folders[case], key="app.dct"))
+                with torch.device("meta"):  # DCP computes shard offsets on the default device
+                    from_folder = merge_states(folders[case], key="app.dct")
+                assert_same_states(merged, from_folder)
                 for name, parts in entry(merged)["parameters"].items():
                     saved = entry(found[3]["dct"])["parameters"][name]
                     assert parts["owner_residual"] == () and parts.keys() == saved.keys()

@@ -26,7 +26,7 @@ def largest(values, count):
     return values.abs().sort().values[-count].item()
 
 
-def test_fresh_threshold_matches_the_accumulated_gradient():
+def test_threshold_matches_the_accumulated_gradient():
     c = Compressor(64, density=0.25)
     for step in range(50):
         grad = grads(64, step, scale=0.9**step)
@@ -36,8 +36,8 @@ def test_fresh_threshold_matches_the_accumulated_gradient():
         assert c.seen.tolist() == [16]
 
 
-def test_fixed_threshold_is_sampled_first_and_every_refresh_every_steps():
-    c = Compressor(64, density=0.25, policy="fixed", refresh_every=7)
+def test_threshold_is_sampled_first_and_in_every_refresh_every_th_step():
+    c = Compressor(64, density=0.25, refresh_every=7)
     c.step = 3  # as load_state_dict does
     sampled = []
     for step in range(3, 30):
@@ -105,20 +105,20 @@ def test_gradients_r_times_smaller_are_sent_after_about_70_r_steps():
     assert 50 * ratio < c.step < 100 * ratio
 
 
-def test_fresh_keeps_the_density_when_gradients_shrink_and_fixed_does_not():
-    passed = {}
-    for policy in ("fresh", "fixed"):
-        c = Compressor(20_000, density=0.01, refresh_every=500, policy=policy)
+def test_density_is_kept_when_gradients_shrink_unless_the_threshold_is_kept():
+    passed = {1: [], 500: []}  # by refresh_every
+    for every, shares in passed.items():
+        c = Compressor(20_000, density=0.01, refresh_every=every)
         for step in range(900):
             c.pack(grads(20_000, step, scale=1.0 if step < 600 else 0.1))
-            passed.setdefault(policy, []).append(int(c.seen) / 200)
-    late = {policy: sum(p[650:700]) / 50 for policy, p in passed.items()}
+            shares.append(int(c.seen) / 200)
+    late = {every: sum(shares[650:700]) / 50 for every, shares in passed.items()}
     # The number of entries that pass has a standard error of 14 %, because of the sample.
-    assert min(passed["fresh"][:10]) > 0.9 and max(passed["fresh"]) < 1.8
-    assert 0.97 < sum(passed["fresh"]) / 900 < 1.03
-    assert max(passed["fixed"][:500]) > 3  # residuals grow, and the threshold does not
-    assert 0.97 < late["fresh"] < 1.03
-    assert late["fixed"] < 0.5
+    assert min(passed[1][:10]) > 0.9 and max(passed[1]) < 1.8
+    assert 0.97 < sum(passed[1]) / 900 < 1.03
+    assert max(passed[500][:500]) > 3  # residuals grow, and the threshold does not
+    assert 0.97 < late[1] < 1.03
+    assert late[500] < 0.5
 
 
 def test_only_nonfinite_entries_pass_if_they_exceed_the_density():
@@ -133,8 +133,8 @@ def test_only_nonfinite_entries_pass_if_they_exceed_the_density():
     assert c.threshold.isfinite().all()
 
 
-def test_fixed_threshold_is_kept_after_a_nonfinite_sample():
-    c = Compressor(100, density=0.1, policy="fixed", refresh_every=3)
+def test_last_threshold_is_kept_after_a_nonfinite_sample():
+    c = Compressor(100, density=0.1, refresh_every=3)
     first = grads(100, 0)
     for step in range(8):
         grad = torch.full((100,), math.inf) if step == 3 else grads(100, step)
@@ -143,8 +143,8 @@ def test_fixed_threshold_is_kept_after_a_nonfinite_sample():
     assert c.residual.isfinite().all()
 
 
-def test_fixed_threshold_passes_no_finite_entry_before_a_finite_sample():
-    c = Compressor(100, density=0.1, policy="fixed", refresh_every=1000)
+def test_kept_threshold_passes_no_finite_entry_before_a_finite_sample():
+    c = Compressor(100, density=0.1, refresh_every=1000)
     c.pack(torch.full((100,), math.nan))
     assert c.threshold.tolist() == [math.inf] and not c.residual.any()
     c.pack(grads(100, 0))
@@ -226,7 +226,6 @@ def test_take_back_restores_the_residual_exactly():
         ({"density": math.nan}, ValueError, r"density must be in \(0, 1\], got nan"),
         ({"density": "1"}, TypeError, "density must be a number, got '1'"),
         ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
-        ({"policy": "tracked"}, ValueError, "policy must be 'fresh' or 'fixed', got 'tracked'"),
         ({"value_dtype": torch.float16}, TypeError, "value_dtype must be float32 or bfloat16, got"),
         (
             {"value_dtype": "bfloat16"},

@@ -138,7 +138,6 @@ def test_invalid_arguments(rank):
         ({"density": 0}, ValueError, r"density must be in \(0, 1\], got 0"),
         ({"density": math.nan}, ValueError, r"density must be in \(0, 1\], got nan"),
         ({"density": 1.5}, ValueError, r"density must be in \(0, 1\], got 1.5"),
-        ({"policy": "tracked"}, ValueError, "policy must be 'fresh' or 'fixed', got 'tracked'"),
         ({"transport": "ring"}, ValueError, "None, 'all_gather' or 'reduce_scatter', got 'ring'"),
         ({"transport": {}}, ValueError, "None, 'all_gather' or 'reduce_scatter', got {}"),
         ({"refresh_every": 0}, ValueError, "refresh_every must be in"),

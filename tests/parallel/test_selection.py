@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dct_kernels import quantized_payload_bytes
+from dct_kernels import payload_layout, quantized_payload_bytes
 from dct_parallel.exchange import plan
 from dct_parallel.exchange.settings import Settings
 from support.nodes import all_pending
@@ -86,6 +86,22 @@ def test_buckets_of_one_model_can_use_different_transports(rank):
     assert re.search(r"^0: p.2, reduce_scatter +1 ", state.plan(), re.M), state.plan()
     assert re.search(r"^1: p.1 ... p.0, all_gather +2 ", state.plan(), re.M)
     assert why == "more than 1 ranks; all_gather below 131,072 elements, 4 blocks per rank"
+
+
+@on_ranks(4)
+def test_ranks_without_a_range_send_to_all_owners(rank):
+    """Four ranks exchange three blocks, so the last rank owns no range."""
+    sizes, owners = (40_000,), 3
+    model, state = hooked(DDP(Dictated(sizes)), density=0.05, transport="reduce_scatter")
+    with WireMeter() as meter:
+        for step in range(4):
+            meter.take()
+            _step(model, integers(sizes, step, rank))
+        sent = meter.take()
+    capacity = -(-BLOCK * 125 // 2000)  # 1.25 * density * numel of the longest range
+    nbytes = payload_layout(*sizes, capacity, torch.bfloat16, 4).nbytes
+    assert sent == (owners - (rank < owners) + 3) * nbytes
+    assert state.stats()["wire_bytes"] == 6 * nbytes
 
 
 @on_ranks(2)

@@ -47,7 +47,7 @@ def draw(draw):
     period = draw.choice([1, 2, 2, 3, 4])
     options = draw_format(draw) | {"period": period, "transport": draw.choice(TRANSPORTS)}
     if draw.random() < 0.1:
-        options |= {"policy": "fixed", "refresh_every": 3}
+        options["refresh_every"] = 3
     shapes = draw_shapes(draw)
     settings = {
         "ranks": ranks,
@@ -159,7 +159,7 @@ class Runner:
         assert not any(s["residual"].any() for s in self._entry()["parameters"].values())
 
     def replay(self, how, steps):
-        """Repeat steps from a checkpoint. Results must be equal, except with policy "fixed"."""
+        """Repeat steps from a checkpoint. Results must be equal unless `refresh_every` is set."""
         names = "account", "_since", "_bad"
         saved = through_a_file(self._averager.state_dict())
         kept = copy.deepcopy([getattr(self, name) for name in names])
@@ -174,7 +174,7 @@ class Runner:
                 self.step(step)
             weights_now = flat(p.double() for p in self._parameters)
             ends.append(digest([weights_now, self._averager.state_dict()]))
-        assert ends[0] == ends[1] or self._options.get("policy") == "fixed"
+        assert ends[0] == ends[1] or "refresh_every" in self._options
 
     def resize(self, ranks):
         self._restart(ranks)

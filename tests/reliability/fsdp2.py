@@ -41,7 +41,7 @@ def draw(draw):
         "scale": draw.choice([None, 1.0, 2.0**10]),
     }
     if draw.random() < 0.1:
-        settings["options"] |= {"policy": "fixed", "refresh_every": 3}
+        settings["options"]["refresh_every"] = 3
     return ranks, settings, [_call(draw, ranks) for _ in range(draw.randint(4, 12))]
 
 

@@ -3,9 +3,9 @@
 Programs contain steps, skipped steps, accumulation, take_back, flush, checkpoints, changes of the
 number of ranks, NaN, overflow and invalid calls. After each program, all finite contributions of
 ranks are in the weights or pending, except entries that are lost with a non-finite one. Each entry
-is compared with float64 sums, up to float32 rounding. Replicas are bitwise identical. Except with
-policy "fixed", a run that resumes from a checkpoint is bitwise identical to an uninterrupted run.
-Invalid calls raise an error of this package and change nothing.
+is compared with float64 sums, up to float32 rounding. Replicas are bitwise identical. Unless
+`refresh_every` is above 1, a run that resumes from a checkpoint is bitwise identical to an
+uninterrupted run. Invalid calls raise an error of this package and change nothing.
 
 A program consists of settings and a list of calls of `Runner` methods. To repeat a program:
 
@@ -20,7 +20,7 @@ from collections import Counter
 
 from .pool import Failed, Pool
 
-COUNTS = dict.fromkeys(("hook", "averager", "fsdp2", "replicas"), 1000)
+COUNTS = dict.fromkeys(("hook", "averager", "fsdp2"), 1000)
 BATCH = 50
 SHRINK_SECONDS = 120  # time limit for shortening a program that fails
 

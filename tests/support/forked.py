@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-from support.library_defaults import seen_by_packages
-
 context = multiprocessing.get_context("forkserver")
 # dlrm.comparison imports dct_parallel only if the extras are installed. DDP imports dynamo.
 _PRELOAD = ["dct_parallel", "dlrm.comparison", "pytest", "torch._dynamo"]
@@ -34,10 +32,9 @@ def run_forked(function, calls, timeout):
     after `timeout` seconds, or 10 seconds after another process has failed.
     """
     start()
-    dtype = torch.get_default_dtype()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_call, args=(function, call, number, folder, dtype))
+            context.Process(target=_call, args=(function, call, number, folder))
             for number, call in enumerate(calls)
         ]
         for process in processes:
@@ -61,13 +58,12 @@ def run_forked(function, calls, timeout):
         return [torch.load(result, weights_only=False) for result in results]
 
 
-def _call(function, call, number, folder, default_dtype):
+def _call(function, call, number, folder):
     # The garbage collector skips imported modules, so their memory stays shared between processes.
     gc.freeze()
     try:
         torch.set_num_threads(1)
-        with seen_by_packages(default_dtype):
-            torch.save(function(*call), f"{folder}/result{number}")
+        torch.save(function(*call), f"{folder}/result{number}")
     except BaseException as error:
         text = traceback.format_exc() + _values(error)
         Path(folder, f"error{number}").write_text(f"rank {number}: {text}")

@@ -66,9 +66,8 @@ class DCTState:
         optimizer: the optimizer of these parameters, or a list of optimizers. Required with an
             enabled `grad_scaler`, to detect which steps the scaler skips.
         start_step: number of dense steps, averaged in bfloat16, before compression starts.
-        policy: "fresh" samples the threshold in every step. "fixed" samples it in every
-            `refresh_every`-th step, as in the paper, and after a load. See `Compressor`.
-        refresh_every: steps between samples of the threshold with policy "fixed".
+        refresh_every: steps between samples of the threshold. The paper keeps a threshold for
+            thousands of steps. A load samples a new one. See `Compressor`.
 
     Attributes:
         step: number of steps taken.
@@ -94,13 +93,12 @@ class DCTState:
         grad_scaler: GradScaler | None = None,
         optimizer: Optimizers | None = None,
         start_step: int = 2,
-        policy: str = "fresh",
-        refresh_every: int = 1000,
+        refresh_every: int = 1,
     ) -> None:
         op = "DCTState"
         group = getattr(ddp, "process_group", None) if process_group is None else process_group
         with sharing_errors(op, group):
-            self.settings = Settings.checked(op, density, format, transport, policy, refresh_every)
+            self.settings = Settings.checked(op, density, format, transport, refresh_every)
             if mesh is not None and process_group is not None:
                 checks.fail(op, "process_group", "None with a mesh", process_group)
             checks.require_int(op, "start_step", start_step, 0, 2**63 - 1)

@@ -166,7 +166,7 @@ class RecentStats:
             warnings.warn(
                 f"DCT: {overflow:.0%} of the payloads of the last {RECENT_STEPS} steps had "
                 "too little capacity for the entries above the threshold: the rest is sent later. "
-                "Use policy='fresh', a smaller refresh_every or a higher density.",
+                "Use a smaller refresh_every or a higher density.",
                 stacklevel=2,
             )
 

@@ -36,8 +36,7 @@ class Settings:
 
     density: float
     format: str
-    policy: str = "fresh"
-    refresh_every: int = 1000
+    refresh_every: int = 1
     transport: str | None = None
 
     @staticmethod
@@ -46,8 +45,7 @@ class Settings:
         density: float | None,
         format: str | torch.dtype | None,
         transport: str | None = None,
-        policy: str = "fresh",
-        refresh_every: int = 1000,
+        refresh_every: int = 1,
     ) -> "Settings":
         """Check the arguments of the entry point `op` and return Settings.
 
@@ -67,7 +65,7 @@ class Settings:
         is_quantized = format in quantized.QUANTIZED_FORMATS
         if density is None:
             density = 1.0 if is_quantized else DENSITY
-        check_settings(op, density, policy, refresh_every)
+        check_settings(op, density, refresh_every)
         if is_quantized and density < 1:
             raise ValueError(
                 f"dct::{op}: density must be 1 with format {format}, which sends all entries, got "
@@ -78,7 +76,7 @@ class Settings:
                 f"DCT: density is a fraction, and 1 sends all entries in {FORMAT}; 1 % is 0.01. "
                 f'If you mean 1, pass format="{FORMAT}"; "int4" sends a quarter of its bytes.'
             )
-        return Settings(float(density), format, policy, refresh_every, transport)
+        return Settings(float(density), format, refresh_every, transport)
 
     def to_compare(self) -> dict[str, str]:
         """The settings as strings, which must be the same on every rank."""
@@ -118,7 +116,6 @@ class Settings:
                 numel,
                 density=self.density,
                 value_dtype=DTYPES[self.format],
-                policy=self.policy,
                 refresh_every=self.refresh_every,
                 capacity=None if row_of is None else self.capacity(row_of),
                 ranges=ranges,

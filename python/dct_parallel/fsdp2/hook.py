@@ -33,8 +33,7 @@ def dct_fully_shard_hook(
     grad_scaler: GradScaler | None = None,
     optimizer: Optimizers | None = None,
     start_step: int = 2,
-    policy: str = "fresh",
-    refresh_every: int = 1000,
+    refresh_every: int = 1,
 ) -> "FullyShardState":
     """Average the gradients of FSDP2 shards over replicas with compression (hybrid sharding).
 
@@ -59,7 +58,7 @@ def dct_fully_shard_hook(
         density: fraction of each rank's shard of a module to send per step; see `DCTState`.
         transport: the transport between replicas; see `DCTState`.
         mesh: a mesh of all ranks with dimensions "replicate" and "shard".
-        format, grad_scaler, optimizer, start_step, policy, refresh_every: see `DCTState`.
+        format, grad_scaler, optimizer, start_step, refresh_every: see `DCTState`.
 
     Returns:
         The state: `plan`, `stats`, `parameter_stats`, `state_dict`, `load_state_dict`, `close`.
@@ -75,7 +74,7 @@ def dct_fully_shard_hook(
     from .units import units_of
 
     with sharing_errors(OP, require_group(OP, None)):
-        settings = Settings.checked(OP, density, format, transport, policy, refresh_every)
+        settings = Settings.checked(OP, density, format, transport, refresh_every)
         checks.require_int(OP, "start_step", start_step, 0, 2**63 - 1)
         require_mesh(OP, mesh, DIMENSIONS)
         if mesh.size() != dist.get_world_size():

@@ -56,7 +56,7 @@ class DCTAverager(ModelAverager):
         transport: see `DCTState`.
         process_group: the ranks to average over, including this one; default: all. With shards:
             the ranks that hold the same shard in other replicas (docs/guide/fsdp2.md).
-        policy, refresh_every: see `DCTState`. An averaging takes the place of a step.
+        refresh_every: see `DCTState`. An averaging takes the place of a step.
         step_ahead: continue from base + residual, as in SAEF (arXiv 2008.05823).
 
     Attributes:
@@ -80,8 +80,7 @@ class DCTAverager(ModelAverager):
         format: str | torch.dtype | None = None,
         transport: str | None = None,
         process_group: dist.ProcessGroup | None = None,
-        policy: str = "fresh",
-        refresh_every: int = 1000,
+        refresh_every: int = 1,
         step_ahead: bool = False,
     ) -> None:
         group = groups.require_group(_OP, process_group, "process_group")
@@ -91,9 +90,7 @@ class DCTAverager(ModelAverager):
             checks.require_density(_OP, density)
             if format is None:
                 format = "ternary" if density == 1 else "bfloat16"
-            self._settings = Settings.checked(
-                _OP, density, format, transport, policy, refresh_every
-            )
+            self._settings = Settings.checked(_OP, density, format, transport, refresh_every)
             checks.require_int(_OP, "period", period, 1, 2**31 - 1)
             checks.require_type(_OP, "step_ahead", step_ahead, bool, "a bool")
             self._weights = FlatWeights(_OP, module, group)
@@ -258,9 +255,9 @@ class DCTAverager(ModelAverager):
         """Resume from this rank's `state_dict`, bit for bit, with the weights saved with it.
 
         First construct the averager, which broadcasts weights. Then load the weights, and then call
-        this method. With policy "fixed", bits may differ, because a new threshold is sampled. With
-        `step_ahead`, a state saved directly after an averaging also restores the weights. If this
-        call raises an error, nothing has changed.
+        this method. With `refresh_every` above 1, bits may differ, because a new threshold is
+        sampled. With `step_ahead`, a state saved directly after an averaging also restores the
+        weights. If this call raises an error, nothing has changed.
 
         Raises:
             ValueError: the dict has a different version, density, period, step_ahead, number of
