@@ -345,7 +345,7 @@ def test_a_damaged_payload_raises(rank, transport, sender, settings):
     _train(bags, optimizer, 0, rank)
     module.all_gather = damaging
     with pytest.raises(
-        RuntimeError, match=rf"every payload must be intact, got status \d+ from rank {sender}"
+        RuntimeError, match=rf"every payload of sync 0 must be intact, got status \d+ from rank {sender}"
     ):
         sync.step()
     module.all_gather = gather

@@ -171,7 +171,9 @@ class CompressedShards:
         self, op: str, values: dict[str, Any], group: dist.ProcessGroup | None = None
     ) -> dict[int, dict[str, Any]]:
         group = groups.require_group(op, group)
-        return groups.exchange(op, values, group, groups.timeout_of(group, self._units[0].device))
+        return groups.gather_values(
+            op, values, group, groups.timeout_of(group, self._units[0].device)
+        )
 
     def _count(self, nbytes: int) -> None:
         """Count bytes of weights that this rank sends."""

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
-from ..exchange.loss_scale import Optimizers, loss_scale_of
+from ..exchange.optimizers import Optimizers, loss_scale_of
 from ..exchange.settings import Settings
 from ..groups import require_group, sharing_errors
 from ..mesh import require_mesh
@@ -75,7 +75,6 @@ def dct_fully_shard_hook(
 
     with sharing_errors(OP, require_group(OP, None)):
         settings = Settings.checked(OP, density, format, transport, refresh_every)
-        loss_scale = loss_scale_of(OP, grad_scaler, optimizer)
         checks.require_int(OP, "start_step", start_step, 0, 2**63 - 1)
         require_mesh(OP, mesh, DIMENSIONS)
         if mesh.size() != dist.get_world_size():
@@ -83,6 +82,6 @@ def dct_fully_shard_hook(
                 f"dct::{OP}: mesh must have all {dist.get_world_size()} ranks, got {mesh.size()}"
             )
         units = units_of(model, mesh)
-        if loss_scale is not None:
-            loss_scale.watch(piece.parameter for unit in units for piece in unit.pieces)
+        parameters = [piece.parameter for unit in units for piece in unit.pieces]
+        loss_scale = loss_scale_of(OP, grad_scaler, optimizer, parameters)
     return FullyShardState(units, mesh, settings, loss_scale, start_step)

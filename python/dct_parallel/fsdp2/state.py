@@ -21,9 +21,8 @@ from .._torch import NO_PASS, at_end_of_backward, backward_pass, span
 from ..collectives import dense_mean
 from ..exchange.bucket import Bucket, SegmentState, parameter_stats
 from ..exchange.checkpoint import Entry, Run, Sharded, States
-from ..exchange.first_step import FirstStep
 from ..exchange.ledger import StepLedger
-from ..exchange.loss_scale import LossScale
+from ..exchange.optimizers import LossScale, OptimizerChecks
 from ..exchange.plan import BucketPlan, describe, keeps_owners, log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
 from .hook import OP
@@ -79,13 +78,14 @@ class FullyShardState:
             "modules": ", ".join(unit.name for unit in units),
             "mesh": str(mesh.mesh.tolist()),
         }
-        self._ledger = StepLedger(
-            OP, world, self._device, settings, to_compare, loss_scale, start_step
-        )
+        to_compare |= {**settings.to_compare(), "start_step": str(start_step)}
+        to_compare["grad_scaler"] = "given" if loss_scale else "none"
+        self._agreement = groups.Agreement(OP, world, self._device, to_compare)
         parameters = [piece.parameter for piece in self._pieces]
-        self._ledger.first_step = FirstStep(OP, parameters, settings, loss_scale)
+        self._optimizers = OptimizerChecks(OP, parameters, settings, loss_scale)
+        self._ledger = StepLedger(OP, start_step, loss_scale, self._optimizers)
         timeout = groups.timeout_of(world, self._device)
-        self._after_step = groups.separate_group(world, self._ledger.run_id, timeout)
+        self._after_step = groups.separate_group(world, self._agreement.run_id, timeout)
         self._end_group = groups.destroyer(self, self._after_step)
         self._buckets = [self._bucket(unit, 0, {}) for unit in units]
         for index, unit in enumerate(units):
@@ -118,7 +118,7 @@ class FullyShardState:
             for unit in self._units:
                 unit.close()
             self._end_group()
-            self._ledger.end_first_step()
+            self._optimizers.close()
         self._ledger.finish()
 
     def plan(self) -> str:
@@ -156,16 +156,16 @@ class FullyShardState:
     def take_back(self) -> None:
         """Return the entries of the last step to the residuals, for a step that is not applied.
 
-        See `DCTState.take_back`. The call is collective over all ranks of the mesh, unless an
-        exchange failed. If several backward passes were exchanged, only the last one is taken back.
+        See `DCTState.take_back`. The call is collective over all ranks of the mesh. If several
+        backward passes were exchanged, only the last one is taken back.
 
         Raises:
             ValueError: ranks have taken different steps.
             RuntimeError: this rank received a damaged payload, or a rank did not call this method
                 within the timeout of the process group. Nothing was taken back.
         """
-        if not self._ledger.compare_step("take_back"):
-            self._in_step, self._order, self._last_order = False, [], []  # others may be gone
+        self._ledger.read()
+        self._agreement.check_step("take_back", self.step)
         self._finish_last_step()
         self._ledger.take_back()
 
@@ -180,7 +180,6 @@ class FullyShardState:
             RuntimeError: this rank received a damaged payload, or an exchange failed; see
                 `DCTState.state_dict`.
         """
-        self._ledger.require_exchanged("state_dict")
         self._finish_last_step()
         owners = keeps_owners(self.settings, self._group.size())
         states = {name: s for bucket in self._buckets for name, s in bucket.states().items()}
@@ -189,7 +188,7 @@ class FullyShardState:
                 states[name] = SegmentState(state.residual, torch.zeros_like(state.residual))
         return self._run().save(
             states,
-            run_id=self._ledger.run_id,
+            run_id=self._agreement.run_id,
             step=self.step,
             world_size=self._group.size() * self._shards,
             shards=self._shards,
@@ -250,7 +249,8 @@ class FullyShardState:
         return Run("replica", self._replica, self.settings.format, same, parameters)
 
     def _resume(self, entry: Entry, states: States) -> None:
-        self._ledger.load(entry)
+        self._agreement.resume(entry["step"], entry)
+        self._ledger.restart(entry["step"])
         self._in_step, self._order, self._last_order = False, [], []
         saved = entry["parameters"]
         for index, unit in enumerate(self._units):
@@ -269,19 +269,17 @@ class FullyShardState:
         self._await_end()
         if flat.is_cuda:  # FSDP allocated it on a different stream
             flat.record_stream(torch.cuda.current_stream(flat.device))
-        if self._ledger.packed >= 0:
-            self._ledger.sent[index] = self._buckets[index]
-            exchange = partial(self._buckets[index].reduce, flat, *self._ledger.scales)
-        else:
-            exchange = partial(self._reduce_densely, flat)
-        self._ledger.watch(exchange)()
-
-    def _reduce_densely(self, flat: Tensor) -> None:
+        step, bucket = self._ledger.current, self._buckets[index]
+        if step.compressed is not None:
+            self._ledger.record(f"bucket {index}", bucket)
+            bucket.reduce(flat, step.scale, step.inv_scale)
+            return
         with span("dct::exchange_dense"):
             flat.copy_(dense_mean(flat, torch.bfloat16, self._group))
 
     def _begin_step(self) -> None:
-        self._ledger.begin(OP)
+        self._agreement.check(OP)
+        self._ledger.begin()
         self._end_order()  # if the last step did not end with its backward pass
         self._in_step, self._pass = True, NO_PASS
 
@@ -300,8 +298,8 @@ class FullyShardState:
         # Reentrant checkpointing nests backward passes, so this may be the end of a nested pass.
         self._in_step = any(unit.in_backward for unit in self._units)
         if not self._in_step:
+            self._ledger.end()  # if it raises, the other ranks block in `_end_order`
             self._end_order()
-            self._ledger.end()
 
     def _end_order(self) -> None:
         """Compare the units of the previous step, and store the units of this step. Collective."""
@@ -314,11 +312,8 @@ class FullyShardState:
         """Compare the units of the last step. Collective unless the groups were destroyed.
 
         Raises:
-            RuntimeError: this rank received a damaged payload, so the other ranks block here until
-                the group's timeout. Or ranks exchanged different units.
+            RuntimeError: ranks exchanged different units.
         """
-        self._ledger.read()
-        self._ledger.require_intact()
         if self._last_order and groups.exists(self._after_step):
             order, self._last_order = self._last_order, []
             require_same_order(order, self._after_step)
@@ -329,7 +324,7 @@ class FullyShardState:
         Raises:
             RuntimeError: this rank received a damaged payload.
         """
-        self._ledger.look()
+        self._ledger.read()
         self._end_order()
         self._compare_last_step()
         self._ledger.finish()
