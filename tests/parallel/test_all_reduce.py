@@ -132,18 +132,14 @@ def test_dtypes_shapes_async_bytes_and_nan(rank):
 def test_invalid_arguments_change_nothing(rank):
     x, r = torch.ones(6), torch.zeros(6)
     wrong = [
-        (TypeError, "tensor must be a tensor, got list", ([1.0],), {}),
         (TypeError, "tensor must be .* got int32", (x.int(),), {}),
         (ValueError, "tensor must be contiguous", (x.view(2, 3).T,), {}),
-        (TypeError, "residual must be a tensor or None", (x, 1), {}),
         (TypeError, "residual must be float32", (x, r.half()), {}),
         (ValueError, r"residual must have shape \[6\], like tensor, got \[3\]", (x, r[:3]), {}),
         (ValueError, "residual must share no memory with tensor, got 24", (x, x), {}),
         (ValueError, "format must be .* got 'int5'", (x, r), {"format": "int5"}),
-        (TypeError, "format must be a string or a torch.dtype, got None", (x, r), {"format": None}),
         (TypeError, "tensor must be a plain tensor .* got Sub", (x.as_subclass(Sub),), {}),
         (ValueError, "tensor must be on the CPU or CUDA, got meta", (x.to("meta"),), {}),
-        (TypeError, "op must be a ReduceOp, got 1", (x, r), {"op": 1}),
         (ValueError, "op must be ReduceOp.SUM or ReduceOp.AVG", (x, r), {"op": ReduceOp.MAX}),
     ]
     for error, text, args, options in wrong:
@@ -241,14 +237,3 @@ def test_corrupted_payload_raises_on_the_receiving_rank(rank):
             for _ in range(2):  # every call raises
                 with pytest.raises(RuntimeError, match=r"payload must .* status 1 from rank 0"):
                     work.wait()
-
-
-@on_ranks(2)
-def test_missing_rank_keeps_tensor_and_gradient(rank):
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    all_reduce_compressed(_grad(0, 0), format="ternary", group=group)
-    if rank == 0:
-        x, residual = _grad(0, 0), torch.zeros(NUMEL)
-        with pytest.raises(RuntimeError):
-            all_reduce_compressed(x, residual, format="ternary", group=group)
-        assert torch.equal(x, _grad(0, 0)) and torch.allclose(residual, x, rtol=1e-6)
