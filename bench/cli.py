@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
-from dct_parallel.formats import ROW_FORMATS
-from examples.dlrm.errors import UsageError
-from examples.dlrm.options import Formatter, count, number, positive
-from examples.dlrm.options import fraction as density
+from dlrm.errors import UsageError
+from dlrm.options import Formatter, count, number, positive
+from dlrm.options import fraction as density
 
 __all__ = ["UsageError", "count", "density", "number", "positive"]  # names that programs import
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -38,24 +37,6 @@ def several(item: Callable, known: Collection[str] = ()) -> Callable:
         return values
 
     return parse
-
-
-def row_format(text: str) -> tuple[str, ...]:
-    """An argparse type: a row format, or a row and a gradient format separated by a comma."""
-    names = tuple(text.split(","))
-    if len(names) > 2 or not set(names) <= set(ROW_FORMATS):
-        rule = f"one or two of {', '.join(ROW_FORMATS)}, joined by ','"
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-    return names
-
-
-def widths(text: str) -> list[int]:
-    """An argparse type: the hidden widths of an MLP, such as 512-256."""
-    parts = text.split("-")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        rule = "integers >= 1 joined by '-', such as 512-256"
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-    return [int(part) for part in parts]
 
 
 def make_folder(folder: Path) -> None:

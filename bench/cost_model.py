@@ -42,8 +42,8 @@ class Kernels(NamedTuple):
 
 RDMA_FROM = 100e9  # bits per second; links with at least this rate are assumed to use RDMA
 TCP, RDMA = Link(50e-6), Link(10e-6)  # assumed values for NCCL
-# Measured values, which tests/bench/test_scale.py checks. GLOO and CPU: 2 ranks on 2 busy cores
-# (docs/results/link.md). H200: 2^28 elements (docs/results/kernels_h200.md).
+# Measured. GLOO and CPU: 2 ranks on 2 busy cores (docs/results/link.md). H200: 2^28 elements
+# (docs/results/kernels_h200.md).
 GLOO = Link(1.5e-3, per_byte=5e-10, gathered=0.7)
 CPU = Kernels(1.108e10, 9.773e9, 6.928e9, 1.094e10, 6.436e9)
 H200 = Kernels(4.280e12, 3.534e12, 3.754e12, 3.953e12, 4.020e12)
@@ -90,7 +90,6 @@ def _gathered(link: Link) -> float:
 LARGEST = 2**31  # elements of a planned bucket; a payload must have fewer than 2^32 entries
 PERIOD = 10  # the default period of DCTAverager
 PACK_BYTES = 12  # per element: read and write the residual, read the gradient
-OWNER_BYTES = 8  # per element of the mean that an owner packs: read and write the residual
 # Bytes per element that local steps move at a copy's speed. Before the exchange: subtract the base
 # from the weights (12). After it: add the mean to the base (12), copy the base to the weights (8).
 LOCAL_PACK_BYTES, LOCAL_UNPACK_BYTES = 12, 20
@@ -214,13 +213,10 @@ class Model:
         packed, unpacked = PACK_BYTES * plan.numel + every * plan.owners * payload, 4 * plan.numel
         if plan.transport == "all_gather":
             unpacked += ranks * payload
-        else:
+        else:  # an owner sums its range, and packs the mean
             owned = plan.numel / plan.owners
-            if every:  # an owner sums its range and packs the mean in one pass
-                unpacked += (ranks + 1) * payload + OWNER_BYTES * owned + plan.owners * payload
-            else:
-                packed += PACK_BYTES * owned
-                unpacked += 4 * owned + 2 * ranks * payload
+            packed += PACK_BYTES * owned + every * payload
+            unpacked += 4 * owned + (ranks + plan.owners) * payload
         kernels = self.kernels
         if every:
             return packed / kernels.quantize, unpacked / kernels.dequantize

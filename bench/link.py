@@ -21,13 +21,14 @@ from bench.cli import (
     make_folder,
     number,
     positive,
-    row_format,
     several,
 )
 from bench.network import report
 from bench.network.methods import METHODS, REPLICATED, SHARDED
 from bench.network.namespaces import Loopback, Namespaces
 from bench.rates import UNLIMITED, describe_rate, parse_rate
+from dct_parallel.formats import ROW_FORMATS
+from dlrm.arguments import names
 
 ROOT = Path(__file__).parents[1]
 DESCRIPTION = """\
@@ -47,7 +48,7 @@ examples:
       2 ranks, rates from 100 Mbit/s to unlimited, all replicated modes
   sudo $(which python) -m bench.link --ranks 2,4 --rates 1gbit,5gbit,10gbit --modes dense,bf16,dct
       find the rate up to which DCT is faster than both all-reduces
-  sudo $(which python) -m bench.link --embedding-dim 64 --rates 1gbit --row-format int4,ternary \\
+  sudo $(which python) -m bench.link --embedding-dim 64 --rates 1gbit --row-format int4,sign \\
       --modes hybrid-dense,hybrid-dct,hybrid-format-dedup
       sharded tables with quantized rows; each distinct row is sent once
   sudo $(which python) -m bench.link --modes fsdp-bfloat16,fsdp-int8,fsdp-int4 --seconds 60
@@ -136,7 +137,7 @@ def parser() -> Parser:
     )
     model.add_argument(
         "--row-format",
-        type=row_format,
+        type=names(ROW_FORMATS, 2),
         default="int4",
         metavar="FORMAT[,BACKWARD]",
         help="hybrid-format: number format of pooled embeddings. BACKWARD is the format of their "

@@ -10,9 +10,9 @@ Common to all ops
 - Ops run on the current stream, without host synchronization or data-dependent shapes. So they work
   in CUDA graphs and in torch.compile(fullgraph=True). The eager backend is an exception: it may
   synchronize, so CUDA graphs cannot capture it.
-- `row_pack`, `row_gather` and `row_unpack` support reverse-mode autograd. Forward mode raises an
-  error. An op that writes to an argument raises an error in torch.vmap. It also raises an error
-  outside torch.no_grad() if that argument requires grad.
+- `row_pack`, `row_gather` and `row_unpack` support reverse-mode autograd. Forward mode and
+  gradients by torch.func raise an error. An op that writes to an argument raises an error in
+  torch.vmap. It also raises an error outside torch.no_grad() if that argument requires grad.
 - Meta and fake tensors are supported.
 - Empty tensors and tensors of more than 2**31 elements work. Subnormals are kept. The results for
   NaN and Inf are defined.
@@ -39,7 +39,6 @@ from .layout import (
 )
 from .payload_ops import (
     dequantize_sum,
-    dequantize_sum_pack,
     mask_pack,
     quantize_pack,
     sample_threshold,
@@ -59,7 +58,7 @@ _load.setup()  # after the imports above have defined every op
 __version__ = "0.3.0"
 
 __all__ = ["PayloadInfo", "PayloadLayout", "backend_of", "payload_info", "payload_layout"]
-__all__ += ["dequantize_sum", "dequantize_sum_pack", "mask_pack", "quantize_pack"]
+__all__ += ["dequantize_sum", "mask_pack", "quantize_pack"]
 __all__ += ["quantized_payload_bytes", "sample_threshold", "scatter_unpack"]
 __all__ += ["row_dequantize", "row_dequantize_sum", "row_gather", "row_pack", "row_quantize"]
 __all__ += ["row_unpack"]

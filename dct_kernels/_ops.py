@@ -54,7 +54,9 @@ def define(
         CHECKS[name] = check
         torch.library.register_fake(f"dct::{name}", fake, lib=library)
         run = getattr(torch.ops.dct, name).default  # this also adds the op to dir(torch.ops.dct)
-        (_differentiate if differentiable else _guard)(run)
+        _guard(run)
+        if differentiable:
+            _differentiate(run)
 
         return checked(run, name)
 
@@ -73,45 +75,23 @@ def checked(run: Callable[..., Any], name: str) -> Callable[..., Any]:
     return checked_op
 
 
-class _RowOp(_torch.SingleLevelFunction):
-    """One level of autograd for a row op whose first argument requires grad.
+def _differentiate(op: Op) -> None:
+    """Register the gradient of a row op in its first argument."""
 
-    torch.func does not support torch.library.register_autograd. With this class, the dispatcher
-    calls the kernel of `_differentiate` once per transform.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, keyset: DispatchKeySet, op: Op, x: Tensor, *args: Any) -> Any:
-        # Autograd has disabled grad mode, but an outer transform needs grad mode.
-        with torch.enable_grad(), BelowInplace():
-            output = op.redispatch(keyset & AFTER_INPLACE, x, *args)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, *args = inputs
         ctx.save_for_backward(output[1] if isinstance(output, tuple) else args[0])
-        ctx.op, ctx.size, ctx.dtype = op, x.shape[1], x.dtype
-        return output
+        ctx.size, ctx.dtype = x.shape[1], x.dtype
 
-    @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
         ops = torch.ops.dct
-        gradient_op = ops.row_gather if ctx.op is ops.row_unpack.default else ops.row_unpack
+        gradient_op = ops.row_gather if op is ops.row_unpack.default else ops.row_unpack
         # The incoming gradient may be an expanded view, but the ops take contiguous tensors.
         result = gradient_op.default(grad.contiguous(), positions, ctx.size, ctx.dtype)
-        return None, None, result, None, None, None
+        return result, *[None] * (len(op._schema.arguments) - 1)
 
-
-def _differentiate(op: Op) -> None:
-    redispatch = _torch.redispatch_of(op)
-
-    def kernel(keyset: DispatchKeySet, *args: Any) -> Any:
-        if _torch.forward_mode_is_on():
-            _refuse_tangents(op, args)
-        if not (torch.is_grad_enabled() and _torch.any_requires_grad(*args)):
-            with BelowInplace():
-                return redispatch(keyset & AFTER_INPLACE, *args)
-        with _torch.enable_single_level_autograd_function():
-            return _RowOp.apply(keyset, op, *args)  # type: ignore[attr-defined]
-
-    library.impl(op, kernel, "Autograd", with_keyset=True)
+    torch.library.register_autograd(op, backward, setup_context=setup_context, lib=library)
 
 
 def _guard(op: Op) -> None:
@@ -136,14 +116,7 @@ def _guard(op: Op) -> None:
         with BelowInplace():
             return redispatch(keyset & AFTER_INPLACE, *args)
 
-    def refuse_vmap(info: object, in_dims: tuple[int | None, ...], *args: object) -> NoReturn:
-        batched = next(index for index, dim in enumerate(in_dims) if dim is not None)
-        rule = "a single tensor, because torch.vmap cannot batch an op that writes to it"
-        _fail(op, batched, rule, "a batch", "be")
-
     library.impl(op, kernel, "ADInplaceOrView", with_keyset=True)
-    if written:
-        torch.library.register_vmap(op, refuse_vmap, lib=library)
 
 
 def _refuse_tangents(op: Op, args: tuple[Any, ...]) -> None:

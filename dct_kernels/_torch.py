@@ -7,19 +7,16 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from torch import _C, _is_functional_tensor
-from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
-__all__ = ["SingleLevelFunction", "enable_single_level_autograd_function", "is_fake"]
+__all__ = ["is_fake"]
 
 Op: TypeAlias = "OpOverload[..., Any]"
 DispatchKeySet = _C.DispatchKeySet
 AFTER_INPLACE = _C._after_ADInplaceOrView_keyset
 BelowInplace = _C._AutoDispatchBelowADInplaceOrView
-any_requires_grad = _C._any_requires_grad
 has_kernel = _C._dispatch_has_kernel_for_dispatch_key
 increment_versions = _C._increment_version
 is_functional = _is_functional_tensor

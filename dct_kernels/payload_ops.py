@@ -278,48 +278,6 @@ def dequantize_sum(
     _require_rows(op, "payloads", payloads, 3, out.numel(), format)
 
 
-@define(
-    "(Tensor payloads, Tensor(a!) residual, Tensor(b!) payload, str format, float scale=1.0) "
-    "-> Tensor",
-    _statuses,
-)
-def dequantize_sum_pack(
-    payloads: Tensor, residual: Tensor, payload: Tensor, format: str, scale: float = 1.0
-) -> Tensor:
-    """Sum the dense payloads of P ranks and pack the sum, for a reduce-scatter.
-
-    The results are bitwise equal to those of `dequantize_sum` followed by `quantize_pack`, but the
-    float32 sum is not written to memory. Mutates `residual` and `payload`.
-
-    Args:
-        payloads: uint8 [P, nbytes], 16-byte aligned.
-        residual: float32 [numel], read and written, in the same unit as the sum times `scale`.
-        payload: uint8 [nbytes], 16-byte aligned.
-        format: the format of all payloads, as given to `quantize_pack`.
-        scale: 1 / P for a mean. Rounded to float32 once.
-
-    Returns:
-        status int32 [P], as in `dequantize_sum`.
-
-    Raises:
-        ValueError, TypeError: an argument is invalid.
-
-    Source: see `quantize_pack`.
-
-    >>> payloads = torch.zeros(1, quantized_payload_bytes(4, "int8"), dtype=torch.uint8)
-    >>> dequantize_sum_pack(payloads, torch.zeros(4), torch.empty_like(payloads[0]), "int8")
-    tensor([1], dtype=torch.int32)
-    """
-    op, like = "dequantize_sum_pack", ("residual", residual)
-    checks.require_tensor(op, "residual", residual, FLOAT32)
-    for name, tensor, dim in (("payloads", payloads, 2), ("payload", payload, 1)):
-        checks.require_tensor(op, name, tensor, UINT8, (dim,), like)
-        _require_rows(op, name, tensor, dim + 1, residual.numel(), format)
-    checks.require_number(op, "scale", scale)
-    written = {"residual": residual, "payload": payload}
-    checks.memory(op, written, {"payloads": payloads}, ("payloads", "payload"))
-
-
 def _require_sum(
     op: str, payloads: Tensor, out: Tensor, scale: float, out_scale: Tensor | None
 ) -> None:

@@ -29,7 +29,7 @@ def position_bytes(width: int, k: int) -> int:
     return sizes[position_encoding(width, k)]
 
 
-FORMATS = ("int8", "int4", "ternary", "sign")  # a row has codes, then one bfloat16 scale
+FORMATS = ("int8", "int4", "sign")  # a row has codes, then one bfloat16 scale
 
 CODES_PER_BYTE = {"int8": 1, "int4": 2, "ternary": 5, "sign": 8}
 

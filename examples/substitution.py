@@ -28,14 +28,14 @@ from dct_embeddings import (
     SumPooledEmbedding,
 )
 from dct_parallel import DCTState, dct_hook
-from dlrm import progress, report
+from dlrm import report
 from dlrm.arguments import make_parser
-from dlrm.comparison import describe, make_console, run_program
+from dlrm.comparison import describe, make_console, progress, run_program
 from dlrm.data.dataset import Dataset, batches, load
 from dlrm.data.features import INTS, TABLES, Rows
 from dlrm.errors import UsageError
 from dlrm.loop import Run, digest, replicated
-from dlrm.models.mlp import layers
+from dlrm.models.dlrm import layers
 from dlrm.options import count, fraction, positive
 from dlrm.ranks import from_all_ranks
 from dlrm.scores import evaluate
@@ -112,14 +112,14 @@ def compare(options: argparse.Namespace) -> None:
     describe(console, data)
     runs = {}
     for name in ("one process", "dense", "compressed"):
-        with progress.bar(console, name, data.description["steps_per_epoch"]) as on_step:
+        with progress(console, name, data) as on_step:
             runs[name] = [run(name, data, options, on_step)]
     if console is not None:
         report.print_table(console, runs, None)
 
 
 def run(
-    name: str, data: Dataset, options: argparse.Namespace, on_step: Callable[[float], None]
+    name: str, data: Dataset, options: argparse.Namespace, on_step: Callable[[], object]
 ) -> Run:
     """Train and test one model. Collective."""
     is_alone = name == "one process"

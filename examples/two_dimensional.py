@@ -21,9 +21,9 @@ from dct_embeddings import MomentumScaledRowWiseAdagrad, ReplicaSync, plan_shard
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange.settings import FORMATS
 from dct_parallel.formats import ROW_FORMATS
-from dlrm import progress, report
+from dlrm import report
 from dlrm.arguments import make_parser
-from dlrm.comparison import describe, make_console, run_program
+from dlrm.comparison import describe, make_console, progress, run_program
 from dlrm.data.dataset import Dataset, batches, load
 from dlrm.errors import UsageError
 from dlrm.launch import under_torchrun
@@ -77,7 +77,7 @@ def compare(options: argparse.Namespace) -> None:
     describe(console, data)
     runs = {}
     for name in ("dense", "compressed"):
-        with progress.bar(console, name, data.description["steps_per_epoch"]) as on_step:
+        with progress(console, name, data) as on_step:
             runs[name] = [run(name == "compressed", data, options, on_step)]
     if console is not None:
         report.print_table(console, runs, None)

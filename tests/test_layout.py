@@ -103,6 +103,16 @@ def test_no_private_name_of_another_package_is_imported():
             assert not (private and foreign), f"{user} imports {'.'.join(parts)}"
 
 
+def test_examples_do_not_import_bench_and_have_one_name():
+    """`import examples.dlrm` would load a second copy of the module `dlrm`."""
+    forbidden = {"examples": {"bench", "examples"}, "bench": {"examples"}, "tests": {"examples"}}
+    for folder, names in forbidden.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            imports = _imports(ast.parse(path.read_text()))
+            found = names & {(source or "").partition(".")[0] for source, _ in imports}
+            assert not found, f"{path.relative_to(ROOT)} imports {found}"
+
+
 def _private_names_of_torch(tree):
     for source, name in _imports(tree):
         parts = [*(source or "").split("."), name or ""]

@@ -40,15 +40,12 @@ def install(setup, monkeypatch, packages):
     monkeypatch.setattr(setup.setuptools, "__version__", packages["setuptools"])
 
 
-def script(path, line):
-    path.parent.mkdir(parents=True)
-    path.write_text(f"#!/bin/sh\n{line}\n")
-    path.chmod(0o755)
-
-
 def nvcc(home, release):
     """Write a fake nvcc that supports --version and --dryrun, which setup.py calls."""
-    script(home / "bin/nvcc", f"echo 'release {release}, V1'; echo '#$ TOP={home}/bin/..' >&2")
+    path = home / "bin/nvcc"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\necho 'release {release}, V1'; echo '#$ TOP={home}/bin/..' >&2\n")
+    path.chmod(0o755)
 
 
 def refusal(setup):
@@ -63,7 +60,6 @@ def refusal(setup):
     [
         ({"setuptools": "63.4.3"}, "setuptools>=64, found 63.4.3"),
         ({"setuptools": "70.0.0"}, "wheel, found none"),
-        ({"setuptools": "70.1.0"}, "torch>=2.11, found none"),  # for example in an isolated build
         ({"setuptools": "64", "wheel": "0.37", "torch": "2.10+cpu"}, "torch>=2.11, found 2.10+cpu"),
     ],
 )
@@ -81,12 +77,6 @@ def test_a_missing_compiler_is_refused(setup, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", ["DCT_BUILD", "DCT_CUDA", "DCT_DEBUG"])
-def test_a_flag_must_be_0_or_1(setup, monkeypatch, name):
-    monkeypatch.setenv(name, "no")
-    assert refusal(setup) == f"setup.py: {name} must be 0 or 1, got 'no'"
-
-
 def test_pure_python_needs_no_torch_and_no_compiler(setup, monkeypatch):
     install(setup, monkeypatch, {"setuptools": "70.1.0"})
     monkeypatch.setenv("CXX", "/nowhere/g++")
@@ -95,26 +85,15 @@ def test_pure_python_needs_no_torch_and_no_compiler(setup, monkeypatch):
     assert setup.built == [{"license": "BSD-3-Clause"}]
 
 
-@pytest.mark.parametrize(
-    ("torch_cuda", "release", "versions"),
-    [
-        ("13.0", "12.8", "13.0 in torch and 12.8 in"),
-        ("13.0", None, "13.0 in torch and missing in"),
-        (None, "13.0", "missing in torch and 13.0 in"),
-    ],
-)
-def test_nvcc_must_have_the_cuda_version_of_torch(
-    setup, tmp_path, monkeypatch, capsys, torch_cuda, release, versions
-):
+def test_nvcc_must_have_the_cuda_version_of_torch(setup, tmp_path, monkeypatch, capsys):
     """Without a matching nvcc, no CUDA kernels are built, and with DCT_CUDA=1 the build fails."""
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
-    if release:
-        nvcc(tmp_path, release)
-    versions = f"CUDA is {versions} {tmp_path}/bin/nvcc"
-    assert not setup.find_cuda(torch_cuda)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    nvcc(tmp_path, "12.8")
+    versions = f"CUDA is 13.0 in torch and 12.8 in {tmp_path}/bin/nvcc"
+    assert not setup.find_cuda("13.0")
     line = f"building no CUDA kernels, because {versions}; CUDA_HOME selects the toolkit"
-    assert capsys.readouterr().err == (f"setup.py: {line}\n" if torch_cuda else "")
+    assert capsys.readouterr().err == f"setup.py: {line}\n"
     monkeypatch.setenv("DCT_CUDA", "1")
     advice = "install a CUDA torch, and set CUDA_HOME to its toolkit"
     assert refusal(setup) == f"setup.py: DCT_CUDA=1, but {versions}: {advice}"
@@ -141,37 +120,18 @@ def test_cuda_kernels_are_a_separate_library(setup, tmp_path, monkeypatch, capsy
     assert [m.define_macros for m in modules] == [[], [("USE_CUDA", None)]][: len(modules)]
 
 
-def test_nvcc_on_path_may_be_a_script(setup, tmp_path, monkeypatch):
-    """The toolkit is the folder that nvcc reports, unless CUDA_HOME is set."""
-    home = tmp_path / "cuda"
-    monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    assert setup.cuda_home() == "/usr/local/cuda"
-    nvcc(home, "13.0")
-    script(tmp_path / "path/nvcc", f'exec {home}/bin/nvcc "$@"')
-    assert setup.cuda_home() == str(home)
-    monkeypatch.setenv("CUDA_HOME", "/mine")
-    assert setup.cuda_home() == "/mine"
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "levels"),
-    [("DCT_DEBUG", "0", "-O3"), ("DCT_DEBUG", "1", "-O0 -g"), ("DCT_SANITIZE", "thread", "-O1 -g")],
-)
-def test_compiler_flags(setup, monkeypatch, variable, value, levels):
-    monkeypatch.setenv(variable, value)
+def test_compiler_flags(setup, monkeypatch):
+    monkeypatch.setenv("DCT_SANITIZE", "thread")
     monkeypatch.setenv("DCT_CUDA", "0")
     setup.main()
     (module,) = setup.built[0]["ext_modules"]
-    cxx = module.extra_compile_args["cxx"]
-    assert " ".join(flag for flag in cxx if flag.startswith(("-O", "-g"))).endswith(levels)
-    linked = ["-fsanitize=thread"] if variable == "DCT_SANITIZE" else []
-    assert module.extra_link_args == linked
+    assert module.extra_link_args == ["-fsanitize=thread"]
     assert {
         "-ffp-contract=off",
         "-fno-trapping-math",
         "-DTORCH_TARGET_VERSION=0x020b000000000000",
-        *linked,
-    } <= {*cxx}
+        "-fsanitize=thread",
+    } <= {*module.extra_compile_args["cxx"]}
 
 
 def test_the_oldest_versions_are_the_same_everywhere():

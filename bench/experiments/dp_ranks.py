@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bench.network.methods import START_STEP
 from dct_parallel.collectives import all_reduce_bytes
+from dlrm.modes import START_STEP
 
 from .in_process import Buckets
 

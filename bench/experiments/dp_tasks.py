@@ -17,12 +17,12 @@ from torch.nn.functional import (
     scaled_dot_product_attention,
 )
 
-from examples.dlrm.data import criteo
-from examples.dlrm.data.dataset import GENERATOR_SEED, split
-from examples.dlrm.data.features import Rows, table_rows
-from examples.dlrm.data.synthetic import Generator
-from examples.dlrm.models.dlrm import DLRM
-from examples.dlrm.scores import score
+from dlrm.data import criteo
+from dlrm.data.dataset import GENERATOR_SEED, split
+from dlrm.data.features import Rows, table_rows
+from dlrm.data.synthetic import Generator
+from dlrm.models.dlrm import DLRM
+from dlrm.scores import score
 
 from .runs import scores
 
@@ -108,7 +108,7 @@ class ClicksTask:
             encoded = Rows.encode(block.labels, block.ints, block.values, sizes)
         else:
             encoded, numbers, _ = criteo.read(data, sizes, 0, 1)
-        test, validation = split(numbers, 0.2, 0.1)
+        test, validation = split(numbers)
         masks = {"train": ~(test | validation), "validation": validation, "test": test}
         self._parts = {
             part: encoded.take(torch.from_numpy(np.flatnonzero(mask)))

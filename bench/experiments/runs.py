@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.cli import UsageError
 from bench.tables import difference, mean, number, table, times
-from examples.dlrm.scores import Scores
+from dlrm.scores import Scores
 
 RATE_SEED = 0  # the seed of runs that select learning rates
 BASELINES = ("dense", "float32")

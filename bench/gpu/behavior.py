@@ -31,7 +31,6 @@ def chosen(device: str) -> Iterator[Case]:
     for format in QUANTIZED_CODES:
         yield cases.quantize_pack(device, numel, BF16, format, False)
         yield cases.dequantize_sum(device, numel, format, 3)
-        yield cases.dequantize_sum_pack(device, numel, format, 3)
     yield cases.row_pack(device, rows, width, 0.05, False)
     yield cases.row_unpack(device, rows, width, 0.05, False)
     for format in FORMATS:

@@ -114,7 +114,7 @@ def uses() -> Iterator[tuple[Callable[..., list[Tensor]], int, str]]:
         for transport, scaled in itertools.product(("all_gather", "reduce_scatter"), (False, True)):
             yield functools.partial(ddp, transport=transport, scaled=scaled), ranks, backend
         yield averager, ranks, backend
-        for format in (RowFormat(density=0.1), "int4", "ternary"):
+        for format in (RowFormat(density=0.1), "int4", "sign"):
             yield functools.partial(rows, format=format), ranks, backend
 
 

@@ -31,7 +31,6 @@ def chosen(device: str, scale: int = 1) -> Iterator[Case]:
     for format in ("bfloat16", "int4", "ternary"):
         yield cases.quantize_pack(device, numel, F32, format, False)
         yield cases.dequantize_sum(device, numel, format, 2)
-        yield cases.dequantize_sum_pack(device, numel, format, 4)
     yield cases.row_pack(device, rows, 1024, 0.05, False)
     yield cases.row_pack(device, rows, 256, 0.05, False, BF16)
     yield cases.row_unpack(device, rows, 256, 0.05, False)

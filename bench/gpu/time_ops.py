@@ -88,7 +88,7 @@ def bucket_sizes(device: str, scale: int) -> Iterator[Case]:
     owned = BUCKET // 64 // scale
     yield cases.scatter_unpack(device, owned, 0.01, 64)
     for format in ("int4", "ternary"):
-        yield cases.dequantize_sum_pack(device, owned, format, 64)
+        yield cases.dequantize_sum(device, owned, format, 64)
 
 
 def one_dimensional(device: str, numel: int, peers: bool) -> Iterator[Case]:
@@ -103,7 +103,6 @@ def one_dimensional(device: str, numel: int, peers: bool) -> Iterator[Case]:
             yield cases.quantize_pack(device, numel, grad, format, peers)
         for ranks in (2, 8):
             yield cases.dequantize_sum(device, numel, format, ranks)
-        yield cases.dequantize_sum_pack(device, numel, format, 4)
 
 
 def measure(case: Case, device: str, light: bool) -> Iterator[dict]:

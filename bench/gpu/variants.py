@@ -65,7 +65,7 @@ cudaError_t launch_dependent(void (*kernel)(Parameters...), int64_t blocks, int 
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 """
-_SHARED = "  __shared__ RadixSelectShared<FewPicks::kThreads> shared;\n"
+_KEYS = "  uint32_t keys[kKeys] = {};\n"
 _CLEARED = "  if (thread_index() == 0) block_sum = 0;\n"
 _THRESHOLD = "threshold_of(args, tile.range);\n"
 _DEVICE = "inline int device_attribute("
@@ -94,9 +94,9 @@ VARIANTS = {
         (
             ("**/device.cuh", _DEVICE, _DEPENDENT_LAUNCH + _DEVICE),
             (
-                "**/sample_few.cuh",
-                _SHARED,
-                _SHARED + '  asm("griddepcontrol.launch_dependents;");\n',
+                "**/sample_threshold.cu",
+                _KEYS,
+                _KEYS + '  asm("griddepcontrol.launch_dependents;");\n',
             ),
             ("**/mask_pack.cu", "launch(mask_pack_stage", "launch_dependent(mask_pack_stage"),
             ("**/mask_pack.cu", f"  const float threshold = {_THRESHOLD}", ""),

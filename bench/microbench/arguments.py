@@ -8,7 +8,7 @@ import torch
 from bench.cli import Parser, count, density, number, several
 
 TIMED = ("mask_pack", "sample_threshold", "scatter_unpack")
-TIMED += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
+TIMED += ("quantize_pack", "dequantize_sum")
 TIMED += ("row_pack", "row_unpack", "row_quantize", "row_dequantize", "row_dequantize_sum")
 ROUNDS = 5  # turns of each call, except slow calls. In a turn, a call is timed on every buffer set
 # Defaults of the long tables. In argparse, the defaults are None, to detect given options.

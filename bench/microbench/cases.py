@@ -68,8 +68,6 @@ def _cases(numel: int, with_peers: bool, options: argparse.Namespace) -> Iterato
         if "dequantize_sum" in ops:
             for ranks in (2, 8):
                 yield dequantize_sum(device, numel, format, ranks)
-        if "dequantize_sum_pack" in ops:
-            yield dequantize_sum_pack(device, numel, format, 4)
     for width in row_widths if numel >= max(row_widths) else ():
         for op, make in (("row_pack", row_pack), ("row_unpack", row_unpack)):
             if op in ops:
@@ -232,29 +230,6 @@ def dequantize_sum(device: str, numel: int, format: str, ranks: int) -> Case:
         return out[i], status
 
     return Case("dequantize_sum", f"P={ranks}, {format}", numel, moved, sets, run)
-
-
-def dequantize_sum_pack(device: str, numel: int, format: str, ranks: int) -> Case:
-    nbytes = quantized_payload_bytes(numel, format)
-    moved = (ranks + 1) * nbytes + 8 * numel
-    sets = _sets(moved)
-    payloads = _quantized(device, sets, ranks, numel, format)
-    residual = [torch.zeros(numel, device=device) for _ in range(sets)]
-    payload = torch.zeros(sets, nbytes, dtype=torch.uint8, device=device)
-
-    def run(ops, i):
-        status = ops.dequantize_sum_pack(payloads[i], residual[i], payload[i], format, 1 / ranks)
-        return residual[i], payload[i], status
-
-    return Case(
-        "dequantize_sum_pack",
-        f"P={ranks}, {format}",
-        numel,
-        moved,
-        sets,
-        run,
-        reset=lambda i: residual[i].zero_(),
-    )
 
 
 def _quantized(device: str, sets: int, ranks: int, numel: int, format: str) -> Tensor:

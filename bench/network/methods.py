@@ -5,40 +5,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTAverager, DCTState, RowFormat, compress_fully_shard, dct_hook
 from dct_parallel.rows.all_to_all import RowExchange
-from examples.dlrm.models.row_exchange import rows_in
+from dlrm.models.row_exchange import rows_in
+from dlrm.modes import MODES, START_STEP
 
 PERIOD = 10  # number of local steps
-START_STEP = 2  # steps before compression starts in modes with residuals
 
 Register = Callable[[nn.Module, argparse.Namespace], object]
-
-
-def _dense(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
-    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-
-
-def _bf16(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
-    # DDP refuses torch's bf16_compress_hook on the CPU because of the hook's name.
-    def hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-        return default_hooks.bf16_compress_hook(group, bucket)
-
-    ddp.register_comm_hook(None, hook)
-
-
-def _powersgd(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
-    state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=START_STEP
-    )
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 def _dct(**settings: object) -> Register:
@@ -93,16 +71,16 @@ class Method(NamedTuple):
 
 
 REPLICATED = {
-    "dense": Method("dense float32", _dense),
-    "bf16": Method("bf16 hook", _bf16),
-    "powersgd1": Method("PowerSGD, rank 1", _powersgd),
+    "dense": Method("dense float32", MODES["dense"]),
+    "bf16": Method("bf16 hook", MODES["bf16"]),
+    "powersgd1": Method("PowerSGD, rank 1", MODES["powersgd"]),
     "dct": Method("DCT", _dct()),
     "dct-int4": Method("int4 hook", _dct(density=1.0, format="int4")),
     "dct-reduce-scatter": Method("DCT, reduce-scatter", _dct(transport="reduce_scatter")),
     "local-ternary": Method("local steps, ternary", _averager, period=PERIOD),
 }
 HYBRID = {
-    "hybrid-dense": Method("hybrid, float32", _dense, lambda options: rows_in("float32")),
+    "hybrid-dense": Method("hybrid, float32", MODES["dense"], lambda options: rows_in("float32")),
     "hybrid-dct": Method("hybrid, DCT-DP and -MP", _dct(), _largest_entries),
     "hybrid-format": Method("hybrid, DCT-DP, quantized", _dct(), _quantized),
     "hybrid-format-dedup": Method("hybrid, DCT-DP, quantized, dedup", _dct(), _quantized, True),

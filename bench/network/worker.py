@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.experiments.dp_tasks import BATCH_TEXTS, CONTEXT, Transformer, next_character_loss
 from dct_embeddings import plan_shards
-from examples.dlrm.data.features import Rows, table_rows
-from examples.dlrm.data.synthetic import Generator
-from examples.dlrm.models.dlrm import BOTTOM, DLRM, TOP
-from examples.dlrm.models.sharded import ShardedDLRM
-from examples.wire_meter import WireMeter
+from dlrm.data.features import Rows, table_rows
+from dlrm.data.synthetic import Generator
+from dlrm.models.dlrm import BOTTOM, DLRM, TOP
+from dlrm.models.sharded import ShardedDLRM
+from wire_meter import WireMeter
 
 from .methods import METHODS, SHARDED, Method
 

@@ -181,30 +181,6 @@ Tensor dequantize_sum(const Tensor& payloads, const Tensor& out, const std::stri
   return status;
 }
 
-Tensor dequantize_sum_pack(const Tensor& payloads, const Tensor& residual, const Tensor& payload,
-                           const std::string& format, double scale) {
-  const Checks checks("dequantize_sum_pack", residual);
-  DequantizeSumPackArgs args{};
-  checks.require_tensor("residual", residual, {ScalarType::Float}, 1);
-  checks.require_tensor("payloads", payloads, {ScalarType::Byte}, 2);
-  checks.require_tensor("payload", payload, {ScalarType::Byte}, 1);
-  args.format = checks.require_payload_format(format);
-  args.numel = residual.numel();
-  checks.require_quantized("payloads", payloads, 3, args.numel, args.format);
-  checks.require_quantized("payload", payload, 2, args.numel, args.format);
-  checks.require_apart({{"residual", residual}, {"payload", payload}, {"payloads", payloads}}, 2);
-  args.payloads = payloads.const_data_ptr<uint8_t>();
-  args.ranks = payloads.size(0);
-  args.nbytes_in = payloads.size(1);
-  args.residual = residual.mutable_data_ptr<float>();
-  args.payload = payload.mutable_data_ptr<uint8_t>();
-  args.nbytes = payload.size(0);
-  args.scale = static_cast<float>(scale);
-  const Tensor status = new_status(args, payloads);
-  backend::run(checks, backend::dequantize_sum_pack, args);
-  return status;
-}
-
 std::tuple<Tensor, Tensor> row_pack(const Tensor& x, int64_t k, ScalarType value_dtype) {
   const Checks checks("row_pack", x);
   auto args = top_k_args<RowPackArgs>(checks, x, k, value_dtype);
@@ -290,7 +266,6 @@ STABLE_TORCH_LIBRARY_IMPL(dct, DCT_DISPATCH_KEY, m) {
   m.impl("scatter_unpack", TORCH_BOX(&dct::scatter_unpack));
   m.impl("quantize_pack", TORCH_BOX(&dct::quantize_pack));
   m.impl("dequantize_sum", TORCH_BOX(&dct::dequantize_sum));
-  m.impl("dequantize_sum_pack", TORCH_BOX(&dct::dequantize_sum_pack));
   m.impl("row_pack", TORCH_BOX(&dct::row_pack));
   m.impl("row_gather", TORCH_BOX(&dct::row_gather));
   m.impl("row_unpack", TORCH_BOX(&dct::row_unpack));

@@ -84,19 +84,6 @@ struct DequantizeSumArgs {
   int32_t* status;         // out: [ranks]
 };
 
-struct DequantizeSumPackArgs {
-  const uint8_t* payloads;  // [ranks, nbytes_in], 16-byte aligned
-  int64_t ranks;
-  int64_t nbytes_in;
-  float* residual;  // in and out: [numel]
-  int64_t numel;
-  uint8_t* payload;  // out: [nbytes], 16-byte aligned
-  int64_t nbytes;
-  PayloadFormat format;
-  float scale;
-  int32_t* status;  // out: [ranks]
-};
-
 struct RowPackArgs {
   const void* x;  // [rows, width] of x_dtype
   DType x_dtype;

@@ -1,7 +1,6 @@
 #pragma once
 
-// Sums rows of 1,024 entries from dense payloads, 64 entries at a time in registers. Shared by
-// dequantize_sum and dequantize_sum_pack.
+// Sums rows of 1,024 entries from dense payloads, 64 entries at a time in registers.
 
 #include <cstring>
 #include <vector>

@@ -13,7 +13,6 @@ void scatter_unpack(const ScatterUnpackArgs& args, const Parallel& parallel);
 
 void quantize_pack(const QuantizePackArgs& args, const Parallel& parallel);
 void dequantize_sum(const DequantizeSumArgs& args, const Parallel& parallel);
-void dequantize_sum_pack(const DequantizeSumPackArgs& args, const Parallel& parallel);
 
 void row_pack(const RowPackArgs& args, const Parallel& parallel);
 void row_gather(const RowGatherArgs& args, const Parallel& parallel);

@@ -1,8 +1,8 @@
 #pragma once
 
-// Quantizes a row of 1,024 accumulated entries and computes the new residual. Shared by
-// quantize_pack and dequantize_sum_pack. A row takes several passes over memory in the L1 cache.
-// Between the passes, the 16 scales of the row are computed together, which hides their latency.
+// Quantizes a row of 1,024 accumulated entries and computes the new residual. A row takes several
+// passes over memory in the L1 cache. Between the passes, the 16 scales of the row are computed
+// together, which hides their latency.
 
 #include <algorithm>
 #include <cmath>

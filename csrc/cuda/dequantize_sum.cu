@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kFormat>)
   extern __shared__ __align__(16) float4 staging[];
   const RankPayloads payloads = {args.payloads, args.ranks, args.ranges, args.nbytes, args.status};
   prefetch_rows<kFormat>(payloads, blocks.locate(block_index<kFormat>(split)));
-  const auto write = [&](int row, const RowEntries& sums, float4*) {
+  const auto write = [&](int row, const RowEntries& sums) {
     const int64_t begin = shared.block.bounds.begin + row * kRow;
     const int length = static_cast<int>(min(shared.block.bounds.end - begin, kRow));
     const float factor =

@@ -13,10 +13,10 @@
 
 namespace dct::cuda {
 
-// The scratch bytes of sample_threshold. Scratch memory must be 4-byte aligned.
+// The scratch bytes of sample_threshold. Scratch memory must be 16-byte aligned.
 int64_t sample_threshold_scratch_bytes(const SampleThresholdArgs& args);
 
-// One or two kernels if there are few samples, else one memset and three kernels.
+// One kernel if there are few samples, else two.
 cudaError_t sample_threshold(const SampleThresholdArgs& args, void* scratch, cudaStream_t stream);
 
 // The tile sizes of mask_pack. The results do not depend on them.
@@ -42,17 +42,8 @@ cudaError_t scatter_unpack(const ScatterUnpackArgs& args, cudaStream_t stream);
 // Two launches.
 cudaError_t quantize_pack(const QuantizePackArgs& args, cudaStream_t stream);
 
-// The first launch of quantize_pack and dequantize_sum_pack. Writes the headers of all ranges, and
-// zeros to `cleared` [num_cleared].
-cudaError_t write_quantized_headers(uint8_t* payload, int64_t numel, int64_t ranges, int64_t nbytes,
-                                    PayloadFormat format, int32_t* cleared, int64_t num_cleared,
-                                    cudaStream_t stream);
-
 // One memset if there are payloads, and one launch.
 cudaError_t dequantize_sum(const DequantizeSumArgs& args, cudaStream_t stream);
-
-// Two launches.
-cudaError_t dequantize_sum_pack(const DequantizeSumPackArgs& args, cudaStream_t stream);
 
 // One launch each, or none if there are no rows.
 cudaError_t row_pack(const RowPackArgs& args, cudaStream_t stream);

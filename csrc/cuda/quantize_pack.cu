@@ -14,15 +14,12 @@ namespace {
 constexpr int kMinBlocks = 2;  // both inputs of a row are 64 registers
 constexpr int64_t kTile = int64_t{kWarps} * kRow;
 
-__global__ void __launch_bounds__(kThreads)
-    quantized_headers_kernel(uint8_t* payload, int64_t numel, int64_t ranges, int64_t nbytes,
-                             PayloadFormat format, int32_t* cleared, int64_t num_cleared) {
+__global__ void __launch_bounds__(kThreads) quantized_headers_kernel(QuantizePackArgs args) {
   const int64_t index = int64_t{blockIdx.x} * kThreads + thread_index();
-  for (int64_t i = index; i < num_cleared; i += int64_t{gridDim.x} * kThreads) cleared[i] = 0;
-  if (index >= ranges) return;
-  const Range bounds = range_bounds(numel, ranges, index);
-  *reinterpret_cast<PayloadHeader*>(payload + index * nbytes) =
-      quantized_header(bounds.end - bounds.begin, format, false);
+  if (index >= args.ranges) return;
+  const Range bounds = range_bounds(args.numel, args.ranges, index);
+  *reinterpret_cast<PayloadHeader*>(args.payload + index * args.nbytes) =
+      quantized_header(bounds.end - bounds.begin, args.format, false);
 }
 
 // Computes the sums of a whole row, by vectors.
@@ -98,16 +95,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
 }  // namespace
 
-cudaError_t write_quantized_headers(uint8_t* payload, int64_t numel, int64_t ranges, int64_t nbytes,
-                                    PayloadFormat format, int32_t* cleared, int64_t num_cleared,
-                                    cudaStream_t stream) {
-  return launch(quantized_headers_kernel, ceil_div(ranges, kThreads), kThreads, 0, stream, payload,
-                numel, ranges, nbytes, format, cleared, num_cleared);
-}
-
 cudaError_t quantize_pack(const QuantizePackArgs& args, cudaStream_t stream) {
-  const cudaError_t headed = write_quantized_headers(args.payload, args.numel, args.ranges,
-                                                     args.nbytes, args.format, nullptr, 0, stream);
+  const cudaError_t headed =
+      launch(quantized_headers_kernel, ceil_div(args.ranges, kThreads), kThreads, 0, stream, args);
   if (headed != cudaSuccess) return headed;
   const RangeTiles tiles(args.numel, args.ranges, kTile);
   const auto item = static_cast<size_t>(itemsize(args.grad_dtype));

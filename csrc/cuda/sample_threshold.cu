@@ -1,68 +1,168 @@
-// sample_threshold.cu -- radix select over the picks of every range. It finds three digits of the
-// 31-bit magnitude, most significant first. Few picks are selected in registers
-// (detail/sample_few.cuh). Many picks take one kernel per digit (detail/sample_many.cuh).
+// sample_threshold.cu -- radix select over the samples of every range, by one block per range. It
+// finds three digits of the 31-bit magnitude, most significant first. If there are few samples, the
+// same block also gathers their keys, and keeps them in registers. Otherwise a separate kernel,
+// which uses more threads per range, gathers the keys first. The block then reads them from the L2
+// cache, once per digit.
 #include <algorithm>
 
-#include "detail/sample_few.cuh"
-#include "detail/sample_many.cuh"
+#include "../common/hash.h"
+#include "detail/elements.cuh"
+#include "detail/radix_select.cuh"
 #include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {
 
-bool are_few(const SampleThresholdArgs& args) {
-  return args.max_samples <= FewPicks::kMost &&
-         args.ranges <= FewPicks::kMostKeys / args.max_samples;
+struct SamplePolicy {
+  static constexpr int kSelectThreads = 512;
+  static constexpr int kThreadKeys = 8;  // 16 sectors in flight per thread
+  static constexpr int64_t kMostInRegisters = kSelectThreads * kThreadKeys;
+  static constexpr int kGatherMinBlocks = 4;  // a thread has one sample
+};
+
+// The arguments and the length of a full range, so that threads need not repeat its division.
+struct SampleArgs : SampleThresholdArgs {
+  int64_t range_length;
+  explicit SampleArgs(const SampleThresholdArgs& args)
+      : SampleThresholdArgs(args), range_length(range_blocks(numel, ranges) * kBlock) {}
+};
+
+struct Samples {
+  int64_t range, begin, numel, count;  // of the range; `count` is its number of samples
+
+  __device__ Samples(const SampleArgs& args, int64_t range)
+      : range(range), begin(min(range * args.range_length, args.numel)) {
+    numel = min(args.range_length, args.numel - begin);
+    count = min(numel, args.max_samples);
+  }
+
+  // The element of a sample.
+  __device__ int64_t at(const SampleArgs& args, int64_t sample) const {
+    if (count == numel) return begin + sample;
+    return begin + stratified_pick(sample, numel, count, args.seed, static_cast<uint32_t>(range));
+  }
+};
+
+// The keys of `samples` samples. Zeros fill the last vector of 16 bytes. They rank last.
+__host__ __device__ int64_t padded_keys(int64_t samples) { return ceil_div(samples, 4) * 4; }
+
+__host__ __device__ int64_t keys_per_range(const SampleArgs& args) {
+  return padded_keys(min(args.max_samples, args.range_length));
 }
 
-bool are_direct(const SampleThresholdArgs& args) {
-  return args.max_samples <= FewPicks::kMostDirect;
+// The number of ranges that are not empty, or 1.
+int64_t gathered_ranges(const SampleArgs& args) {
+  return args.numel > 0 ? ceil_div(args.numel, args.range_length) : 1;
+}
+
+// Gathers the keys of a range, one key per thread.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, SamplePolicy::kGatherMinBlocks)
+    gather_keys_kernel(SampleArgs args, int blocks_per_range, uint32_t* keys) {
+  const Samples samples(args, blockIdx.x / blocks_per_range);
+  const int64_t sample = int64_t{blockIdx.x % blocks_per_range} * kThreads + thread_index();
+  if (sample >= padded_keys(samples.count)) return;
+  uint32_t key = 0;
+  if (sample < samples.count) {
+    const int64_t at = samples.at(args, sample);
+    const T grad = static_cast<const T*>(args.grad)[at];
+    key = magnitude_key(accumulate(args.residual[at], grad, load_scale(args.inv_scale)));
+  }
+  keys[samples.range * keys_per_range(args) + sample] = key;
+}
+
+// each_key(visit) calls visit(key) for every key of the thread. By a block.
+template <typename EachKey>
+__device__ void write_threshold(const SampleArgs& args, const Samples& samples, EachKey each_key) {
+  __shared__ RadixSelectShared<SamplePolicy::kSelectThreads> shared;
+  uint32_t key = kFloat32Infinity;
+  if (samples.count > 0) {
+    const auto count = static_cast<double>(samples.count);
+    const double rank = min(max(ceil(__dmul_rn(args.density, count)), 1.0), count);
+    key = select_key<31>(static_cast<uint32_t>(rank), shared, each_key).digit;
+  }
+  if (thread_index() == 0) args.threshold[samples.range] = bits_to_float(key);
+}
+
+__global__ void __launch_bounds__(SamplePolicy::kSelectThreads)
+    select_gathered_kernel(SampleArgs args, const uint32_t* keys) {
+  const Samples samples(args, blockIdx.x);
+  const auto* vectors = reinterpret_cast<const uint4*>(keys + samples.range * keys_per_range(args));
+  write_threshold(args, samples, [&](auto visit) {
+#pragma unroll 4
+    for (int64_t v = thread_index(); v < padded_keys(samples.count) / 4;
+         v += SamplePolicy::kSelectThreads) {
+      const uint4 four = vectors[v];
+      visit(four.x);
+      visit(four.y);
+      visit(four.z);
+      visit(four.w);
+    }
+  });
+}
+
+// Gathers the keys and selects from them. A thread past the end loads the last sample, and discards
+// it.
+template <typename T>
+__global__ void __launch_bounds__(SamplePolicy::kSelectThreads)
+    gather_and_select_kernel(SampleArgs args) {
+  constexpr int kKeys = SamplePolicy::kThreadKeys;
+  const Samples samples(args, blockIdx.x);
+  uint32_t keys[kKeys] = {};
+  if (samples.count > 0) {
+    T grad[kKeys];
+    float residual[kKeys];
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      const int64_t sample = i * SamplePolicy::kSelectThreads + thread_index();
+      const int64_t at = samples.at(args, min(sample, samples.count - 1));
+      grad[i] = static_cast<const T*>(args.grad)[at];
+      residual[i] = args.residual[at];
+    }
+    const float scale = load_scale(args.inv_scale);
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      if (i * SamplePolicy::kSelectThreads + thread_index() >= samples.count) break;
+      keys[i] = magnitude_key(accumulate(residual[i], grad[i], scale));
+    }
+  }
+  write_threshold(args, samples, [&](auto visit) {
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      if (i % 4 == 0 && i * SamplePolicy::kSelectThreads >= samples.count) break;
+      visit(keys[i]);
+    }
+  });
+}
+
+bool fit_in_registers(const SampleThresholdArgs& args) {
+  return args.max_samples <= SamplePolicy::kMostInRegisters;
 }
 
 template <typename T>
-cudaError_t run_few(const SampleArgs& args, uint32_t* keys, cudaStream_t stream) {
-  if (are_direct(args)) {
-    return launch(select_pick_kernel<T>, args.ranges, FewPicks::kThreads, 0, stream, args);
+cudaError_t select(const SampleArgs& args, uint32_t* keys, cudaStream_t stream) {
+  constexpr int kSelectThreads = SamplePolicy::kSelectThreads;
+  if (fit_in_registers(args)) {
+    return launch(gather_and_select_kernel<T>, args.ranges, kSelectThreads, 0, stream, args);
   }
-  const int64_t picks = std::min(args.max_samples, args.range_length);
-  const int64_t per_range = std::max<int64_t>(ceil_div(picks, kThreads), 1);
-  const cudaError_t gathered = launch(gather_keys_kernel<T>, args.ranges * per_range, kThreads, 0,
-                                      stream, args, static_cast<int>(per_range), keys);
+  const int64_t blocks = std::max<int64_t>(ceil_div(keys_per_range(args), kThreads), 1);
+  const cudaError_t gathered = launch(gather_keys_kernel<T>, blocks * gathered_ranges(args),
+                                      kThreads, 0, stream, args, static_cast<int>(blocks), keys);
   if (gathered != cudaSuccess) return gathered;
-  return launch(select_key_kernel, args.ranges, FewPicks::kThreads, 0, stream, args, keys);
-}
-
-template <typename T>
-cudaError_t run_many(const SampleArgs& args, RangeState* states, cudaStream_t stream) {
-  const cudaError_t cleared = cudaMemsetAsync(states, 0, sizeof(RangeState) * args.ranges, stream);
-  if (cleared != cudaSuccess) return cleared;
-  const int64_t picks = std::min(args.max_samples, args.range_length);
-  const int64_t most =
-      std::max<int64_t>(ManyPicks::kMaxBlocks / args.ranges, ManyPicks::kMinPerRange);
-  const int64_t per_range =
-      std::max<int64_t>(std::min(ceil_div(picks, ManyPicks::kPicks), most), 1);
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const cudaError_t launched =
-        launch(sample_threshold_kernel<T>, per_range * args.ranges, kThreads, 0, stream, args,
-               static_cast<int>(per_range), states, pass);
-    if (launched != cudaSuccess) return launched;
-  }
-  return cudaSuccess;
+  return launch(select_gathered_kernel, args.ranges, kSelectThreads, 0, stream, args, keys);
 }
 
 }  // namespace
 
 int64_t sample_threshold_scratch_bytes(const SampleThresholdArgs& args) {
-  if (!are_few(args)) return static_cast<int64_t>(sizeof(RangeState)) * args.ranges;
-  if (are_direct(args)) return 0;
-  return static_cast<int64_t>(sizeof(uint32_t)) * args.ranges * args.max_samples;
+  if (fit_in_registers(args)) return 0;
+  const SampleArgs more(args);
+  return static_cast<int64_t>(sizeof(uint32_t)) * gathered_ranges(more) * keys_per_range(more);
 }
 
 cudaError_t sample_threshold(const SampleThresholdArgs& args, void* scratch, cudaStream_t stream) {
   return dispatch(args.grad_dtype, [&](auto grad) {
-    using T = decltype(grad);
-    return are_few(args) ? run_few<T>(SampleArgs(args), static_cast<uint32_t*>(scratch), stream)
-                         : run_many<T>(SampleArgs(args), static_cast<RangeState*>(scratch), stream);
+    return select<decltype(grad)>(SampleArgs(args), static_cast<uint32_t*>(scratch), stream);
   });
 }
 

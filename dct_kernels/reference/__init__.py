@@ -4,14 +4,13 @@ It may synchronize with the host. The other backends never do.
 """
 
 from .payload import mask_pack, scatter_unpack
-from .quantized_payload import dequantize_sum, dequantize_sum_pack, quantize_pack
+from .quantized_payload import dequantize_sum, quantize_pack
 from .quantized_rows import row_dequantize, row_dequantize_sum, row_quantize
 from .rows import row_gather, row_pack, row_unpack
 from .thresholds import sample_threshold
 
 __all__ = [
     "dequantize_sum",
-    "dequantize_sum_pack",
     "mask_pack",
     "quantize_pack",
     "row_dequantize",

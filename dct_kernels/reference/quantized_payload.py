@@ -1,4 +1,4 @@
-"""Eager quantize_pack, dequantize_sum and dequantize_sum_pack."""
+"""Eager quantize_pack and dequantize_sum."""
 
 import torch
 from torch import Tensor
@@ -41,14 +41,6 @@ def dequantize_sum(
     if out_scale is not None:
         factor = factor * out_scale.reshape(())
     out.copy_(round_to(factor * total, out.dtype))
-    return status
-
-
-def dequantize_sum_pack(
-    payloads: Tensor, residual: Tensor, payload: Tensor, format: str, scale: float = 1.0
-) -> Tensor:
-    total, status = _sum(payloads, residual.numel(), format)
-    _pack(residual + total.new_tensor(scale) * total, residual, payload, format)
     return status
 
 

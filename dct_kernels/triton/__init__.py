@@ -7,7 +7,6 @@ state between calls.
 
 from ._launch import INTERPRETED
 from .dequantize_sum import dequantize_sum
-from .dequantize_sum_pack import dequantize_sum_pack
 from .mask_pack import mask_pack
 from .quantize_pack import quantize_pack
 from .row_dequantize import row_dequantize
@@ -22,7 +21,6 @@ from .scatter_unpack import scatter_unpack
 __all__ = [
     "INTERPRETED",
     "dequantize_sum",
-    "dequantize_sum_pack",
     "mask_pack",
     "quantize_pack",
     "row_dequantize",

@@ -56,12 +56,6 @@ def round_saturating(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def multiply_add(base, x, factor):
-    """base + x * factor, with two roundings, because `launch` disables fusion."""
-    return base + x * factor
-
-
-@triton.jit
 def add_gradient(old, grad, inv_scale, i, mask):
     """old + grad * inv_scale at the elements i. Both old and inv_scale may be None."""
     acc = to_float(tl.load(grad + i, mask=mask))

@@ -92,23 +92,7 @@ def _sum_kernel(
         _store(out, factor, total, length, False)
 
 
-def check(payloads: Tensor, numel: int, format: str) -> tuple[Tensor, Tensor]:
-    """Return verdicts per rank and range (1: the header is invalid), and the status per rank."""
-    ranks, nbytes = payloads.shape[0], payloads.shape[-1]
-    ranges = payloads.shape[1] if payloads.dim() == 3 else 1
-    verdicts = torch.empty(ranks, ranges, dtype=torch.int32, device=payloads.device)
-    status = torch.empty(ranks, dtype=torch.int32, device=payloads.device)
-    launch(
-        _check_kernel, ranks,
-        payloads, verdicts, status,
-        numel, ranges, layout.range_blocks(numel, ranges), nbytes // 16,
-        KIND=header_kind(format), CHUNK=CHUNK,
-        device=payloads.device, num_warps=1,
-    )  # fmt: skip
-    return verdicts, status
-
-
-def float_bits(x: float) -> int:
+def _float_bits(x: float) -> int:
     """The bits of float32(x). Kernels take bits, because Triton 3.6 interprets -0.0 as 0.0."""
     return ctypes.c_int32.from_buffer(ctypes.c_float(x)).value
 
@@ -124,11 +108,18 @@ def dequantize_sum(
     ranges = payloads.shape[1] if payloads.dim() == 3 else 1
     range_blocks = layout.range_blocks(numel, ranges)
     range_tiles = range_blocks * (layout.BLOCK // TILE)
-    verdicts, status = check(payloads, numel, format)
+    verdicts = torch.empty(ranks, ranges, dtype=torch.int32, device=payloads.device)
+    status = torch.empty(ranks, dtype=torch.int32, device=payloads.device)
+    launch(
+        _check_kernel, ranks,
+        payloads, verdicts, status, numel, ranges, range_blocks, nbytes // 16,
+        KIND=header_kind(format), CHUNK=CHUNK,
+        device=payloads.device, num_warps=1,
+    )  # fmt: skip
     launch(
         _sum_kernel, ranges * range_tiles,
         payloads, verdicts, out, out_scale,
-        numel, ranks, ranges, range_blocks, range_tiles, nbytes // 16, float_bits(scale),
+        numel, ranks, ranges, range_blocks, range_tiles, nbytes // 16, _float_bits(scale),
         FORMAT=format, ROW_BYTES=layout.quantized_row_bytes(format), TILE=TILE,
         device=out.device, num_warps=SUM_WARPS,
     )  # fmt: skip

@@ -25,7 +25,7 @@ def _header_kernel(payload, numel, range_blocks, nbytes_16, KIND: tl.constexpr):
 
 
 @triton.jit
-def flag_non_finite(message, sent):
+def _flag_non_finite(message, sent):
     """Set the flag in the header, unless all entries of a tile are sent."""
     flags = (message + 4).to(tl.pointer_type(tl.int32))  # version, format and flags
     found = tl.max((~sent).to(tl.int32)) != 0
@@ -41,7 +41,7 @@ def _pack_tile(
     mask = None if WHOLE else i < length
     old = None if residual is None else tl.load(residual + i, mask=mask)
     acc = add_gradient(old, grad, inv_scale, i, mask)
-    flag_non_finite(message, pack(acc, old, residual, rows, length, FORMAT, ROW_BYTES, WHOLE))
+    _flag_non_finite(message, pack(acc, old, residual, rows, length, FORMAT, ROW_BYTES, WHOLE))
 
 
 @triton.jit(do_not_specialize=["numel", "range_blocks", "range_tiles", "nbytes_16"])
@@ -65,16 +65,6 @@ def _pack_kernel(
         _pack_tile(residual, grad, inv_scale, message, rows, length, FORMAT, ROW_BYTES, False)
 
 
-def write_headers(payload: Tensor, numel: int, format: str) -> None:
-    ranges = payload.shape[0] if payload.dim() == 2 else 1
-    launch(
-        _header_kernel, ranges,
-        payload, numel, layout.range_blocks(numel, ranges), payload.shape[-1] // 16,
-        KIND=header_kind(format),
-        device=payload.device, num_warps=1,
-    )  # fmt: skip
-
-
 def quantize_pack(
     residual: Tensor | None,
     grad: Tensor,
@@ -86,7 +76,12 @@ def quantize_pack(
     ranges = payload.shape[0] if payload.dim() == 2 else 1
     range_blocks = layout.range_blocks(numel, ranges)
     range_tiles = range_blocks * (layout.BLOCK // TILE)
-    write_headers(payload, numel, format)
+    launch(
+        _header_kernel, ranges,
+        payload, numel, range_blocks, payload.shape[-1] // 16,
+        KIND=header_kind(format),
+        device=payload.device, num_warps=1,
+    )  # fmt: skip
     launch(
         _pack_kernel, ranges * range_tiles,
         residual, grad, inv_scale, payload,

@@ -13,8 +13,8 @@ from .modes import MODES, START_STEP
 from .options import Formatter, count, fraction, number, positive
 
 DESCRIPTION = """\
-Train DLRM, a click model, with several ways of exchanging gradients. Compare quality and bytes, and
-predict the step time at 1 Gbit/s. For each seed, all modes use equal initial weights and batches.
+Train DLRM, a click model, with several ways of exchanging gradients, and compare quality and bytes.
+For each seed, all modes use equal initial weights and batches.
 """
 ADAMW = "--optimizer adamw --format int4"
 EPILOG = f"""\
@@ -32,8 +32,8 @@ examples:
 """
 # (option, required option, values of the required option that permit `option`, `option`'s default).
 NEEDS = (
-    ("row_format", "parallel", ("hybrid", "columns"), None),
-    ("row_density", "parallel", ("hybrid", "columns"), 0.05),
+    ("row_format", "parallel", ("hybrid",), None),
+    ("row_density", "parallel", ("hybrid",), 0.05),
     ("dedup", "parallel", ("hybrid",), False),
     ("density", "format", tuple(name for name in FORMATS if name not in FEW_BITS), 0.005),
 )
@@ -108,12 +108,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=count, default=1, help="runs per mode, with seeds 0 ... SEEDS-1")
     add(
         "--parallel",
-        choices=("data", "hybrid", "columns"),
+        choices=("data", "hybrid"),
         default="data",
         help="data: every rank has all weights. hybrid: every rank has the MLPs and a share of the "
-        "embedding tables; ranks exchange embeddings and their gradients. columns: every rank has "
-        "a share of the columns of the top MLP's hidden layers, and all other weights; ranks "
-        "exchange features",
+        "embedding tables; ranks exchange embeddings and their gradients",
     )
     add(
         "--modes",
@@ -121,7 +119,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default="dense,dct",
         help=f"some of {','.join(MODES)}. dense and bf16 average gradients with an all-reduce, "
         "powersgd uses rank-1 PowerSGD, and dct uses dct_hook. powersgd and dct compress from step "
-        f"{START_STEP} on. With hybrid or columns, dense and powersgd send rows in float32, bf16 "
+        f"{START_STEP} on. With hybrid, dense and powersgd send rows in float32, bf16 "
         "sends rows in bfloat16, and dct sends rows in the format of the options below",
     )
     add(
@@ -146,14 +144,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     rows.add_argument(
         "--row-density",
         type=fraction,
-        help="DCT with hybrid or columns: fraction of entries that is sent in bfloat16, for each "
+        help="DCT with hybrid: fraction of entries that is sent in bfloat16, for each "
         "row and for its gradient; the number of entries is rounded up (default: 0.05)",
     )
     rows.add_argument(
         "--row-format",
         type=names(ROW_FORMATS, 2),
         metavar="FORMAT[,BACKWARD]",
-        help="DCT with hybrid or columns: send all entries of a row in FORMAT, and all entries of "
+        help="DCT with hybrid: send all entries of a row in FORMAT, and all entries of "
         f"its gradient in BACKWARD (default: FORMAT). Formats: {', '.join(ROW_FORMATS)}",
     )
     add(

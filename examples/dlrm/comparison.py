@@ -1,17 +1,19 @@
 """Runs the comparison on one rank, and implements the command that starts the ranks."""
 
 import argparse
+import contextlib
+import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.progress import Progress
 
-from . import progress, report
+from . import report
 from .arguments import ADAMW, parse
-from .conclusion import conclusion
 from .data import criteo
 from .data.dataset import Dataset, load
 from .errors import RankError, UsageError
@@ -59,8 +61,7 @@ def compare(options: argparse.Namespace) -> None:
     runs: report.Runs = {}
     for seed in range(options.seeds):
         for mode in options.modes:
-            title = f"{mode} seed {seed}"
-            with progress.bar(console, title, data.description["steps_per_epoch"]) as on_step:
+            with progress(console, f"{mode} seed {seed}", data) as on_step:
                 result = run(mode, seed, data, options, on_step)
             runs.setdefault(mode, []).append(result)
             if console is not None:  # so that an interrupted command keeps results
@@ -69,7 +70,7 @@ def compare(options: argparse.Namespace) -> None:
                 report.write_curves(options.out, runs)
     if console is not None:
         report.print_table(console, runs, bayes)
-        if text := conclusion(runs, options):
+        if text := report.conclusion(runs):
             console.print(f"{text}\n", markup=False, highlight=False)
         if options.optimizer != "adamw":
             text = f"To try AdamW with int4, add {ADAMW} (make train OPTIONS='{ADAMW}')."
@@ -95,9 +96,18 @@ def describe(console: Console | None, data: Dataset) -> None:
     source = f"rows of {counts['file']}" if "file" in counts else "generated rows (no real data)"
     console.print(
         f"{source}: {counts['train_rows']:,} for training, {counts['test_rows']:,} for the test; "
-        f"{dist.get_world_size()} ranks, {counts['steps_per_epoch']:,} steps",
+        f"{dist.get_world_size()} ranks, {counts['steps']:,} steps",
         markup=False,
     )
+
+
+@contextlib.contextmanager
+def progress(console: Console | None, title: str, data: Dataset) -> Iterator[Callable[[], object]]:
+    """Show a progress bar on a terminal. Yield a function to call after each step."""
+    hidden = console is None or not console.is_terminal
+    with Progress(console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task(title, total=data.description["steps"])
+        yield functools.partial(bar.advance, task)
 
 
 def _make_folder(folder: Path, overwrite: bool) -> None:

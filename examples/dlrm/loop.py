@@ -16,7 +16,6 @@ from dct_embeddings import plan_shards
 
 from .data.dataset import Dataset, batches
 from .errors import UsageError
-from .models.columns import ColumnsDLRM
 from .models.dlrm import BOTTOM, DLRM, TOP
 from .models.row_exchange import row_format, rows_in
 from .models.sharded import ShardedDLRM
@@ -72,7 +71,7 @@ def run(
     seed: int,
     data: Dataset,
     options: argparse.Namespace,
-    on_step: Callable[[float], None],
+    on_step: Callable[[], object],
 ) -> Run:
     """Train and test. Collective: all ranks pass the same arguments, except for their rows.
 
@@ -83,10 +82,10 @@ def run(
         UsageError: the run has too few steps, or the loss became infinite or NaN.
         RuntimeError: after training, replicated weights differ between ranks.
     """
-    if data.description["steps_per_epoch"] <= START_STEP:
+    if data.description["steps"] <= START_STEP:
         raise UsageError(
             f"--rows must be enough for more than {START_STEP} steps of --batch-size "
-            f"{options.batch_size}, got {data.description['steps_per_epoch']} steps"
+            f"{options.batch_size}, got {data.description['steps']} steps"
         )
     torch.manual_seed(seed)
     model = DLRM(data.tables, options.embedding_dim, BOTTOM, TOP)
@@ -94,14 +93,10 @@ def run(
     if options.parallel == "data":
         model = ddp = replicated(model)
     else:
-        format = row_format(mode, options)
-        if options.parallel == "columns":
-            model = ColumnsDLRM(model, format)
-            groups = {"rows": model.rows_group}
-        else:
-            plan = plan_shards(data.tables, dist.get_world_size())
-            model = ShardedDLRM(model, plan, rows_in(format), options.dedup)
-            groups = {"ids": model.ids_group, "rows": model.rows_group}
+        plan = plan_shards(data.tables, dist.get_world_size())
+        exchange = rows_in(row_format(mode, options))
+        model = ShardedDLRM(model, plan, exchange, options.dedup)
+        groups = {"ids": model.ids_group, "rows": model.rows_group}
         ddp = model.mlps = replicated(model.mlps)
     state = MODES[mode](ddp, options)
     steps = batches(data, options.batch_size, seed)
@@ -112,7 +107,7 @@ def run(
         state.close()
     weights = hashlib.sha256("".join(from_all_ranks(digest(model))).encode()).hexdigest()
     result = Run(seed, evaluate(model, data.test, data.train), record, density, weights)
-    if isinstance(model, (ShardedDLRM, ColumnsDLRM)):
+    if isinstance(model, ShardedDLRM):
         model.close()
     return result
 

@@ -18,6 +18,7 @@ from .scores import Scores
 Runs = dict[str, list[Run]]  # by mode
 SUMMARY, CURVES = "summary.json", "curves.png"
 SHORT_STEPS = 300  # in shorter runs, modes differ mostly because DCT sends gradients late
+LINK = 1e9  # bits per second
 SMOOTHED_STEPS = 100  # in short runs, a tenth of the steps
 
 
@@ -100,6 +101,31 @@ def print_table(console: Console, runs: Runs, bayes: Scores | None) -> None:
     steps = min(len(run.record.loss) for each in runs.values() for run in each)
     if steps < SHORT_STEPS:
         console.print(f"{steps:,} steps: too short to judge quality", style="yellow")
+
+
+def conclusion(runs: Runs) -> str:
+    """Compare "dct" with "dense" in a few sentences, if both were run on several ranks."""
+    if not {"dense", "dct"} <= runs.keys():
+        return ""
+    dense, dct = runs["dense"], runs["dct"]
+    sent = [mean(each, "bytes_per_step_per_rank") for each in (dense, dct)]
+    if not sent[1]:
+        return ""
+    seconds = [8 * nbytes / LINK for nbytes in sent]
+    text = (
+        f"DCT sent {sent[0] / sent[1]:.1f} times fewer bytes than float32. Over a 1 Gbit/s link, "
+        f"these bytes take {1e3 * seconds[1]:.1f} ms per step instead of {1e3 * seconds[0]:.0f} ms."
+    )
+    if len(dense[0].record.loss) < SHORT_STEPS:
+        return text
+    losses = np.array([[run.scores.log_loss for run in each] for each in (dense, dct)])
+    change = losses[1].mean() - losses[0].mean()
+    if len(dense) == 1:
+        return f"Log loss with one seed: {change:+.4f} compared with float32. {text}"
+    spread = losses.std(axis=1, ddof=1).max()
+    verdict = "Same quality within" if abs(change) <= spread else "The difference exceeds"
+    quality = f"{verdict} the spread over seeds (log loss {change:+.4f}, spread {spread:.4f})"
+    return f"{quality}. {text}"
 
 
 def mean(runs: Sequence[Run], key: str) -> float:

@@ -42,14 +42,14 @@ def train(
     optimizers: Iterable[Optimizer],
     batches: Iterable[Rows],
     groups: Mapping[str, dist.ProcessGroup],
-    on_step: Callable[[float], None],
+    on_step: Callable[[], object],
     after_step: Callable[[], object] = lambda: None,
 ) -> Record:
     """Train the model on this rank's batches. Collective.
 
     Args:
         groups: as in `Traffic`.
-        on_step: called with this rank's loss after each step.
+        on_step: called after each step.
         after_step: called at the end of each step, after the optimizers.
 
     Raises:
@@ -76,7 +76,7 @@ def train(
                     "--lr and --embedding-lr must be small enough for a finite loss, got a loss of "
                     f"{losses[-1]} in step {step}"
                 )
-            on_step(losses[-1])
+            on_step()
     sent = {name: _mean([step[name] for step in traffic.steps]) for name in traffic.steps[0]}
     return Record(_mean(losses), np.array(step_ms), sent)
 

@@ -21,10 +21,9 @@ def require_bags(op: str, ids: Tensor, lengths: Tensor, weight: Tensor) -> None:
     totals = torch.stack([(lengths < 0).any().double(), lengths.sum(dtype=torch.float64)])
     negative, total = totals.tolist()
     if negative:
-        raise ValueError(f"dct::{op}: lengths must be at least 0, got {int(lengths.min())}")
+        checks.fail(op, "lengths", "at least 0", int(lengths.min()))
     if total != len(ids):
-        rule = f"{int(total)} elements like lengths"
-        raise ValueError(f"dct::{op}: ids must have {rule}, got {len(ids)}")
+        checks.fail(op, "ids", f"{int(total)} elements like lengths", len(ids), verb="have")
 
 
 def by_rank(
@@ -49,7 +48,7 @@ def by_rank(
     return list(lengths), list(names[bag.argsort(stable=True)].split(counts)), common
 
 
-def exchange_bags(
+def all_to_all_bags(
     op: str,
     lengths: list[Tensor],
     names: list[Tensor],

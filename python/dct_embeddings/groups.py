@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dct_kernels import checks
 from dct_parallel.groups import exchange, require_group, require_same, sharing_errors, timeout_of
 
 
@@ -29,7 +30,7 @@ class GroupOfModule:
 
     def __reduce__(self) -> NoReturn:
         got = "the module itself, whose process group cannot be saved"
-        raise TypeError(f"dct::{self._op}: the saved object must be a state_dict(), got {got}")
+        checks.fail(self._op, "the saved object", "a state_dict()", got, TypeError)
 
 
 def require_same_settings(

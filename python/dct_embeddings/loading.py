@@ -48,8 +48,7 @@ class CheckedModule(nn.Module):
             checks.require_plain(op, f"state[{identity!r}]", state[identity])
             expected, found = current[identity].tolist(), state[identity].tolist()
             if expected != found:
-                rule = f"{expected}, as in this module"
-                checks.fail(op, f"{identity} of the state", rule, found)
+                checks.fail(op, f"{identity} of the state", f"{expected}, as in this module", found)
         for name, tensor in current.items():
             if name in state and isinstance(tensor, Tensor):
                 require_loadable(op, f"state[{name!r}]", state[name], tensor.dtype, tensor.shape)

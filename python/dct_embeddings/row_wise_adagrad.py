@@ -175,9 +175,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             checks.require_dtype(op, arg, weight.dtype, (torch.float32, torch.float64))
             if weight.dim() != 2 or weight.shape[1] == 0:
                 shape = tuple(weight.shape)
-                raise ValueError(
-                    f"dct::{op}: {arg} must have shape [rows, d] with d >= 1, got {shape}"
-                )
+                checks.fail(op, arg, "shape [rows, d] with d >= 1", shape, verb="have")
 
 
 class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._functorch.utils import unwrap_dead_wrappers as unwrap_dead_wrappers
 from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
@@ -32,16 +31,8 @@ span = torch._C._profiler._RecordFunctionFast
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-# Whether a torch.func transform is active. If none is, `Function.apply` passes its arguments
-# through `unwrap_dead_wrappers`, and a caller that bypasses `Function.apply` must do the same.
+# Whether this thread runs inside a transform of torch.func.
 transforms_are_active = torch._C._are_functorch_transforms_active
-
-
-def is_functionalizing() -> bool:
-    """Whether the caller runs inside torch.func.functionalize."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(level.key() == torch._C._functorch.TransformType.Functionalize for level in stack)
-
 
 NO_PASS = -1
 # The id of the current backward pass in this thread, or NO_PASS. A nested pass has a different id.

@@ -90,18 +90,12 @@ def quantized_cases(format: str, dtype: torch.dtype) -> list[Case]:
         out = torch.empty(NUMEL, dtype=dtype)
         ops.dequantize_sum(payloads, out, format, 1 / RANKS, torch.empty(1))
 
-    def dequantize_and_pack(ops):
-        payloads = torch.empty(RANKS, nbytes, dtype=torch.uint8)
-        payload = torch.empty(nbytes, dtype=torch.uint8)
-        ops.dequantize_sum_pack(payloads, torch.empty(NUMEL), payload, format, 1 / RANKS)
-
     label = f"{format}, {_name(dtype)}"
     some = ("wide_loads", "wide_stores")  # of float32 entries; accesses to codes may be narrower
     dividing = () if format in layout.UNSCALED else ARCHITECTURES
     return [
         Case(f"quantize_pack, {label}", quantize, some, dividing=dividing),
         Case(f"dequantize_sum, {label}", dequantize, ("wide_stores",)),
-        Case(f"dequantize_sum_pack, {label}", dequantize_and_pack, some, dividing=dividing),
     ]
 
 

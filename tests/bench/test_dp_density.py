@@ -1,6 +1,5 @@
 """experiments.dp_density: equality of simulated and real ranks, learning rates, reuse of runs."""
 
-import argparse
 import itertools
 import warnings
 
@@ -187,18 +186,6 @@ def test_simulated_power_sgd_matches_torch(one_thread):
     assert not torch.allclose(simulated["out.weight"], dense["out.weight"], rtol=1e-3)
 
 
-WRONG = "int5 dct dct:1 dct:0% dct:101% reduce_scatter:x% bf16:1% dct:1%x2 local:1% local:1%x0 "
-WRONG += "local-int8:10%x10 dct:1%,decay=0.9 reduce_scatter:1%,transport=reduce_scatter "
-WRONG += "powersgd4,transport=reduce_scatter powersgd2 dense,transport=reduce_scatter "
-WRONG += "int4,transport=all_to_all fsdp-int8 fsdp-int8-int8,transport=reduce_scatter"
-
-
-@pytest.mark.parametrize("name", WRONG.split())
-def test_a_wrong_method_raises(name):
-    with pytest.raises(argparse.ArgumentTypeError, match="must"):
-        dp_methods.named(name)
-
-
 def _record(method, rate, seed, loss, problem="text"):
     scores = {part: {"loss": loss} for part in ("validation", "test")}
     sent = {"bytes": {"bytes a step": 100.0 if method == "dense" else 4.0}}
@@ -245,11 +232,3 @@ def test_finished_runs_are_reused(tmp_path, monkeypatch):
     assert dense["bytes"] == {"bytes a step": 4 * numel}
     with pytest.raises(UsageError, match="--out must hold runs of one setting"):
         dp_density.work(dp_density.parse([*given, "--ranks", "4"]))
-
-
-def test_ranks_draw_different_rows():
-    task = dp_tasks.ClicksTask(rows=3000, hash_size=50, bottom=(8,), top=(8,))
-    batches = [list(itertools.islice(task.batches(0, rank, 2), 9)) for rank in range(2)]
-    seen = torch.cat([batch.ints for of_rank in batches for batch in of_rank])
-    # An epoch has 8 batches of 128 rows per rank, which use 2,048 of 2,100 rows once.
-    assert len(seen) == 18 * 128 and len(seen.unique(dim=0)) > 0.85 * len(seen)

@@ -6,29 +6,6 @@ import torch
 from bench.cli import UsageError
 from bench.experiments import dp_python
 
-CODE = b"def half(x):\n    return x / 2\n"
-
-
-def test_sources_are_sorted_and_exclude_generated_files(tmp_path):
-    files = {
-        "b.py": CODE,
-        "a.py": CODE + "    # \N{GREEK SMALL LETTER PI}\tis\r\n".encode(),
-        "numbers.py": CODE + b"x = 1234567890\n" * 9,
-        "long.py": CODE + b"x" * 300,
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_bytes(text)
-    assert dp_python.read({"torch": tmp_path}) == [
-        ("torch/a.py", CODE + b"    # is\n"),
-        ("torch/b.py", CODE),
-    ]
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(dp_python, "PACKAGES", ("torch", "no_such_package"))
-    with pytest.raises(UsageError, match="needs no_such_package: use pip install"):
-        dp_python.installed()
-
 
 def _files(count=400):
     return [dp_python.Source(f"torch/{i}.py", b"%03d" % i * 40) for i in range(count)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import kernels as program
-from bench.microbench import arguments, cases, peers, timing
+from bench.microbench import cases
 from bench.microbench import command as kernels
 from bench.microbench.arguments import TIMED
 
@@ -57,31 +57,6 @@ def test_the_first_look_prints_a_sentence_per_case(tmp_path, capsys, small_first
     )
 
 
-TABLE_OPTIONS = ["--all", "--ops=row_pack", "--sizes=64", "--density=0.1", "--row-widths=8"]
-TABLE_OPTIONS += ["--rounds=2", "--no-peers", "--graphs"]
-
-
-@pytest.mark.parametrize("given", TABLE_OPTIONS)
-def test_each_table_option_selects_the_tables(given):
-    parser = arguments.parser()
-    assert arguments.settle(parser.parse_args([]))
-    options = parser.parse_args([given])
-    assert not arguments.settle(options) and options.threads == torch.get_num_threads()
-    assert options.ops == (["row_pack"] if given.startswith("--ops") else TIMED)
-
-
-def test_slow_calls_use_fewer_sets_and_the_time_limit_ends_rounds():
-    called = {"fast": [], "slow": []}
-    calls = {name: called[name].append for name in called}
-    sets, rounds = {"fast": 4, "slow": 2}, {"fast": 5, "slow": 1}
-    timing.take_turns(calls, lambda i: None, sets, rounds, "cpu")
-    assert called == {"fast": [0, 1, 2, 3] * 6, "slow": [0, 1] * 2}  # one more round for warmup
-    for name in called:
-        called[name].clear()
-    timing.take_turns(calls, lambda i: None, sets, rounds, "cpu", seconds=0.0)
-    assert called == {"fast": [0, 1, 2, 3] * 2, "slow": [0, 1] * 2}
-
-
 def test_bytes_of_cases_by_hand():
     case = cases.mask_pack("cpu", 1000, 0.1, torch.float32, torch.bfloat16, False)
     assert case.nbytes == 1000 * 12 + 100 * 4
@@ -106,25 +81,3 @@ def test_a_backend_that_differs_is_not_timed():
 
     with pytest.raises(SystemExit, match="wrong differs from eager"):
         kernels._check(case, {"eager": good, "wrong": Wrong})
-
-
-@pytest.mark.parametrize("function", [peers.topk, peers.dgc, peers.random_k])
-def test_peers_conserve_the_gradient_and_select_about_k_entries(function):
-    torch.manual_seed(0)
-    residual, grad, k = torch.randn(50_000), torch.randn(50_000), 500
-    accumulated = residual + grad
-    values, index = function(residual, grad, k)
-    residual[index] += values
-    assert torch.equal(residual, accumulated)
-    assert 0.75 * k <= index.numel() <= 1.3 * k
-
-
-def test_a_peer_that_loses_values_raises():
-    residual, grad = [torch.randn(100)], [torch.randn(100)]
-
-    def lossy(i):
-        values, index = peers.topk(residual[i], grad[i], 10)
-        return values * 0.5, index
-
-    with pytest.raises(ValueError, match="do not add up to their input"):
-        peers._compaction(lossy, residual, grad).check(0)

@@ -1,11 +1,9 @@
 """bench.link end to end: on loopback, and in network namespaces if root can create them."""
 
-import argparse
 import contextlib
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,10 +17,10 @@ from bench.cli import UsageError
 from bench.network import namespaces
 from bench.network.namespaces import Namespaces
 from bench.network.report import merge, render
-from bench.rates import describe_rate, parse_rate
 from support.programs import ROOT, started
 
-SMALL = ["--hash-size", "300", "--batch-size", "16", "--steps", "15", "--modes", "dense,dct"]
+SMALL = ["--hash-size", "300", "--batch-size", "16", "--steps", "15", "--modes"]
+SMALL += ["dense,dct,hybrid-format-dedup"]
 # These commands are run as a probe, because root in a container may lack the permission for them.
 PROBE = """
 set -e
@@ -56,14 +54,14 @@ def _check(result, rates):
     """Compare bytes with arithmetic that shares no code with the benchmark."""
     numel = result["model"]["parameters"]
     assert [(link["ranks"], link["rate"]) for link in result["links"]] == [(2, r) for r in rates]
-    assert len(result["cells"]) == 2 * len(rates)
+    assert len(result["cells"]) == 3 * len(rates)
     for cell in result["cells"]:
         low, median, high = cell["step_ms"]
         assert 0 < low <= median <= high and cell["steps"] == 15
         if cell["mode"] == "dense":
             assert cell["payload_bytes"] == 4 * numel  # a ring over 2 ranks
         else:
-            assert cell["payload_bytes"] < 4 * numel / 50
+            assert cell["payload_bytes"] < 4 * numel / 20
         assert cell["wire_bytes"] > cell["payload_bytes"]
 
 
@@ -92,22 +90,6 @@ def test_namespaces(tmp_path):
 
 
 @pytest.mark.large
-def test_hybrid_modes_send_fewer_bytes_of_rows(tmp_path):
-    """Two ranks with 13 tables each, a batch of 16, and embeddings of 32 entries."""
-    modes = "hybrid-dense,hybrid-dct,hybrid-format,hybrid-format-dedup"
-    given = [*SMALL[:-1], modes, "--embedding-dim", "32", "--row-format", "int4,sign"]
-    given += ["--row-density", "0.125", "--loopback", "--out", str(tmp_path)]
-    assert link.main(given) == 0
-    cells = json.loads((tmp_path / "link.json").read_text())["cells"]
-    sent = {cell["mode"]: cell["payload_bytes"] for cell in cells}
-    rows = 16 * 13  # rows that each rank sends and receives
-    # A sparse row has 4 values of 2 bytes each way, and 4 positions of 1 byte forward. A quantized
-    # row has 18 bytes forward and 6 bytes backward.
-    assert sent["hybrid-format"] - sent["hybrid-dct"] == rows * ((18 + 6) - (4 * 3 + 4 * 2))
-    assert sent["hybrid-format-dedup"] < sent["hybrid-format"] < sent["hybrid-dense"] / 10
-
-
-@pytest.mark.large
 def test_sharded_modes_send_fewer_bytes(tmp_path):
     """A step gathers 6 blocks of width 384 twice (kept: once), and the other parameters once.
 
@@ -123,43 +105,6 @@ def test_sharded_modes_send_fewer_bytes(tmp_path):
     # int8 has 66 bytes per 64 elements, and 1 % of the parameters are small and not quantized.
     assert unquantized / 1.95 < int8 < unquantized / 1.9
     assert kept == pytest.approx(int8 * (2 * blocks + 2 * rest) / (3 * blocks + 2 * rest), rel=1e-3)
-
-
-def test_loopback_refuses_a_rate(tmp_path, capsys):
-    assert link.main(["--loopback", "--rates", "1gbit", "--out", str(tmp_path)]) == 1
-    assert "--rates must be unlimited" in capsys.readouterr().err
-
-
-def test_modes_of_two_models_are_refused(tmp_path, capsys):
-    assert link.main(["--loopback", "--modes", "dct,fsdp-int8", "--out", str(tmp_path)]) == 1
-    assert (
-        "--modes must train one model: all modes must be fsdp-..., or none"
-        in capsys.readouterr().err
-    )
-
-
-@pytest.mark.parametrize(
-    "arguments, text",
-    [
-        (["--modes", "dense,sparse"], "argument --modes: must be some of dense,bf16,"),
-        (["--modes", "dct,dct"], "argument --modes: must have no value twice, got 'dct,dct'"),
-        (["--ranks", "1"], "argument --ranks: must be an integer in [2, 64], got '1'"),
-        (["--row-density", "0"], "argument --row-density: must be a number in (0, 1], got '0'"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, text, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        link.main(arguments)
-    assert exit_.value.code == 2 and text in capsys.readouterr().err
-
-
-@needs_root
-def test_an_interrupted_run_cleans_up(tmp_path):
-    with _running(tmp_path) as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 130
-        assert process.stderr.read().endswith("link: interrupted\n")
-    assert _ours() == []
 
 
 @needs_root
@@ -186,17 +131,6 @@ def _running(folder):
         yield process
 
 
-def test_a_rank_that_fails_or_hangs_is_named():
-    failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    slow = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    with pytest.raises(UsageError, match="rank 1 failed with exit status 3"):
-        link._wait([slow, failed], 30)
-    with pytest.raises(UsageError, match=r"ranks \[0\] have not ended in 0 seconds"):
-        link._wait([slow], 0)
-    slow.kill()
-    slow.wait()
-
-
 def _measured(seconds, wire):
     """A record of steps that took `seconds`, with `wire` bytes in each."""
     steps = len(seconds)
@@ -214,21 +148,3 @@ def test_a_step_takes_as_long_as_its_slowest_rank():
     run = {"links": [], "cells": [cell]}
     assert "| DCT | 1,000 | 1,132 | 1.000 | 2 |" in " ".join(render(run).split())  # 1000 + 2 * 66
     assert merge(2, None, "dct", rounds, 2)["wire_bytes"] == 1132 / 2  # two ranks share a counter
-
-
-@pytest.mark.parametrize(
-    "text, rate, described",
-    [
-        ("100mbit", 1e8, "100 Mbit/s"),
-        ("2.5gbit", 2.5e9, "2.5 Gbit/s"),
-        ("unlimited", None, "unlimited"),
-    ],
-)
-def test_rates_are_parsed_and_formatted(text, rate, described):
-    assert parse_rate(text) == rate and describe_rate(rate) == described
-
-
-@pytest.mark.parametrize("text", ["", "1", "gbit", "1gb", "-1gbit", "0mbit", "nangbit", "500gbit"])
-def test_wrong_rates_raise(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="must be 1mbit to 400gbit or unlimited"):
-        parse_rate(text)

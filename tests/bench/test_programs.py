@@ -21,8 +21,6 @@ PROGRAMS += [
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_help_shows_how_to_run_the_program(name, capsys, monkeypatch):
-    if name.endswith("torchrec_dlrm"):
-        pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
     monkeypatch.setattr("sys.argv", [name, "--help"])
     with pytest.raises(SystemExit) as end:
         runpy.run_module(name, run_name="__main__")

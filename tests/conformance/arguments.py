@@ -13,7 +13,7 @@ F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float6
 TORCH_NAMES = {"Float": "float32", "BFloat16": "bfloat16", "Half": "float16", "Double": "float64"}
 TORCH_NAMES |= {"Char": "int8", "Int": "int32", "Long": "int64"}
 OPS = ("sample_threshold", "mask_pack", "scatter_unpack")
-OPS += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
+OPS += ("quantize_pack", "dequantize_sum")
 OPS += ("row_pack", "row_gather", "row_unpack")
 OPS += ("row_quantize", "row_dequantize", "row_dequantize_sum")
 NUMEL, CAPACITY, K, WIDTH, ROWS = 100, 10, 4, 50, 3
@@ -70,13 +70,6 @@ def arguments(op):
             "format": "int8",
             "scale": 0.5,
             "out_scale": one,
-        },
-        "dequantize_sum_pack": {
-            "payloads": received,
-            "residual": f32,
-            "payload": sent,
-            "format": "int8",
-            "scale": 0.5,
         },
         "row_pack": {"x": x, "k": K, "value_dtype": F32},
         "row_gather": {"x": x, "positions": positions, "k": K, "value_dtype": F32},

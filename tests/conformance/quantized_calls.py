@@ -10,7 +10,7 @@ from oracle import quantized_payload as oracle
 from oracle.quantized_payload import Geometry
 
 from conformance import bits, samples
-from conformance.calls import PREFILL, compare_rows, neutral_gradient, stacked, summed
+from conformance.calls import PREFILL, compare_rows, neutral_gradient, summed
 from conformance.memory import Arena
 
 
@@ -68,26 +68,6 @@ def dequantize_sum(backend, payloads, geometry, *options, **named):
     """Run dequantize_sum, compare out and status with the oracle, and return them; see `summed`."""
     op = backend.dequantize_sum, oracle.dequantize_sum
     return summed(backend, op, (geometry.format,), payloads, geometry, *options, **named)
-
-
-def dequantize_sum_pack(backend, payloads, geometry, residual, scale=1.0, room=0, offset=0):
-    """Run dequantize_sum_pack, compare its results with the oracle; return (Packed, status)."""
-    into = Geometry(geometry.numel, geometry.format, room=room)
-    arena = Arena(backend.device, offset)
-    new = arena.written(residual)
-    payload = arena.written(torch.full((into.nbytes,), PREFILL, dtype=torch.uint8), offset=0)
-    status = backend.dequantize_sum_pack(
-        arena.read(stacked(payloads, geometry), offset=0), new, payload, geometry.format, scale
-    )
-    arena.check()
-
-    row = bytearray([PREFILL]) * into.nbytes
-    expected, expected_status = oracle.dequantize_sum_pack(
-        [rows[0] for rows in payloads], bits.numbers(residual), row, into, scale
-    )
-    assert status.dtype == torch.int32
-    bits.assert_equal(status.cpu().numpy(), expected_status, "status")
-    return _compared(new, expected, payload, [row], into), status.tolist()
 
 
 def _compared(residual, expected_residual, payload, rows, geometry):

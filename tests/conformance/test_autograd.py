@@ -61,6 +61,11 @@ def test_the_backward_ops_are_the_row_ops(width, k, dtype, value_dtype):
     bits.assert_floats(dv, expected, "gradient of row_unpack")
 
 
+def _packed():
+    x = samples.normal(60).view(2, 30)
+    return x, *row_pack(x, 4, F32)
+
+
 def test_expanded_gradients():
     """The gradient of a sum has stride 0, so backward must make it contiguous for the op."""
     x = samples.normal(90).view(3, 30).requires_grad_()
@@ -113,36 +118,29 @@ def test_forward_mode_raises(entry, op):
     raises(derivative, {}, op, DIFFERENTIABLE[op], ValueError)
 
 
-@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_torch_func_gradients_raise():
+    x, values, positions = _packed()
+    for function, argument in (
+        (lambda x: row_pack(x, 4, F32)[0], x),
+        (lambda x: row_gather(x, positions, 4, F32), x),
+        (lambda v: row_unpack(v, positions, 30, F32), values),
+    ):
+        with pytest.raises(RuntimeError, match="must override the setup_context"):
+            torch.func.vjp(function, argument)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap warns once per op
-def test_torch_func_gradients(op):
-    """Differentiates the sum of the cubed outputs twice, by torch.func alone and with autograd."""
-    x = samples.normal(60).view(2, 30)
-    values, positions = row_pack(x, 4, torch.float32)
-    kept = torch.where(x.abs() >= x.abs().topk(4, 1).values[:, -1:], x, 0.0)
-    function, x, kept = {
-        "row_pack": (lambda x: row_pack(x, 4, torch.float32)[0], x, kept),
-        "row_gather": (lambda x: row_gather(x, positions, 4, torch.float32), x, kept),
-        "row_unpack": (lambda v: row_unpack(v, positions, 30, torch.float32), values, values),
-    }[op]
-    first, second = 3 * kept**2, 6 * kept
-
-    def cubes(x):
-        return function(x).pow(3).sum()
-
-    grad = torch.func.grad(cubes)
-    torch.testing.assert_close(grad(x), first)
-    torch.testing.assert_close(torch.func.vjp(cubes, x)[1](torch.tensor(2.0))[0], 2 * first)
-    torch.testing.assert_close(torch.func.grad(lambda x: grad(x).sum())(x), second)
-    leaf = x.clone().requires_grad_()
-    torch.testing.assert_close(torch.autograd.grad(grad(leaf).sum(), leaf)[0], second)
-    if op == "row_pack":  # one sample at a time
-        torch.testing.assert_close(torch.vmap(lambda row: grad(row.view(1, -1))[0])(x), first)
+def test_vmap_of_row_ops_equals_one_call():
+    x, values, positions = _packed()
+    one = x.clone().requires_grad_()
+    found = torch.vmap(lambda row: row_pack(row.view(1, -1), 4, F32))(one)
+    assert torch.equal(found[0][:, 0], values) and torch.equal(found[1][:, 0], positions)
+    found[0].pow(2).sum().backward()
+    assert torch.equal(one.grad, 2 * row_unpack(values, positions, 30, F32))
 
 
 WRITTEN = {"mask_pack": {"residual", "payload", "seen"}, "scatter_unpack": {"out"}}
 WRITTEN |= {"quantize_pack": {"residual", "payload"}, "dequantize_sum": {"out"}}
-WRITTEN |= {"dequantize_sum_pack": {"residual", "payload"}}
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -177,17 +175,14 @@ def test_mutating_an_argument_that_requires_grad_raises(entry, op, arg):
         call(**args)
 
 
-@entries
-@pytest.mark.parametrize("op", WRITTEN)
-def test_vmap_of_a_mutating_op_raises(entry, op):
-    arg = min(WRITTEN[op])
+@pytest.mark.parametrize(
+    ("op", "arg"), [(op, arg) for op in WRITTEN for arg in sorted(WRITTEN[op])]
+)
+def test_vmap_of_a_mutating_op_raises(op, arg):
     args = arguments(op)
     batch = torch.stack([args[arg]] * 2)
-
-    def batched():
-        torch.vmap(lambda tensor: getattr(entry, op)(**args | {arg: tensor}))(batch)
-
-    raises(batched, {}, op, arg, ValueError)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.vmap(lambda tensor: getattr(torch.ops.dct, op)(**args | {arg: tensor}))(batch)
 
 
 def test_mutating_a_tensor_saved_for_backward_raises_in_backward():

@@ -41,9 +41,6 @@ OVERLAPS = [
     ("quantize_pack", "inv_scale", {"payload": ROW, "inv_scale": (F32, 400, 1)}),
     ("dequantize_sum", "payloads", {"out": VECTOR, "payloads": (U8, 384, 2 * QUANTIZED_BYTES)}),
     ("dequantize_sum", "out_scale", {"out": VECTOR, "out_scale": (F32, 4 * NUMEL - 4, 1)}),
-    ("dequantize_sum_pack", "payload", {"residual": VECTOR, "payload": ROW}),
-    ("dequantize_sum_pack", "payloads", {"residual": VECTOR, "payloads": (U8, 384, 2 * ROW[2])}),
-    ("dequantize_sum_pack", "payloads", {"payload": ROW, "payloads": (U8, 1488, 2 * ROW[2])}),
 ]
 
 
@@ -87,7 +84,6 @@ DEVICES = [
     ("scatter_unpack", "out", ("payloads", "out_scale")),
     ("quantize_pack", "payload", ("residual", "grad", "inv_scale")),
     ("dequantize_sum", "out", ("payloads", "out_scale")),
-    ("dequantize_sum_pack", "residual", ("payloads", "payload")),
     ("row_gather", "x", ("positions",)),
     ("row_unpack", "values", ("positions",)),
 ]
@@ -112,8 +108,6 @@ WRONG_TYPES = [
     ("quantize_pack", [("residual", 1.0), ("grad", None), ("payload", None), ("format", 8)]),
     ("quantize_pack", [("inv_scale", 0.5)]),
     ("dequantize_sum", [("payloads", b""), ("out", None), ("format", None), ("out_scale", 2.0)]),
-    ("dequantize_sum_pack", [("payloads", [b""]), ("residual", None), ("payload", b"")]),
-    ("dequantize_sum_pack", [("format", F32)]),
     ("row_pack", [("x", [[1.0]]), ("k", 4.0), ("k", False)]),
     ("row_gather", [("positions", None), ("value_dtype", None)]),
     ("row_unpack", [("width", "50")]),

@@ -109,16 +109,17 @@ def test_dense_payload():
     assert_planted(grad, 2, where)
 
 
-def test_dense_payload_of_several_ranges_and_dequantize_sum_pack():
-    """Needs 10 GB. Three ranges hold the same rows as a single range, which is then repacked."""
+def test_dense_payload_of_several_ranges():
+    """Needs 10 GB. Three ranges hold the same rows as a single range."""
     where, ranges = (0, 2**30, 2**31 - 1, 2**31, LAST, NUMEL - 1), 3  # in separate groups of 64
-    grad = planted(torch.bfloat16, where)
+    residual, grad = planted(torch.float32, where), torch.zeros(NUMEL, dtype=torch.bfloat16)
     geometry = quantized_payload.Geometry(NUMEL, "ternary", ranges)
     rows = torch.zeros(ranges, geometry.nbytes, dtype=torch.uint8)
     flat = torch.zeros(quantized_payload.Geometry(NUMEL, "ternary").nbytes, dtype=torch.uint8)
-    CPP.quantize_pack(None, grad, rows, "ternary")
-    CPP.quantize_pack(None, grad, flat, "ternary")
-    del grad
+    CPP.quantize_pack(residual, grad, rows, "ternary")
+    assert torch.count_nonzero(residual) == 0
+    del residual, grad
+    CPP.quantize_pack(None, planted(torch.bfloat16, where), flat, "ternary")
     begin = 64
     for r, row in enumerate(rows):
         low, high = geometry.bounds(r)
@@ -127,14 +128,9 @@ def test_dense_payload_of_several_ranges_and_dequantize_sum_pack():
         assert torch.equal(row[64 : 64 + size], flat[begin : begin + size])
         begin += size
     assert begin == flat.numel()
-    del rows
-    residual, packed = torch.zeros(NUMEL), torch.empty_like(flat)
-    status = CPP.dequantize_sum_pack(flat.unsqueeze(0), residual, packed, "ternary", 4.0)
-    assert status.tolist() == [0]
-    assert torch.count_nonzero(residual) == 0
-    del residual
+    del flat
     out = torch.empty(NUMEL, dtype=torch.bfloat16)
-    CPP.dequantize_sum(packed.unsqueeze(0), out, "ternary", 0.25)
+    assert CPP.dequantize_sum(rows.unsqueeze(0), out, "ternary").tolist() == [0]
     assert_planted(out, 1, where)
 
 

@@ -46,7 +46,6 @@ CASES += [
     ("scatter_unpack", {"out": empty(0), "payloads": u8(2, NOTHING)}),
     ("quantize_pack", {"residual": empty(0), "grad": empty(0), "payload": u8(64)}),
     ("dequantize_sum", {"out": empty(0), "payloads": u8(2, 64)}),
-    ("dequantize_sum_pack", {"residual": empty(0), "payloads": u8(0, 64), "payload": u8(64)}),
     ("row_pack", {"x": empty(0, 50)}),
     ("row_pack", {"x": empty(0, 50), "k": 20}),  # a bitmap
     ("row_gather", {"x": empty(0, 50), "positions": u8(0, 4)}),

@@ -26,7 +26,7 @@ def _write(tmp_path, *lines, name="rows.tsv"):
 def test_values_of_a_row(tmp_path):
     rows, numbers, report = criteo.read(_write(tmp_path, line(label="1")), ROWS)
     assert rows.labels.tolist() == [1] and numbers.tolist() == [0]
-    assert (report.rows, report.malformed, report.examples) == (1, 0, [])
+    assert report == (1, 0, None)
     expected = [math.log1p(max(int(x), 0)) if x else 0.0 for x in INTS]
     assert rows.ints.dtype == torch.float32
     assert rows.ints[0].tolist() == pytest.approx(expected, rel=1e-6)
@@ -55,24 +55,16 @@ def test_a_malformed_line_is_counted_and_skipped(tmp_path, text, reason):
     path = _write(tmp_path, line(label="0"), text, line(label="1"))
     rows, numbers, report = criteo.read(path, ROWS)
     assert rows.labels.tolist() == [0, 1] and numbers.tolist() == [0, 2]
-    assert (report.rows, report.malformed) == (2, 1)
-    assert report.examples == [(2, reason)]
+    assert report == (2, 1, (2, reason))
     assert report.describe() == f"1 of 3 lines malformed (line 2: {reason})"
-
-
-def test_a_huge_integer_stays_finite(tmp_path):
-    path = _write(tmp_path, line(ints=["9" * 400, *INTS[1:]]))
-    rows, _, report = criteo.read(path, ROWS)
-    assert report.malformed == 0
-    assert rows.ints[0, 0].item() == pytest.approx(math.log(2**62))
 
 
 @pytest.mark.parametrize("name", ["rows.tsv", "rows.tsv.gz"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_generated_rows_are_read_back(tmp_path, monkeypatch, name, world_size):
-    """Rows in a file equal the generated rows. Each rank reads its own rows, in chunks."""
+    """Rows in a file equal the generated rows, with any name. Each rank reads its own rows."""
     monkeypatch.setattr(criteo, "LINES_PER_CHUNK", 64)
-    path = write_rows(tmp_path / name, seed=5, rows=500)
+    path = write_rows(tmp_path / name, seed=5, rows=500).rename(tmp_path / "rows")
     block = synthetic.Generator(5).rows(np.arange(500))
     whole = Rows.encode(block.labels, block.ints, block.values, ROWS)
     for rank in range(world_size):
@@ -82,13 +74,6 @@ def test_generated_rows_are_read_back(tmp_path, monkeypatch, name, world_size):
         assert torch.equal(rows.labels, whole.labels[indices])
         assert torch.equal(rows.ints, whole.ints[indices])
         assert torch.equal(rows.ids, whole.ids[indices])
-
-
-def test_windows_line_ends(tmp_path):
-    unix, windows = tmp_path / "unix.tsv", tmp_path / "windows.tsv"
-    unix.write_bytes(line().encode() + b"\n")
-    windows.write_bytes(line().encode() + b"\r\n")
-    assert torch.equal(criteo.read(unix, ROWS)[0].ids, criteo.read(windows, ROWS)[0].ids)
 
 
 def test_unreadable_files_raise(tmp_path):
@@ -104,15 +89,6 @@ def test_unreadable_files_raise(tmp_path):
         criteo.check_file(commas)
 
 
-@pytest.mark.parametrize(("name", "packed"), [("rows.tsv", True), ("rows.tsv.gz", False)])
-def test_gzip_is_detected_by_content(tmp_path, name, packed):
-    content = f"{line()}\n".encode()
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(content) if packed else content)
-    criteo.check_file(path)
-    assert criteo.read(path, ROWS)[2].rows == 1
-
-
 @pytest.mark.parametrize("damage", ["truncated", "corrupt"])
 def test_a_damaged_gzip_file_raises(tmp_path, damage):
     path = write_rows(tmp_path / "rows.tsv.gz", seed=0, rows=300)
@@ -125,11 +101,3 @@ def test_a_damaged_gzip_file_raises(tmp_path, damage):
     criteo.check_file(path)  # checks only the beginning
     with pytest.raises(UsageError, match="must be readable to its end"):
         criteo.read(path, ROWS)
-
-
-def test_tokens_are_stable_numbers():
-    tokens = {b"0": 0, b"ff": 255, b"FF": 255, b"deadbeef": 0xDEADBEEF}
-    assert {token: criteo.token_value(token) for token in tokens} == tokens
-    assert criteo.token_value(b"f" * 40) == (16**40 - 1) % 2**63
-    assert criteo.token_value(b"hello world") == 0x0D4A1185  # its CRC-32
-    assert 0 <= criteo.token_value("\u00e9t\u00e9".encode("latin-1")) < 2**32

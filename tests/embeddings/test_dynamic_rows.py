@@ -256,8 +256,8 @@ def test_attached_state_is_the_state_of_the_optimizer(rank):
         assert rows.ids().tolist() == [5, 2**62]
 
 
-def _refused(text, call, error=ValueError):
-    with pytest.raises(error, match=re.escape(text)):
+def _refused(text, call):
+    with pytest.raises(ValueError, match=re.escape(text)):
         call()
 
 
@@ -266,66 +266,39 @@ OWNER = "dct::DynamicFeatureRows: "
 
 @on_ranks(1)
 def test_wrong_settings_raise(rank):
-    for text, wrong, error in (
-        ("width must be in [1", {"width": 0}, ValueError),
-        ("capacity must be in [1", {"capacity": 0}, ValueError),
-        ("bound must be in [0, ", {"bound": float("nan")}, ValueError),
-        ("bound must be in [0, 3.4e+38], got 1e+39", {"bound": 1e39}, ValueError),  # of float32
-        ("bound must be a number, got 'x'", {"bound": "x"}, TypeError),
-        ("seed must be in [0", {"seed": -1}, ValueError),
-        ("dtype must be float32 or", {"dtype": torch.half}, TypeError),
-    ):
-        given = {"width": 1, "capacity": 1} | wrong
-        _refused(OWNER + text, lambda given=given: DynamicFeatureRows(**given), error)
+    for text, bound in (("got nan", float("nan")), ("3.4e+38], got 1e+39", 1e39), ("-0.1", -0.1)):
+        _refused(text, lambda bound=bound: DynamicFeatureRows(1, 1, bound))
     rows = DynamicFeatureRows(1, 3)
     optimizer, others = (RowWiseAdagrad([w]) for w in (rows.weight, nn.Parameter(torch.ones(4, 1))))
-    attach, rule = rows.attach, "optimizer must be a torch.optim.Optimizer, got "
-    tensor = "optimizer must have a tensor '{}' of 4 rows for weight, got none"
-    for text, arguments, error in (
-        ("name must be a string", (1, optimizer, "sum"), TypeError),
-        ("key must be a string", ("sum", optimizer, ["sum"]), TypeError),
-        (f"{rule}None", ("sum", None, "sum"), TypeError),
-        (tensor.format("sums"), ("sum", optimizer, "sums"), ValueError),
-        (tensor.format("sum"), ("sum", others, "sum"), ValueError),
-    ):
-        _refused(OWNER + text, lambda given=arguments: attach(*given), error)
+    for given in (("sum", optimizer, "sums"), ("sum", others, "sum")):
+        text = f"optimizer must have a tensor '{given[2]}' of 4 rows for weight, got none"
+        _refused(OWNER + text, lambda given=given: rows.attach(*given))
 
 
 @on_ranks(1)
 def test_merging_wrong_states_raises(rank):
     common = {"ids": torch.arange(3), "weight": torch.ones(3, 1), "per_row.sum": torch.ones(3)}
     ranks = [{"owner": torch.tensor([rank, 2])} | common for rank in range(2)]
-    rows = DynamicFeatureRows(1, 3)
-    every, saved = "must hold one state of every rank, got", rows.state_dict()
-    state = "must be a DynamicFeatureRows.state_dict()"
-    prefix = f"[0] {state}, with no prefix to its names, got one without"
-    prefixed, other = nn.ModuleDict({"rows": rows}), FeatureRows(torch.zeros(3, 1))
-    for text, states, error in (
-        (f" {every} 0 of 1, 0 of 1", [saved] * 2, ValueError),
-        (f" {every} none", [], ValueError),
-        (" must be a sequence of states, got 5", 5, TypeError),
-        (" must be a sequence of states, got OrderedDict", saved, TypeError),
-        (f"[1] {state}, got 5", [saved, 5], TypeError),
-        (f"{prefix} owner, ids, weight", [{}], ValueError),
-        (f"{prefix} owner, ids, weight", [prefixed.state_dict()], ValueError),
-        (f"{prefix} ids", [other.state_dict()], ValueError),
-        ("[0]['owner'] must be [rank, ranks]", [saved | {"owner": torch.ones(3)}], ValueError),
+    saved, other = DynamicFeatureRows(1, 3).state_dict(), FeatureRows(torch.zeros(3, 1))
+    state = "[0] must be a DynamicFeatureRows.state_dict(), with no prefix to its names, got one"
+    for text, states in (
+        (" must hold one state of every rank, got 0 of 1, 0 of 1", [saved] * 2),
+        (" must hold one state of every rank, got none", []),
+        (f"{state} without owner, ids, weight", [{}]),
+        (f"{state} without ids", [other.state_dict()]),
+        ("[0]['owner'] must be [rank, ranks]", [saved | {"owner": torch.ones(3)}]),
+        *(
+            (f"[1]['{name}'] must be torch.float32", [ranks[0], ranks[1] | {name: value}])
+            for name, value in (
+                ("weight", torch.zeros(2, 1)),  # the state has 3 ids
+                ("weight", torch.zeros(3, 2)),
+                ("weight", torch.zeros(3, 1, dtype=F64)),
+                ("per_row.sum", torch.zeros(4)),
+            )
+        ),
     ):
         text = f"dct::merge_feature_rows: states{text}"
-        _refused(text, lambda given=states: merge_feature_rows(given), error)
-    for name, value, got in (
-        ("weight", torch.zeros(2, 1), "(3, 1), got torch.float32 (2, 1)"),  # the state has 3 ids
-        ("weight", torch.zeros(3, 2), "(3, 1), got torch.float32 (3, 2)"),
-        ("weight", torch.zeros(3, 1, dtype=F64), "(3, 1), got torch.float64 (3, 1)"),
-        ("per_row.sum", torch.zeros(4), "(3,), got torch.float32 (4,)"),
-    ):
-        text = f"dct::merge_feature_rows: states[1]['{name}'] must be torch.float32 {got}"
-        wrong = [ranks[0], ranks[1] | {name: value}]
-        _refused(text, lambda wrong=wrong: merge_feature_rows(wrong))
-
-
-class _Other(torch.Tensor):
-    """A tensor of another class."""
+        _refused(text, lambda given=states: merge_feature_rows(given))
 
 
 @on_ranks(2)
@@ -350,8 +323,6 @@ def test_rows_of_another_rank_raise_unless_the_state_is_merged(rank):
 @on_ranks(1)
 def test_wrong_ids_and_states_raise_and_change_nothing(rank):
     rows = DynamicFeatureRows(1, 3)
-    text = f"{OWNER}ids must be int32 or int64, got float32"
-    _refused(text, lambda: rows.initial(torch.ones(2)), TypeError)
     numbers = torch.tensor([0, 5, 2**31 - 1])
     assert torch.equal(rows.initial(numbers.int()), rows.initial(numbers))
     layer = EquivalentSubstitution(rows, [LinearTerms()])
@@ -383,28 +354,11 @@ def test_wrong_ids_and_states_raise_and_change_nothing(rank):
     before = state = rows.state_dict()
     for name, value, text in (
         ("owner", torch.tensor([0, 1, 9]), "state['owner'] must be [rank, ranks], got shape (3,)"),
-        ("owner", torch.ones(2), "state['owner'] must be int64, got float32"),
-        ("ids", torch.ones(3), "state['ids'] must be torch.int64 [n], got torch.float32 (3,)"),
-        ("ids", torch.ones(3, 1).long(), "be torch.int64 [n], got torch.int64 (3, 1)"),
         ("ids", torch.tensor([1, 2, 1]), "state['ids'] must be distinct, got some ids twice"),
         ("ids", torch.tensor([1, 2, -1]), "ids[2] must be in [0, 9223372036854775807], got -1"),
-        ("per_row.sum", torch.zeros(2), "state['per_row.sum'] must have shape (3,), got (2,)"),
-        ("weight", torch.zeros(3, 2), "state['weight'] must have shape (3, 1), got (3, 2)"),
-        ("weight", torch.zeros(3, 1).cfloat(), "must be numbers like float32, got complex64"),
-        ("weight", torch.zeros(3, 1).int(), "must be numbers like float32, got int32"),
-        *(
-            (name, change(state[name]), f"state['{name}'] must be a plain dense tensor, got torch.")
-            for name in ("owner", "ids", "weight", "per_row.sum")
-            for change in (lambda x: x.to("meta"), torch.Tensor.to_sparse, _Other)
-        ),
     ):
-        _refused(
-            text, lambda s=state | {name: value}: rows.load_state_dict(s), (ValueError, TypeError)
-        )
+        _refused(text, lambda s=state | {name: value}: rows.load_state_dict(s))
     assert all(torch.equal(part, before[name]) for name, part in rows.state_dict().items())
-    without = {name: value for name, value in state.items() if name != "ids"}
-    text = "state must have owner, ids, weight, per_row.sum, got no ids"
-    _refused(text, lambda: rows.load_state_dict(without))
     small, text = DynamicFeatureRows(1, 2), "capacity must be at least 3, the rows of the state, "
     small.attach("sum", RowWiseAdagrad([small.weight]), "sum")
     _refused(text, lambda: small.load_state_dict(state))

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 from functools import partial
 from itertools import cycle
 
@@ -353,21 +352,3 @@ def test_a_damaged_payload_raises(rank, transport, sender, settings):
     for call in (sync.sync, sync.flush):  # later calls also raise
         with pytest.raises(RuntimeError, match=f"from rank {sender}"):
             call()
-
-
-def _dies(rank):
-    bags = _bags()
-    optimizer = OPTIMIZERS["rowwise"]([bags.weight])
-    sync = ReplicaSync(bags, optimizer=optimizer, density=DENSITY)
-    _train(bags, optimizer, 0, rank)
-    sync.step()
-    if rank == 1:
-        os._exit(7)
-    _train(bags, optimizer, 1, rank)  # not collective: the sharding group has one rank
-    sync.step()
-
-
-def test_the_other_replica_raises_when_a_replica_dies():
-    # Rank 0 has exit code 1, so it raised an error and was not killed.
-    with pytest.raises(RuntimeError, match=r"(?s)exit codes \[1, 7\].*in sync\b"):
-        run_ranks(_dies, 2)

@@ -1,12 +1,10 @@
-"""EquivalentSubstitution raises, and does not hang, for wrong arguments and ranks that die."""
+"""EquivalentSubstitution raises, and does not hang, for wrong arguments."""
 
-import os
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from dct_embeddings import (
     DynamicFeatureRows,
@@ -18,8 +16,7 @@ from dct_embeddings import (
     SubstituteOperator,
     SumPooledEmbedding,
 )
-from dct_embeddings.substitution import substitution
-from support.ranks import on_ranks, run_ranks
+from support.ranks import on_ranks
 
 OWNER = "dct::EquivalentSubstitution: "
 
@@ -67,52 +64,23 @@ def _of(rows, operators=(), aggregate="reduce_scatter"):
 
 @on_ranks(1)
 def test_errors_name_the_argument(rank):
-    rows = FeatureRows(torch.randn(10, 3))
-
-    rule = "operators[0] must be a SubstituteOperator, whose partial results add up (docs/guide/des"
-    for operator in (nn.EmbeddingBag(4, 2, mode="max"), nn.MultiheadAttention(4, 2)):
-        text = f"{OWNER}{rule}.md), got {type(operator).__name__}"
-        _refused(text, lambda op=operator: EquivalentSubstitution(rows, [op]), TypeError)
-    text = "rows must be FeatureRows or DynamicFeatureRows, got Tensor"
-    _refused(text, lambda: _of(torch.randn(3, 2)), TypeError)
-    _refused("operators must have at least one, got none", lambda: _of(rows, []))
-    text = "operators must be a sequence of SubstituteOperators, got LinearTerms"
-    _refused(OWNER + text, lambda: _of(rows, LinearTerms()), TypeError)
-    _refused(
-        "operators[1] must use columns of rows of width 3, got columns 2 to 3",
-        lambda: _of(rows, [LinearTerms(), FactorizationMachine(2, first=2)]),
-    )
-    _refused(
-        "aggregate must be 'reduce_scatter' or 'all_reduce', got 'gather'",
-        lambda: _of(rows, [LinearTerms()], "gather"),
-    )
-    _refused("FirstLayer: fields must be in [1", lambda: FirstLayer(0, 1, 1))
-    _refused("SumPooledEmbedding: width must be in [1", lambda: SumPooledEmbedding(0))
-    _refused("LinearTerms: first must be in [0", lambda: LinearTerms(-1))
-    _refused("FeatureRows: weight must be 2-D, got 1-D", lambda: FeatureRows(torch.zeros(3)))
-    _refused(
-        "weight must have shape [rows, d] with rows in [1, 2147483647] (at least one per rank) "
-        "and d >= 1, got (0, 3)",
-        lambda: FeatureRows(torch.zeros(0, 3)),
-    )
-    _refused("weight must be float32 or", lambda: FeatureRows(torch.zeros(2, 3).half()), TypeError)
-
-    layer, lengths = _layer(), torch.tensor([[1, 0], [0, 1]])
-    ids = torch.tensor([3, 9])
-    for wrong, text in (
-        (ids + 1, "ids[1] must be in [0, 9], got 10"),
-        (ids - 4, "ids[0] must be in [0, 9], got -1"),
-        (torch.tensor([2**63 - 1, 0]), "ids[0] must be in [0, 9], got 9223372036854775807"),
-        (ids[:1], "ids must have 2 elements like lengths, got 1"),
-        (ids[None], "ids must be 1-D, got 2-D"),
+    rows, layer, ids = FeatureRows(torch.randn(10, 3)), _layer(), torch.tensor([3, 9])
+    lengths = torch.tensor([[1, 0], [0, 1]])
+    for text, operators in (
+        ("operators must have at least one, got none", []),
+        ("operators[1] must use columns of", [LinearTerms(), FactorizationMachine(2, first=2)]),
     ):
-        _refused(OWNER + text, lambda wrong=wrong: layer(wrong, lengths))
-    _refused(
-        "ids must be int32 or int64, got float32", lambda: layer(ids.float(), lengths), TypeError
-    )
-    _refused("lengths must be at least 0, got -1", lambda: layer(ids, 2 - 3 * lengths))
-    _refused("lengths must be 2-D, got 1-D", lambda: layer(ids, lengths[0]))
-    _refused("lengths must have at least 1 field, got none", lambda: layer(ids[:0], lengths[:0]))
+        _refused(text, lambda operators=operators: _of(rows, operators))
+    _refused("weight must have shape [rows, d] with", lambda: FeatureRows(torch.zeros(0, 3)))
+    for text, *wrong in (
+        ("ids[1] must be in [0, 9], got 10", ids + 1, lengths),
+        ("ids[0] must be in [0, 9], got -1", ids - 4, lengths),
+        ("ids[0] must be in [0, 9], got 92", torch.tensor([2**63 - 1, 0]), lengths),
+        ("ids must have 2 elements like lengths, got 1", ids[:1], lengths),
+        ("lengths must be at least 0, got -1", ids, 2 - 3 * lengths),
+        ("lengths must have at least 1 field, got none", ids[:0], lengths[:0]),
+    ):
+        _refused(OWNER + text, lambda wrong=wrong: layer(*wrong))
 
 
 @on_ranks(2)
@@ -140,34 +108,17 @@ def test_operators_and_rows_must_be_the_same_on_all_ranks(rank):
     text = f"ids_group must have ranks [0, 1] like rows, got [{rank}]"
     _refused(OWNER + text, lambda: _layer(ids_group=alone))
     rows, pair = FeatureRows(torch.randn(10, 7)), [LinearTerms(), SumPooledEmbedding(2, first=1)]
-    same = " must be the same on every rank, got "
-    linear, pooled = "LinearTerms(width=1, first=0)", "SumPooledEmbedding(width=2, first=1)"
-
-    def first_layer(fields, outputs):
-        return [FirstLayer(fields, 2, outputs)]
-
-    def layer(outputs):
-        shape = f"weight=({outputs}, 6) torch.float32"
-        return f"[FirstLayer(width=2, first=0, {shape})]"
-
-    for operators, got in (
-        (pair[: 2 - rank], f"[{linear}, {pooled}] on rank 0, [{linear}] on rank 1"),
-        (pair[:: 1 - 2 * rank], f"[{linear}, {pooled}] on rank 0, [{pooled}, {linear}] on rank 1"),
-        (
-            [SumPooledEmbedding(2 + rank)],
-            "[SumPooledEmbedding(width=2, first=0)] on rank 0, "
-            "[SumPooledEmbedding(width=3, first=0)] on rank 1",
-        ),
-        (first_layer(3, 4 + rank), f"{layer(4)} on rank 0, {layer(5)} on rank 1"),
-        # Errors are also reported if only one rank has operators.
-        (pair if rank else [], f"[] on rank 0, [{linear}, {pooled}] on rank 1"),
+    for operators in (
+        pair[: 2 - rank],
+        pair[:: 1 - 2 * rank],
+        [SumPooledEmbedding(2 + rank)],
+        [FirstLayer(3, 2, 4 + rank)],
+        pair if rank else [],  # errors are also reported if only one rank has operators
     ):
-        _refused(f"{OWNER}operators{same}{got}", lambda operators=operators: _of(rows, operators))
+        text = f"{OWNER}operators must be the same on every rank, got ["
+        _refused(text, lambda operators=operators: _of(rows, operators))
     aggregate = ("reduce_scatter", "all_reduce")[rank]
-    text = f"{OWNER}aggregate{same}reduce_scatter on rank 0, all_reduce on rank 1"
-    _refused(text, lambda: _of(rows, pair, aggregate))
-
-    owner = "dct::DynamicFeatureRows: "
+    _refused("aggregate must be the same on every rank", lambda: _of(rows, pair, aggregate))
     for name, values in (
         ("width", (3, 0)),
         ("dtype", (torch.float32, torch.float64)),
@@ -175,7 +126,7 @@ def test_operators_and_rows_must_be_the_same_on_all_ranks(rank):
         ("seed", (0, 1)),
     ):
         settings = {"width": 3, "capacity": 5 + rank, name: values[rank]}
-        text = f"{owner}{name}{same}{values[0]} on rank 0, {values[1]} on rank 1"
+        text = f"{name} must be the same on every rank, got {values[0]} on rank 0, {values[1]} on"
         _refused(text, lambda settings=settings: DynamicFeatureRows(**settings))
     text = "every rank must do the same, got FeatureRows on rank 0, DynamicFeatureRows on rank 1"
     made = (lambda: FeatureRows(torch.zeros(10, 3)), lambda: DynamicFeatureRows(3, 5))
@@ -244,37 +195,6 @@ def test_all_ranks_raise_if_inputs_differ(rank):
 
 
 @on_ranks(2)
-def test_lengths_that_wrap_around_raise(rank):
-    """On one rank, the int64 sum of the lengths wraps around to the number of ids."""
-    ids, lengths = torch.tensor([3, 9, 1]), torch.tensor([[1, 1, 1]])
-    others = "every rank must accept its input, got an error on rank 1: see the output there"
-    for aggregate in ("reduce_scatter", "all_reduce"):
-        layer = _layer(aggregate=aggregate)
-        for wrong, total in (
-            ([[2**63 - 1, 2**63 - 1, 5]], 2**64),  # the exact sum is 2^64 + 3
-            ([[2**62] * 4 + [3]], 2**64),
-            ([[2**62, 2**62, 3]], 2**63),  # the int64 sum is negative
-        ):
-            text = f"ids must have {total} elements like lengths, got 3" if rank else others
-            given = torch.tensor(wrong) if rank else lengths
-            _refused(OWNER + text, lambda layer=layer, given=given: layer(ids, given))
-        linear, pooled = layer(ids, lengths)
-        assert linear.shape == (3,) and pooled.shape == (3, 1, 2)
-
-    layer, by_rank = _layer(), substitution.by_rank
-    for add in ([2**31 - 1, 0, 0], [-5, 5, 0], [0, 1, 0]):
-
-        def wrong_lengths(*given, add=add):
-            lengths, names, equal = by_rank(*given)
-            return [n + torch.tensor(add, dtype=torch.int32) for n in lengths], names, equal
-
-        substitution.by_rank = wrong_lengths
-        _refused(f"{OWNER}lengths of bags must sum to [", lambda: layer(ids, lengths))
-        substitution.by_rank = by_rank
-    layer(ids, lengths)
-
-
-@on_ranks(2)
 def test_training_mode_must_be_the_same_on_all_ranks(rank):
     """In evaluation mode, a rank would create no rows for the new features that it owns."""
     layer = _of(DynamicFeatureRows(3, 50), [LinearTerms()])
@@ -307,21 +227,3 @@ def test_first_layers_must_fit_rows_and_fields(rank):
     made = torch.tensor(len(rows))
     dist.all_reduce(made)
     assert made == 2
-
-
-def _dies(rank, when):
-    layer = _layer()
-    dist.barrier()
-    if when == "forward" and rank == 1:
-        os._exit(7)
-    out = layer(torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]]))
-    if rank == 1:
-        os._exit(7)
-    sum(result.sum() for result in out).backward()
-
-
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_the_other_rank_raises_when_a_rank_dies(when):
-    # Rank 0 has exit code 1, so it raised an error and was not killed.
-    with pytest.raises(RuntimeError, match=r"(?s)exit codes \[1, 7\].*(all_to_all|work.wait)"):
-        run_ranks(_dies, 2, when)

@@ -191,76 +191,58 @@ def _two_tables():
 
 
 @on_ranks(2)
-def test_wrong_plans_and_settings_raise(rank):
+def test_wrong_plans_and_tables_raise(rank):
     mesh, two = shard_mesh(1, 2), _two_tables()
-    twice = [[Shard(0, 0, 3)], [Shard(0, 1, 4), Shard(1, 0, 4)]]
-    shard = "must be a shard: table, first and end, got"
     for text, plan in (
-        ("plan must hold every row of table 1 once, got rows 2 to 3 on no", [(0, 0, 4), (1, 0, 2)]),
-        ("row of table 1 once, got rows 0 to 3 on no rank", [(0, 0, 3), (0, 3, 4)]),
-        (r"plan\[1\]\[0\]\.end must be in \[1, 4\], got 5", [(0, 0, 4), (1, 0, 5)]),
+        ("row of table 1 once, got rows 2 to 3 on no rank", [[(0, 0, 4)], [(1, 0, 2)]]),
+        ("row of table 1 once, got rows 0 to 3 on no rank", [[(0, 0, 3)], [(0, 3, 4)]]),
+        ("got rows 1 to 2 on rank 0", [[(0, 0, 3)], [(0, 1, 4), (1, 0, 4)]]),
+        (r"plan\[1\]\[0\]\.end must be in \[1, 4\], got 5", [[(0, 0, 4)], [(1, 0, 5)]]),
+        ("plan must have 2 elements, one for each .* got 4", PLAN * 2),
+        (r"plan\[1\] must have at least one shard", [PLAN[0], []]),
+        (r"plan\[1\]\[0\] must be a shard: .* got \(0, 1\)", [PLAN[0], [(0, 1)]]),
+        ("plan must be the same on every rank, got .* on rank", PLAN[:: 1 - 2 * rank]),
     ):
-        plan = [[part] for part in plan]
-        _refused(text, lambda plan=plan: ShardedEmbeddingBags(two, plan, mesh))
-    for text, plan, error in (
-        ("plan must have 2 elements, one for each .* got 4", PLAN * 2, ValueError),
-        ("plan must hold every row of table 0 once, got rows 1 to 2 on rank 0", twice, ValueError),
-        (r"plan\[1\] must have at least one shard", [[Shard(0, 0, 4)], []], ValueError),
-        ("plan must be the same on every rank, got .* on rank", PLAN[:: 1 - 2 * rank], ValueError),
-        ("plan must be lists of shards, one for each rank, got 5", 5, TypeError),
-        (r"plan\[1\] must be shards, got 5", [PLAN[0], 5], TypeError),
-        (rf"plan\[0\]\[0\] {shard} 5", [[5], PLAN[1]], TypeError),
-        (rf"plan\[1\]\[0\] {shard} \(0, 1\)", [PLAN[0], [(0, 1)]], ValueError),
-    ):
-        _refused(SHARDS + text, lambda p=plan: ShardedEmbeddingBags(two, p, mesh), error)
+        _refused(SHARDS + ".*" + text, lambda plan=plan: ShardedEmbeddingBags(two, plan, mesh))
     flat, mixed = init_device_mesh("cpu", (2,)), [two[0], two[1].float()]
-    for text, tables, changed, error in (
-        ("mesh must have dimensions", two, {"mesh": flat}, ValueError),
-        (r"tables\[1\] must have width 3", mixed, {}, ValueError),
-        ("tables must be tensors, got 5", 5, {}, TypeError),
-        ("exchange must be callable, got 'int8'", two, {"exchange": "int8"}, TypeError),
-        ("dedup must be the same on every rank, got False", two, {"dedup": rank == 1}, ValueError),
+    for text, tables, changed in (
+        ("mesh must have dimensions", two, {"mesh": flat}),
+        (r"tables\[1\] must have width 3", mixed, {}),
+        ("dedup must be the same on every rank, got False", two, {"dedup": rank == 1}),
     ):
         given = {"plan": PLAN, "mesh": mesh} | changed
-        _refused(text, lambda t=tables, g=given: ShardedEmbeddingBags(t, **g), error)
+        _refused(text, lambda t=tables, g=given: ShardedEmbeddingBags(t, **g))
 
+
+@on_ranks(2)
+def test_wrong_settings_of_a_sync_raise(rank):
+    mesh, two = shard_mesh(1, 2), _two_tables()
     wide = ShardedEmbeddingBags(two, PLAN, mesh)
     bags = ShardedEmbeddingBags([table.float() for table in two], PLAN, mesh)
-    sgd = torch.optim.SGD([bags.weight], LR)
+    sgd, of_wide = (torch.optim.SGD([of.weight], LR) for of in (bags, wide))
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))], LR)
     momentum, decay = (
         torch.optim.SGD([bags.weight], LR, **{setting: 0.9})  # also change other rows
         for setting in ("momentum", "weight_decay")
     )
-    of_wide = torch.optim.SGD([wide.weight], LR)
     few = "weight of bags, with a density or a quantized format, must be float32"
-    density, format = 0.1 * (1 + rank), ["int8", "int4"][rank]
     for text, optimizer, settings, error in (
-        ("dct::ReplicaSync: every must be in", sgd, {"every": 0}, ValueError),
-        (
-            "every must be the same on .* got 1 on rank 0, 2 on",
-            sgd,
-            {"every": 1 + rank},
-            ValueError,
-        ),
+        ("every must be the same on .* 1 on rank 0, 2 on", sgd, {"every": 1 + rank}, ValueError),
         ("be plain SGD, .* got Adam", torch.optim.Adam([bags.weight]), {}, TypeError),
         ("optimizer must be plain SGD,", momentum, {}, TypeError),
         ("optimizer must be plain SGD,", decay, {}, TypeError),
         ("optimizer must train the weight of bags", foreign, {}, ValueError),
-        (r"density must be in \(0, 1\], got 0", sgd, {"density": 0.0}, ValueError),
         ("be 1 with format int8", sgd, {"density": 0.1, "format": "int8"}, ValueError),
-        ("transport must be None, .* got 'ring'", sgd, {"transport": "ring"}, ValueError),
-        ("density must be the same on .* 0.1 on rank 0", sgd, {"density": density}, ValueError),
-        ("same on .* int8 on rank 0, int4 on rank 1", sgd, {"format": format}, ValueError),
+        ("density must be the same on", sgd, {"density": 0.1 * (1 + rank)}, ValueError),
+        ("format must be the same on", sgd, {"format": ["int8", "int4"][rank]}, ValueError),
         (few, of_wide, {"density": 0.1}, TypeError),
         (few, of_wide, {"format": "int4"}, TypeError),
-        ("bags must have one ReplicaSync only, got a second", sgd, {}, ValueError),
     ):
-        if "second" in text:
-            ReplicaSync(bags, optimizer=sgd)
         given = {"optimizer": optimizer} | settings
         of = wide if optimizer is of_wide else bags
         _refused(text, lambda of=of, given=given: ReplicaSync(of, **given), error)
+    ReplicaSync(bags, optimizer=sgd)
+    _refused("one ReplicaSync only, got a second", lambda: ReplicaSync(bags, optimizer=sgd))
 
 
 IDS, LENGTHS = torch.tensor([3, 0, 1]), torch.tensor([[1, 0], [0, 2]])
@@ -377,17 +359,6 @@ def test_plans_by_hand():
         plan_shards([7, 2], 3, row_wise=[1])
     with pytest.raises(ValueError, match="rows must have at least 3 tables, one for each rank, or"):
         plan_shards([7, 2], 3)
-    with pytest.raises(ValueError, match=r"rows\[0\] must be in"):
-        plan_shards([0, 2], 2)
-    for text, arguments in (
-        ("rows must be integers, one for each table, got 5", (5, 1)),
-        (r"rows\[1\] must be an integer, got 'x'", ([5, "x"], 1)),
-        ("ranks must be an integer, got 'x'", ([5], "x")),
-        ("row_wise must be numbers of tables, got 0", ([5], 1, 0)),
-        (r"row_wise\[1\] must be an integer, got 'x'", ([5], 1, [0, "x"])),
-    ):
-        with pytest.raises(TypeError, match="dct::plan_shards: " + text):
-            plan_shards(*arguments)
     with pytest.raises(ValueError, match=r"row_wise\[0\] must be in \[0, 1\], got 2"):
         plan_shards([7, 2], 1, [2])
     with pytest.raises(ValueError, match=r"rows must have at least 1 tables, .* got 0"):

@@ -157,7 +157,6 @@ class Campaign {
 std::unique_ptr<Target> target_of(const std::string& op) {
   if (op == "scatter_unpack") return std::make_unique<ScatterUnpack>();
   if (op == "dequantize_sum") return std::make_unique<DequantizeSum>();
-  if (op == "dequantize_sum_pack") return std::make_unique<DequantizeSumPack>();
   if (op == "row_unpack") return std::make_unique<PackedRows>(false);
   if (op == "row_gather") return std::make_unique<PackedRows>(true);
   if (op == "row_dequantize") return std::make_unique<RowDequantize>(false);

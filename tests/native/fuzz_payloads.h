@@ -139,23 +139,19 @@ class ScatterUnpack : public Target {
   }
 };
 
-// Base class for the readers of dense payloads.
-class Quantized : public Target {
- protected:
+class DequantizeSum : public Target {
   struct Call {
-    Call(uint32_t number, bool cut) {
+    explicit Call(uint32_t number) {
       Setting setting(number);
       kind = &kKinds[setting.pick({0, 1, 2, 3, 4})];
       numel = setting.pick<int64_t>({65, 1, 64, 130, 5, 63, 0, 300, 1, 64, 1024, 1030});
       ranks = setting.pick<int64_t>({1, 2, 1, 0, 3});
       ranges = setting.pick<int64_t>({1, 1, 2});
-      if (!cut) ranges = 1;
       tasks = setting.pick<int64_t>({1, 3});
       scale = setting.pick({1.0f, 1.0f / 3, -0.5f});
       out = setting.pick({DType::kFloat32, DType::kBFloat16, DType::kFloat16});
       nbytes = bytes_for(*kind, numel, ranges, setting.pick({0, 16}));
-      if (cut &&
-          setting.pick({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1}) == 1) {  // two blocks
+      if (setting.pick({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1}) == 1) {  // two blocks
         numel += kBlock;
         nbytes = bytes_for(*kind, numel, ranges, 0);
       }
@@ -166,14 +162,10 @@ class Quantized : public Target {
     DType out;
   };
 
-  explicit Quantized(bool cut) : cut_(cut) {}
-
-  Call call_of(const Input& input) const { return Call(input.setting, cut_); }
-
  public:
   Input sound(Random& random) const override {
     Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
-    const Call call = call_of(input);
+    const Call call(input.setting);
     AlignedBytes payload(call.nbytes, 0);
     for (int64_t i = 0; i < call.ranks * call.ranges; ++i) {
       const Range range = range_bounds(call.numel, call.ranges, i % call.ranges);
@@ -186,7 +178,7 @@ class Quantized : public Target {
   }
 
   Field field(Random& random, const Input& input) const override {
-    const Call call = call_of(input);
+    const Call call(input.setting);
     const int64_t count = std::max<int64_t>(call.ranks * call.ranges, 1);
     const int64_t payload = random.integer(0, count - 1) * call.nbytes;
     Field field = header_field(random);
@@ -197,16 +189,8 @@ class Quantized : public Target {
     return {payload + field.offset, field.bytes};
   }
 
- private:
-  bool cut_;  // whether payloads may have several ranges
-};
-
-class DequantizeSum : public Quantized {
- public:
-  DequantizeSum() : Quantized(true) {}
-
   bool run(Input& input, Memory& memory) const override {
-    const Call call = call_of(input);
+    const Call call(input.setting);
     return dispatch(call.out, [&](auto out) { return sum<decltype(out)>(call, input, memory); });
   }
 
@@ -235,47 +219,6 @@ class DequantizeSum : public Quantized {
     std::vector<Out> wanted;
     for (float x : total) wanted.push_back(make<Out>(call.scale * x));
     check_bits("out", out, wanted.data(), call.numel);
-    check_unchanged(payloads, input);
-    return check_status(status, expected);
-  }
-};
-
-class DequantizeSumPack : public Quantized {
- public:
-  DequantizeSumPack() : Quantized(false) {}
-
-  bool run(Input& input, Memory& memory) const override {
-    const Call call = call_of(input);
-    uint8_t* payloads = received(input, call.ranks * call.nbytes, memory);
-    auto* residual = memory.take<float>(call.numel, 4);
-    auto* payload = memory.take<uint8_t>(call.nbytes);
-    auto* status = memory.take<int32_t>(call.ranks);
-    const float* before = floats().data() + input.setting % 4096;
-    std::copy_n(before, call.numel, residual);
-    std::fill_n(payload, call.nbytes, uint8_t{0xA5});
-    DequantizeSumPackArgs args{};
-    args.payloads = payloads;
-    args.ranks = call.ranks;
-    args.nbytes_in = call.nbytes;
-    args.residual = residual;
-    args.numel = call.numel;
-    args.payload = payload;
-    args.nbytes = call.nbytes;
-    args.format = call.kind->format;
-    args.scale = call.scale;
-    args.status = status;
-    with_tasks(call.tasks,
-               [&](const cpu::Parallel& parallel) { cpu::dequantize_sum_pack(args, parallel); });
-
-    std::vector<int32_t> expected;
-    std::vector<float> acc =
-        sum_of(payloads, call.ranks, 1, call.nbytes, call.numel, *call.kind, expected);
-    for (int64_t i = 0; i < call.numel; ++i) acc[i] = before[i] + call.scale * acc[i];
-    AlignedBytes wanted(call.nbytes, 0xA5);
-    std::vector<float> left(before, before + call.numel);
-    put(wanted.data(), acc, left.data(), *call.kind);
-    CHECK(std::memcmp(payload, wanted.data(), call.nbytes) == 0, "the payload differs");
-    check_bits("residual", residual, left.data(), call.numel);
     check_unchanged(payloads, input);
     return check_status(status, expected);
   }

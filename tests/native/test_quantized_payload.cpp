@@ -1,5 +1,4 @@
-// Compares quantize_pack with the definition of dense payloads. The fuzzer checks dequantize_sum
-// and dequantize_sum_pack.
+// Compares quantize_pack with the definition of dense payloads. The fuzzer checks dequantize_sum.
 
 #include "../../csrc/cpu/kernels.h"
 #include "payload_oracle.h"

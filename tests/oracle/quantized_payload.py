@@ -102,9 +102,9 @@ def dequantize_sum(payloads, geometry, out_dtype, scale=1.0, out_scale=None):
         return floats.narrow(floats.factor(scale, out_scale) * total, out_dtype), status
 
 
-def dequantize_sum_pack(payloads, residual, row, geometry, scale=1.0):
+def pack_mean(payloads, residual, row, geometry):
     """Return the new residual and the status of every rank; write the payload into `row`."""
-    bits, status = dequantize_sum([[p] for p in payloads], geometry, "float32", scale)
+    bits, status = dequantize_sum([[p] for p in payloads], geometry, "float32", 1 / len(payloads))
     return quantize_pack(residual, floats.widen(bits, "float32"), [row], geometry), status
 
 

@@ -61,12 +61,11 @@ class _Exchange:
                 low, high = geometry.bounds(owner)
                 owner_geometry = payloads.Geometry(high - low, geometry.format)
                 results.append(bytearray(geometry.nbytes))
-                self.owned[low:high], _ = payloads.dequantize_sum_pack(
+                self.owned[low:high], _ = payloads.pack_mean(
                     [rows[owner] for rows in payloads_by_rank],
                     self.owned[low:high],
                     results[-1],
                     owner_geometry,
-                    1 / len(payloads_by_rank),
                 )
             sent = [results]
         bits, status = payloads.dequantize_sum(sent, geometry, "float32", share)

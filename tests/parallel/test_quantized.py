@@ -1,8 +1,12 @@
 """Dense payloads in all formats: contents, residuals, and corruption."""
 
+import numpy as np
 import pytest
 import torch
+from conformance import bits, samples
+from oracle import quantized_payload as oracle
 
+import dct_kernels
 from dct_kernels import payload_info, quantized_payload_bytes, row_dequantize, row_quantize
 from dct_kernels.layout import ROW, SCALED
 from dct_parallel import DCTState
@@ -51,6 +55,33 @@ def test_sent_plus_residual_equals_the_accumulated_gradient(format, numel):
             assert torch.equal(sent.bfloat16(), (before + grad).bfloat16())
         else:
             assert not left.any()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_mean_plus_the_residual_is_packed(ranks, format):
+    """Some entries are NaN or infinite, a header is damaged, and some rows are random bytes."""
+    geometry = oracle.Geometry(2100, format)
+    codec = Quantized(geometry.numel, format, 1, None, CPU)
+    codec.residual.copy_(samples.hard(geometry.numel))
+    residual = codec.residual.numpy().copy()
+    payloads = torch.zeros(ranks, geometry.nbytes, dtype=torch.uint8)
+    for rank, payload in enumerate(payloads):
+        grad = samples.normal(geometry.numel, seed=rank)
+        grad[40 * rank] = (torch.nan, torch.inf, -torch.inf, 0.0)[rank]
+        dct_kernels.quantize_pack(None, grad, payload, format)
+    noise = torch.randint(256, (500,), generator=torch.Generator().manual_seed(0))
+    payloads[0, -600:-100] = noise.to(torch.uint8)
+    payloads[ranks // 2, 9] ^= ranks > 1
+    row = bytearray(geometry.nbytes)
+    received = [payload.numpy().tobytes() for payload in payloads]
+    expected, expected_status = oracle.pack_mean(received, residual, row, geometry)
+    status, packed = codec.pack_mean(payloads)
+    assert status.tolist() == expected_status.tolist()
+    assert sum(expected_status) == (ranks > 1)
+    assert packed.numpy().tobytes() == bytes(row)
+    bits.assert_floats(codec.residual, expected.view(np.uint32), "residual")
+    assert codec.residual.isfinite().all()
 
 
 def test_gradients_are_unscaled_first():

@@ -63,19 +63,13 @@ def test_errors_name_the_argument(rank):
     for function, given, error, text in [
         (all_to_all_rows, (x, [2, 2]), ValueError, "splits must have 1 elements"),
         (all_to_all_rows, (x, [3]), ValueError, "x must have 3 rows like"),
-        (all_to_all_rows, (None, [4]), TypeError, "x must be a tensor, got None"),
         (all_to_all_rows, (x[0], [4]), ValueError, "x must be 2-D, got 1-D"),
         (all_to_all_rows, (x, [-4]), ValueError, "splits[0] must be in [0, "),
-        (all_to_all_rows, (x, [4.0]), TypeError, "splits[0] must be an integer"),
         (all_to_all_rows, (x, [4], [1, 3]), ValueError, "output_splits must have"),
         (all_to_all_rows, (x.double(), [4]), TypeError, "x must be float32"),
-        (all_to_all_rows, (x, 4), TypeError, "splits must be a sequence of integ"),
-        (all_to_all_rows, (x, [4], 4), TypeError, "output_splits must be a sequ"),
         (all_to_all_rows, (x[:, :0], [4]), ValueError, "x must have at least 1 column"),
         (all_gather_rows, (x, [9]), ValueError, "x must have width 9 like widths, got 8"),
         (all_gather_rows, (x, [8, 8]), ValueError, "widths must have 1 elements"),
-        (all_gather_rows, (x[0],), ValueError, "x must be 2-D, got 1-D"),
-        (all_gather_rows, (x.double(),), TypeError, "x must be float32"),
         (all_gather_rows, (x[:, :0],), ValueError, "widths[0] must be in [1, "),
     ]:
         for format in (ALL, "int8"):

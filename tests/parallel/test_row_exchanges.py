@@ -22,7 +22,7 @@ from wire_meter import WireMeter
 ALL, HALF, TENTH = (RowFormat(density=density) for density in (1.0, 0.5, 0.1))
 FORMATS = [
     *(ALL, HALF, TENTH, RowFormat(density=0.01), RowFormat(torch.bfloat16, density=0.1)),
-    *(RowFormat(*pair) for pair in (["int4"], ["int8", "ternary"], ["ternary", "sign"])),
+    *(RowFormat(*pair) for pair in (["int4"], ["int8", "sign"], ["sign", "int4"])),
     *(RowFormat(*pair) for pair in (["bfloat16", "float16"], ["float32"])),
 ]
 WIDTH, ROWS = 37, 6

@@ -27,7 +27,7 @@ import dct_kernels
 from . import ROOT
 
 OPS = (
-    *("scatter_unpack", "dequantize_sum", "dequantize_sum_pack"),
+    *("scatter_unpack", "dequantize_sum"),
     *("row_unpack", "row_gather", "row_dequantize", "row_dequantize_sum"),
 )
 COUNTS = dict.fromkeys([*OPS, "payload_info"], 10**7)

@@ -20,7 +20,7 @@ from collections import Counter
 
 from .pool import Failed, Pool
 
-COUNTS = dict.fromkeys(("hook", "averager", "fsdp2", "replicas"), 1000)
+COUNTS = dict.fromkeys(("hook", "averager", "fsdp2"), 1000)
 BATCH = 50
 SHRINK_SECONDS = 120  # time limit for shortening a program that fails
 

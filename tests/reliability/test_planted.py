@@ -36,15 +36,6 @@ SETTINGS = {
         "options": _OPTIONS | {"start_step": 0},
         "scale": None,
     },
-    "replicas": {
-        "mesh": (2, 1),
-        "rows": [40, 150],
-        "width": 8,
-        "optimizer": "sgd",
-        "options": _OPTIONS | {"every": 5},
-        "dedup": False,
-        "sparse": True,
-    },
 }
 
 
@@ -98,12 +89,10 @@ def _parameters(entry_point, plant, text, large=True):
         _parameters("hook", _forgets_an_entry, "entries of .* are not conserved", large=False),
         _parameters("averager", _forgets_an_entry, "are not conserved"),
         _parameters("fsdp2", _forgets_an_entry, "are not conserved"),
-        _parameters("replicas", _forgets_an_entry, "are not conserved"),
         _parameters("hook", _takes_nothing_back, "are not conserved"),
         _parameters("fsdp2", _takes_nothing_back, "are not conserved"),
         _parameters("hook", _differs, "gradients differ between ranks"),
         _parameters("averager", _differs, "weights differ between ranks"),
-        _parameters("replicas", _differs, "replicas differ between ranks"),
     ],
 )
 def test_programs_find_planted_defects(entry_point, plant, text):

@@ -18,10 +18,8 @@ class Promise:
     wide_stores: int = 0
     # {loads: minimum number of them before the first result is used}
     in_flight: dict[str, int] = field(default_factory=dict)
-    # All instructions that order or update memory shared with other blocks. If `in_order` is set,
-    # the order of the instructions matters, because one releases memory and another acquires it.
+    # All instructions that update memory shared with other blocks
     between_blocks: tuple[str, ...] = ()
-    in_order: bool = False
     # A correctly rounded division uses fused multiply-adds, and instructions that flush subnormals.
     divides: bool = False
     # Multiply-adds are fused only where the product is exact, so the result is the same.
@@ -30,10 +28,6 @@ class Promise:
     # {architecture: blocks per multiprocessor}, if fewer fit than __launch_bounds__ requests
     fewer_blocks: dict[int, int] = field(default_factory=dict)
 
-
-# A block adds its counts before it adds to the number of finished blocks. The last block to finish
-# invalidates its cache.
-LAST_BLOCK = ("RED.E.ADD.STRONG.GPU", "MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU", "CCTL.IVALL")
 
 MARKS = ("RED.E.OR.STRONG.GPU",)  # sets a bit that only later kernels read
 QUANTIZES = Promise(
@@ -50,22 +44,12 @@ PROMISES = {
     "mask_pack_stage_kernel<float>": Promise(wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}),
     # Loads positions and values of six groups of entries.
     "mask_pack_scatter_kernel": Promise(in_flight={LOADS: 12}),
-    # Loads four sampled entries each from the gradient and the residual.
-    "sample_threshold_kernel<float>": Promise(
-        in_flight={WORDS: 8}, between_blocks=LAST_BLOCK, in_order=True
-    ),
-    "sample_threshold_kernel<BFloat16>": Promise(
-        in_flight={HALVES: 4, WORDS: 4}, between_blocks=LAST_BLOCK, in_order=True
-    ),
-    "sample_threshold_kernel<Float16>": Promise(
-        in_flight={HALVES: 4, WORDS: 4}, between_blocks=LAST_BLOCK, in_order=True
-    ),
     # Loads all eight sampled entries of a thread.
-    "select_pick_kernel<float>": Promise(in_flight={WORDS: 16}, in_order=True),
-    "select_pick_kernel<BFloat16>": Promise(in_flight={HALVES: 8, WORDS: 8}, in_order=True),
-    "select_pick_kernel<Float16>": Promise(in_flight={HALVES: 8, WORDS: 8}, in_order=True),
-    "gather_keys_kernel": Promise(in_flight={LOADS: 2}, in_order=True),
-    "select_key_kernel": Promise(in_flight={WORDS: 32}),
+    "gather_and_select_kernel<float>": Promise(in_flight={WORDS: 16}),
+    "gather_and_select_kernel<BFloat16>": Promise(in_flight={HALVES: 8, WORDS: 8}),
+    "gather_and_select_kernel<Float16>": Promise(in_flight={HALVES: 8, WORDS: 8}),
+    "gather_keys_kernel": Promise(in_flight={LOADS: 2}),
+    "select_gathered_kernel": Promise(wide_loads=4, in_flight={VECTORS: 4}),
     # Shared memory holds the sums of a payload block, 64 KB, or of half of one. The 164 KB of sm_80
     # hold two blocks. Eight positions and values are read before the first is added. A block can
     # set bits of a rank's status.
@@ -86,13 +70,6 @@ PROMISES = {
     "dequantize_sum_kernel<(PayloadFormat)1>": replace(SUMS, dynamic_shared_bytes=8 * 4608),
     "dequantize_sum_kernel<(PayloadFormat)6>": replace(
         SUMS, in_flight={STREAMS: 4}, dynamic_shared_bytes=8 * 8704, fuses=True
-    ),
-    # Like dequantize_sum_kernel, but also loads eight vectors of the residual.
-    "dequantize_sum_pack_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608, divides=True),
-    "dequantize_sum_pack_kernel<(PayloadFormat)0>": SUMS,
-    "dequantize_sum_pack_kernel<(PayloadFormat)1>": replace(SUMS, dynamic_shared_bytes=8 * 4608),
-    "dequantize_sum_pack_kernel<(PayloadFormat)6>": replace(
-        SUMS, dynamic_shared_bytes=8 * 8704, divides=True
     ),
     # Loads two or more vectors per lane if the width is a multiple of 16 bytes.
     "row_pack_narrow_kernel<float": Promise(wide_loads=4, in_flight={VECTORS: 3}),
@@ -151,7 +128,7 @@ def broken_promises(kernel: Kernel, promise: Promise) -> list[str]:
     }
     faults = [f"{what}: {n}, not 0" for what, n in none.items() if n != 0]
     faults += [f"{what}: {n}, not {m} or more" for what, (n, m) in at_least.items() if n < m]
-    found, expected = kernel.between_blocks, list(promise.between_blocks)
-    if found != expected and (promise.in_order or sorted(found) != sorted(expected)):
+    found, expected = sorted(kernel.between_blocks), sorted(promise.between_blocks)
+    if found != expected:
         faults.append(f"between blocks: {found}, not {expected}")
     return faults

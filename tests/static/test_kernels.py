@@ -1,13 +1,12 @@
 """Checks the machine code of the CUDA kernels, without a GPU."""
 
 import functools
-from pathlib import Path
 
 import pytest
 from ptx import toolkit
 from ptx.kernels import Kernel, kernels
 
-from .promises import LAST_BLOCK, PROMISES, STREAMS, Promise, broken_promises, promise_of
+from .promises import PROMISES, broken_promises, promise_of
 
 pytestmark = pytest.mark.skipif(
     toolkit.missing() is not None, reason=f"not on this machine: {toolkit.missing()}"
@@ -34,28 +33,3 @@ def test_kernels_keep_their_promises(name, architecture):
 def test_every_kernel_has_a_promise(architecture):
     names = {kernel.name for kernel in built(architecture)}
     assert {name for name in names if not name.startswith(tuple(PROMISES))} == set()
-
-
-BAD_KERNELS = {
-    "spills": (Promise(), {"local memory", "bytes of stack", "spilled bytes"}),
-    "indexes": (Promise(), {"local memory", "bytes of stack"}),
-    "fuses": (Promise(), {"fused multiply-adds"}),
-    "flushes": (Promise(), {"subnormals to zero"}),
-    "reads_scalars": (Promise(wide_loads=1, wide_stores=1), {"wide loads", "wide stores"}),
-    "waits": (Promise(wide_loads=2, in_flight={STREAMS: 2}), {f"{STREAMS} in flight"}),
-    "polls_weakly": (Promise(between_blocks=("LDG.E.64.STRONG.GPU",)), {"between blocks"}),
-    "counts_alone": (Promise(), {"between blocks"}),
-    "releases_nothing": (Promise(between_blocks=LAST_BLOCK, in_order=True), {"between blocks"}),
-    "counts_too_late": (Promise(between_blocks=LAST_BLOCK, in_order=True), {"between blocks"}),
-    "crowds": (Promise(), {"blocks"}),
-}
-
-
-@architectures
-@pytest.mark.parametrize("name", BAD_KERNELS)
-def test_a_broken_promise_is_detected(name, architecture):
-    """No other promise is reported as broken."""
-    (compiled,) = toolkit.compile_all([Path(__file__).with_name("bad_kernels.cu")], architecture)
-    (kernel,) = (k for k in kernels(compiled, architecture) if k.name == name)
-    promise, expected = BAD_KERNELS[name]
-    assert {line.partition(":")[0] for line in broken_promises(kernel, promise)} == expected

@@ -68,7 +68,6 @@ def _expected(inputs, grads, forward, backward, tables):
 FORMATS = [
     ("float32", "float32"),
     ("int8", "bfloat16"),
-    ("int4", "ternary"),
     ("int4", "sign"),
     ("sign", "int4"),
 ]

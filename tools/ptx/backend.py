@@ -195,13 +195,6 @@ def dequantize_sum(payloads, out, format, scale=1.0, out_scale=None):
     return status
 
 
-def dequantize_sum_pack(payloads, residual, payload, format, scale=1.0):
-    status = poisoned(payloads.shape[0], dtype=torch.int32)
-    to = residual, residual.numel(), payload, payload.numel(), QUANTIZED_CODES[format]
-    _call("dequantize_sum_pack", payloads, *payloads.shape, *to, float(scale), status)
-    return status
-
-
 def row_pack(x, k, value_dtype):
     rows, width = x.shape
     values = poisoned(rows, k, dtype=value_dtype)

@@ -120,18 +120,6 @@ def dequantize_sum(format: str, ranks: int, dtype: torch.dtype) -> Case:
     return Case("dequantize_sum", f"{format}, P={ranks}, {_name(dtype)} out", NUMEL, moved, run)
 
 
-def dequantize_sum_pack(format: str, ranks: int) -> Case:
-    payloads, residual = _quantized(format, ranks), torch.randn(NUMEL)
-    payload = torch.zeros_like(payloads[0])
-
-    def run(ops):
-        with _tile_as_for_large():
-            ops.dequantize_sum_pack(payloads, residual.clone(), payload, format, 1 / ranks)
-
-    moved = (ranks + 1) * _entry_bytes(format) + 8
-    return Case("dequantize_sum_pack", f"{format}, P={ranks}", NUMEL, moved, run)
-
-
 @contextlib.contextmanager
 def _tile_as_for_large() -> Iterator[None]:
     executor().tile_as_for(LARGEST // NUMEL)
@@ -226,7 +214,6 @@ CASES = [
         (quantize_pack, "int4", BF16),
         *((dequantize_sum, format, p, F32) for format in QUANTIZED_CODES for p in (2, 8)),
         *((dequantize_sum, "int4", *of) for of in ((64, F32), (2, BF16))),
-        *((dequantize_sum_pack, format, p) for format in QUANTIZED_CODES for p in (2, 8)),
         *((row_pack, d, dtype) for dtype in (F32, BF16) for d in (64, 128, 256, 512, 1024, 4096)),
         *((row_gather, d) for d in (64, 256, 1024)),
         *((row_unpack, d) for d in (64, 128, 256, 512, 1024, 4096)),

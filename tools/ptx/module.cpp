@@ -82,9 +82,6 @@ int64_t quantize_pack(const Field* fields) {
 int64_t dequantize_sum(const Field* fields) {
   return dct::cuda::dequantize_sum(fill<dct::DequantizeSumArgs, 11>(fields), nullptr);
 }
-int64_t dequantize_sum_pack(const Field* fields) {
-  return dct::cuda::dequantize_sum_pack(fill<dct::DequantizeSumPackArgs, 10>(fields), nullptr);
-}
 int64_t row_pack(const Field* fields) {
   return dct::cuda::row_pack(fill<dct::RowPackArgs, 8>(fields), nullptr);
 }

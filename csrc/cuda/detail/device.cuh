@@ -57,17 +57,6 @@ cudaError_t allow_shared_bytes(int bytes) {
 
 using Word = unsigned long long;  // the type of CUDA's 64-bit atomics
 
-// Atomic add with acquire-release semantics at device scope. What a thread wrote before an earlier
-// call on this address is visible to the calling thread and, after a barrier, to its block.
-__device__ inline unsigned add_acquire_release(unsigned* address, unsigned value) {
-  unsigned old;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-               : "=r"(old)
-               : "l"(address), "r"(value)
-               : "memory");
-  return old;
-}
-
 constexpr int kCacheLine = 128;  // bytes
 
 // Prefetches the line of an address into the L2 cache. Does not wait.

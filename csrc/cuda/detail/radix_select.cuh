@@ -30,30 +30,32 @@ struct Selected {
 };
 
 template <int kThreads>
-struct SelectStorage {
+struct RadixSelectShared {
+  uint32_t histogram[kBins];
   uint32_t warp_counts[kThreads / kWarpSize];
+  Selected selected;
 };
 
-// One pass, by a block. Returns true in the single thread that finds the digit. Clears the
-// histogram [kBins]; each thread reads only the bins that it clears.
+// One pass, by a block. The single thread that finds the digit writes shared.selected. Clears the
+// histogram; each thread reads only the bins that it clears.
 template <int kThreads>
-__device__ bool select_digit(uint32_t* histogram, uint32_t rank, SelectStorage<kThreads>& storage,
-                             Selected& selected) {
+__device__ void select_digit(uint32_t rank, RadixSelectShared<kThreads>& shared) {
   constexpr int kThreadBins = kBins / kThreads;
   // Thread 0 has the highest bins, because ranks count from the largest key.
   const int highest = kBins - 1 - thread_index() * kThreadBins;
   uint32_t bins[kThreadBins], thread_count = 0;
 #pragma unroll
   for (int b = 0; b < kThreadBins; ++b) {
-    thread_count += bins[b] = histogram[highest - b];
-    histogram[highest - b] = 0;
+    thread_count += bins[b] = shared.histogram[highest - b];
+    shared.histogram[highest - b] = 0;
   }
   const uint32_t inclusive = warp_inclusive_sum(thread_count);
-  if (lane_index() == kWarpSize - 1) storage.warp_counts[warp_index()] = inclusive;
+  if (lane_index() == kWarpSize - 1) shared.warp_counts[warp_index()] = inclusive;
   __syncthreads();
   uint32_t exclusive = inclusive - thread_count;
-  for (int w = 0; w < warp_index(); ++w) exclusive += storage.warp_counts[w];
-  if (rank <= exclusive || rank > exclusive + thread_count) return false;
+  for (int w = 0; w < warp_index(); ++w) exclusive += shared.warp_counts[w];
+  if (rank <= exclusive || rank > exclusive + thread_count) return;
+  Selected selected;
   selected.rank = rank - exclusive;
 #pragma unroll
   for (int b = 0; b < kThreadBins; ++b) {
@@ -61,15 +63,8 @@ __device__ bool select_digit(uint32_t* histogram, uint32_t rank, SelectStorage<k
     if (selected.rank <= bins[b]) break;
     selected.rank -= bins[b];
   }
-  return true;
+  shared.selected = selected;
 }
-
-template <int kThreads>
-struct RadixSelectShared {
-  uint32_t histogram[kBins];
-  SelectStorage<kThreads> storage;
-  Selected selected;
-};
 
 // Selects the rank-th largest of the keys of a block, and its rank among equal keys.
 // each_key(visit) must call visit(key) for every key of the thread, the same keys in every pass.
@@ -87,8 +82,7 @@ __device__ Selected select_key(uint32_t rank, RadixSelectShared<kThreads>& share
       atomicAdd(&shared.histogram[key >> digit.shift & ((1u << digit.bits) - 1)], 1u);
     });
     __syncthreads();
-    Selected selected;
-    if (select_digit(shared.histogram, rank, shared.storage, selected)) shared.selected = selected;
+    select_digit(rank, shared);
     __syncthreads();
     prefix = prefix << digit.bits | shared.selected.digit;
     rank = shared.selected.rank;

@@ -94,8 +94,7 @@ __device__ void add_ranks(const uint8_t* row, int64_t stride, int count, int row
   }
 }
 
-// Calls finish(row, sums, staging) for the rows of shared.block, each by one warp. `finish` may
-// overwrite the staging memory. By a block.
+// Calls finish(row, sums) for the rows of shared.block, each by one warp. By a block.
 template <PayloadFormat kFormat, typename Finish>
 __device__ void sum_rows(const RankPayloads& payloads, const RangeTiles& blocks, bool split,
                          SumShared& shared, float4* staging, Finish finish) {
@@ -129,11 +128,9 @@ __device__ void sum_rows(const RankPayloads& payloads, const RangeTiles& blocks,
     if (rows > 0) sums.stage(staging);
 #pragma unroll 1
     for (int r = 0; r < rows; ++r) {
-      float4* const staged = staging + r * RowSums<kFormat>::kStagedRow;
       RowEntries x;
-      sums.take(staged, x);
-      __syncwarp();  // all lanes must take their sums before staging is overwritten
-      finish(first + r, x, staged);
+      sums.take(staging + r * RowSums<kFormat>::kStagedRow, x);
+      finish(first + r, x);
     }
     __syncwarp();
   }

@@ -5,13 +5,12 @@ CRC-32, which is equal on all machines and ranks.
 """
 
 import contextlib
-import dataclasses
 import gzip
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -21,42 +20,27 @@ from .features import INTS, TABLES, Rows
 FIELDS = 1 + INTS + TABLES
 LINES_PER_CHUNK = 65536
 FIRST_LINE_BYTES = 2**16  # a binary file may have no line end
-MALFORMED_LINES_SHOWN = 5
 _GZIP = b"\x1f\x8b"  # the first bytes of a gzip file
 
 
-@dataclasses.dataclass
-class ReadReport:
-    """Counts of rows and malformed lines, and (line, reason) of the first malformed lines."""
+class ReadReport(NamedTuple):
+    """Counts of rows and malformed lines, and (line, reason) of the first malformed line."""
 
-    rows: int = 0
-    malformed: int = 0
-    examples: list[tuple[int, str]] = dataclasses.field(default_factory=list)
-
-    def add_malformed(self, line: int, reason: str) -> None:
-        """Count a malformed line. `line` starts at 1."""
-        self.malformed += 1
-        if len(self.examples) < MALFORMED_LINES_SHOWN:
-            self.examples.append((line, reason))
+    rows: int
+    malformed: int
+    first: tuple[int, str] | None
 
     @staticmethod
     def merge(reports: "Sequence[ReadReport]") -> "ReadReport":
         """Merge the reports of all ranks into one report on the whole file."""
-        examples = sorted(example for report in reports for example in report.examples)
-        return ReadReport(
-            sum(report.rows for report in reports),
-            sum(report.malformed for report in reports),
-            examples[:MALFORMED_LINES_SHOWN],
-        )
-
-    @property
-    def lines(self) -> int:
-        return self.rows + self.malformed
+        rows, malformed, first = zip(*reports, strict=True)
+        return ReadReport(sum(rows), sum(malformed), min(filter(None, first), default=None))
 
     def describe(self) -> str:
-        """Describe the number of malformed lines, and why the first ones are malformed."""
-        examples = "; ".join(f"line {line}: {reason}" for line, reason in self.examples)
-        return f"{self.malformed:,} of {self.lines:,} lines malformed ({examples})"
+        """Describe the number of malformed lines, and why the first one is malformed."""
+        line, reason = self.first
+        lines = self.rows + self.malformed
+        return f"{self.malformed:,} of {lines:,} lines malformed (line {line}: {reason})"
 
 
 def check_file(path: Path) -> None:
@@ -91,7 +75,7 @@ def read(
     Raises:
         UsageError: the file cannot be opened or decompressed. Malformed lines raise no error.
     """
-    report = ReadReport()
+    malformed, first = 0, None
     parts: list[Rows] = [_encode([], table_rows)]
     numbers: list[int] = []
     number = rank
@@ -103,12 +87,12 @@ def read(
                 try:
                     parsed.append(parse_line(line))
                 except ValueError as error:
-                    report.add_malformed(number + 1, str(error))
+                    malformed, first = malformed + 1, first or (number + 1, str(error))
                 else:
                     numbers.append(number)
                 number += world_size
             parts.append(_encode(parsed, table_rows))
-    report.rows = len(numbers)
+    report = ReadReport(len(numbers), malformed, first)
     return Rows.concatenate(parts), np.array(numbers, dtype=np.int64), report
 
 

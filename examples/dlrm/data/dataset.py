@@ -25,7 +25,7 @@ class Dataset:
     """One rank's share of the rows: rank r of P holds rows r, r + P, r + 2 P, ...
 
     Attributes:
-        train, validation, test: disjoint sets of encoded rows.
+        train, test: disjoint sets of encoded rows.
         probability: float64 [len(test)], the true probability of label 1; None for a file.
         description: counts over all ranks, for reports.
         tables: number of rows of each embedding table; None if ids are hashes of values.
@@ -33,7 +33,6 @@ class Dataset:
     """
 
     train: Rows
-    validation: Rows
     test: Rows
     probability: np.ndarray | None
     description: dict[str, object]
@@ -41,27 +40,17 @@ class Dataset:
     warning: str | None = None
 
 
-def split(
-    numbers: np.ndarray, test_fraction: float, validation_fraction: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return masks of the test rows and the validation rows, from a hash of the row number.
+def split(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return masks of test rows (20 %) and validation rows (10 %), from a hash of the row number.
 
-    The masks do not depend on the number of ranks, and test rows do not depend on the validation
-    fraction. This is not a split by time: rows next to a test row can be in the training set.
+    The masks do not depend on the number of ranks. This is not a split by time: rows next to a test
+    row can be in the training set.
     """
     place = hashing.uniform(0, _SPLIT_STREAM, numbers)
-    test = place < test_fraction
-    return test, ~test & (place < test_fraction + validation_fraction)
+    return place < 0.2, (place >= 0.2) & (place < 0.3)
 
 
-def load(
-    data: Path | None,
-    rows: int,
-    hash_size: int | None,
-    batch_size: int,
-    test_fraction: float = 0.2,
-    validation_fraction: float = 0.0,
-) -> Dataset:
+def load(data: Path | None, rows: int, hash_size: int | None, batch_size: int) -> Dataset:
     """Load this rank's rows. Collective.
 
     Args:
@@ -69,7 +58,6 @@ def load(
         rows: number of rows to generate, including test rows.
         hash_size: maximum rows per embedding table. If None, ids are hashes of values.
         batch_size: rows per rank and step.
-        test_fraction, validation_fraction: fractions of all rows.
 
     Raises:
         UsageError: the rows cannot be used. All ranks raise this error.
@@ -86,37 +74,33 @@ def load(
         numbers = np.arange(rank, rows, world_size)
         encoded, probability = _generate(numbers, tables)
         source = {"generator_seed": GENERATOR_SEED}
-    test, validation = split(numbers, test_fraction, validation_fraction)
-    masks = {"train": ~(test | validation), "validation": validation, "test": test}
-    parts = {
-        name: encoded.take(torch.from_numpy(np.flatnonzero(mask))) for name, mask in masks.items()
-    }
+    test, _ = split(numbers)
+    parts = [encoded.take(torch.from_numpy(np.flatnonzero(mask))) for mask in (~test, test)]
     return Dataset(
-        **parts,
+        *parts,
         probability=None if probability is None else probability[test],
-        description=source | _counts(parts, batch_size, bool(validation_fraction)),
+        description=source | _counts(*parts, batch_size),
         tables=tables,
         warning=warning,
     )
 
 
-def batches(data: Dataset, batch_size: int, seed: int, epochs: int = 1) -> Iterator[Rows]:
-    """Yield batches of this rank's training rows, shuffled per epoch. Drop incomplete batches.
+def batches(data: Dataset, batch_size: int, seed: int) -> Iterator[Rows]:
+    """Yield batches of this rank's training rows, shuffled. Drop an incomplete batch.
 
     The number of batches is the same on all ranks.
     """
     generator = torch.Generator().manual_seed(seed * dist.get_world_size() + dist.get_rank())
-    for _ in range(epochs):
-        order = torch.randperm(len(data.train), generator=generator)
-        for index in order.split(batch_size)[: data.description["steps_per_epoch"]]:
-            yield data.train.take(index)
+    order = torch.randperm(len(data.train), generator=generator)
+    for index in order.split(batch_size)[: data.description["steps"]]:
+        yield data.train.take(index)
 
 
 def _require_rows(path: Path, report: criteo.ReadReport) -> str | None:
     """Return a warning about malformed lines, or None. If there are too many, raise UsageError."""
     if not report.rows:
         raise UsageError(f"{path} must have a row in Criteo's layout, got {report.describe()}")
-    if report.malformed > MALFORMED_SHARE * report.lines:
+    if report.malformed > MALFORMED_SHARE * (report.rows + report.malformed):
         raise UsageError(
             f"{path} must have at most {MALFORMED_SHARE:.0%} malformed lines, got "
             f"{report.describe()}"
@@ -134,23 +118,19 @@ def _generate(numbers: np.ndarray, tables: tuple[int, ...] | None) -> tuple[Rows
     return Rows.concatenate(parts), np.concatenate(probabilities)
 
 
-def _counts(parts: dict[str, Rows], batch_size: int, has_validation: bool) -> dict[str, object]:
+def _counts(train: Rows, test: Rows, batch_size: int) -> dict[str, object]:
     """Return counts over all ranks. Raise UsageError on all ranks if there are too few rows."""
-    train_counts = from_all_ranks(len(parts["train"]))
-    if min(train_counts) < batch_size:
+    shares = from_all_ranks((len(train), len(test), int(test.labels.sum())))
+    rows, test_rows, clicks = (sum(share) for share in zip(*shares, strict=True))
+    fewest = min(share[0] for share in shares)
+    if fewest < batch_size:
         raise UsageError(
-            f"--batch-size must be at most the training rows per rank, {min(train_counts)}, "
-            f"got {batch_size}"
+            f"--batch-size must be at most the training rows per rank, {fewest}, got {batch_size}"
         )
-    counts = {"train_rows": sum(train_counts), "steps_per_epoch": min(train_counts) // batch_size}
-    for name in ("test", "validation") if has_validation else ("test",):
-        labels = parts[name].labels
-        shares = from_all_ranks((len(labels), int(labels.sum())))
-        count, clicks = (sum(share) for share in zip(*shares, strict=True))
-        if not 0 < clicks < count:  # AUC needs both labels
-            raise UsageError(
-                f"the {name} rows must have labels 0 and 1, got {clicks} ones in {count} rows: "
-                "use more rows"
-            )
-        counts |= {f"{name}_rows": count, f"{name}_click_rate": clicks / count}
-    return counts
+    if not 0 < clicks < test_rows:  # AUC needs both labels
+        raise UsageError(
+            f"the test rows must have labels 0 and 1, got {clicks} ones in {test_rows} rows: use "
+            "more rows"
+        )
+    counts = {"train_rows": rows, "test_rows": test_rows, "steps": fewest // batch_size}
+    return counts | {"test_click_rate": clicks / test_rows}

@@ -1,1 +1,1 @@
-"""The click model: mlp, dlrm, columns (split top MLP), row_exchange, sharded (sharded tables)."""
+"""The click model: dlrm, row_exchange, sharded (sharded tables)."""

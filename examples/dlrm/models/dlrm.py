@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from ..data.features import INTS
-from .mlp import layers
 
 BOTTOM, TOP = (512, 256, 64), (512, 256)  # hidden widths of the MLPs
 
@@ -67,3 +67,11 @@ class DLRM(nn.Module):
         # One product per unordered pair of different vectors.
         pairs = products.index_select(1, self._pairs)
         return self.top(torch.cat([dense, pairs], dim=1)).squeeze(1)
+
+
+def layers(widths: Sequence[int]) -> list[nn.Module]:
+    """A Linear and a ReLU for each pair of consecutive widths."""
+    made: list[nn.Module] = []
+    for width_in, width_out in pairwise(widths):
+        made += [nn.Linear(width_in, width_out), nn.ReLU()]
+    return made

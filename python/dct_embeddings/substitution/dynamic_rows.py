@@ -81,7 +81,7 @@ class DynamicFeatureRows(SharedRows):
         checks.require_number(_OP, "bound", bound)
         most = torch.finfo(dtype).max
         if not 0 <= bound <= most:  # also raises for NaN
-            raise ValueError(f"dct::{_OP}: bound must be in [0, {most:.2g}], got {bound}")
+            checks.fail(_OP, "bound", f"in [0, {most:.2g}]", bound)
         self.capacity, self._bound, self._seed = capacity, bound, seed
         self.weight = nn.Parameter(torch.empty(1 + capacity, width, dtype=dtype, device=device))
         self.weight.detach()[NO_PLACE] = 0
@@ -153,7 +153,7 @@ class DynamicFeatureRows(SharedRows):
         if not isinstance(tensor, Tensor) or tensor.shape[:1] != (rows,):
             got = f"one of {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "none"
             rule = f"a tensor {key!r} of {rows} rows for weight"
-            raise ValueError(f"dct::{_OP}: optimizer must have {rule}, got {got}")
+            checks.fail(_OP, "optimizer", rule, got, verb="have")
         return tensor
 
     @torch.no_grad()
@@ -161,7 +161,7 @@ class DynamicFeatureRows(SharedRows):
         first, end = 1 + len(self), 1 + len(self) + len(ids)
         if end - 1 > self.capacity:
             rule = f"at least {end - 1}, the number of features seen"
-            raise ValueError(f"dct::{_OP}: capacity must be {rule}, got {self.capacity}")
+            checks.fail(_OP, "capacity", rule, self.capacity)
         self._table.add(ids)
         self.weight[first:end] = self.initial(ids)
 
@@ -211,24 +211,22 @@ class DynamicFeatureRows(SharedRows):
         own_rank, size = self.group.rank(), self.group.size()
         if rank != MERGED and (rank, ranks) != (own_rank, size):
             rule = f"that of rank {own_rank} of {size}, or one from merge_feature_rows"
-            raise ValueError(
-                f"dct::{_OP}: state must be {rule}, got that of rank {rank} of {ranks}"
-            )
+            checks.fail(_OP, "state", rule, f"that of rank {rank} of {ranks}")
         ids = state["ids"].to(self.weight.device)
         for name, tensor in per_row.items():
             shape = (len(ids), *tensor.shape[1:])
             require_loadable(_OP, f"state[{name!r}]", state[name], tensor.dtype, shape)
         self.require_ids(_OP, ids)
         if len(ids.unique()) != len(ids):
-            raise ValueError(f"dct::{_OP}: state['ids'] must be distinct, got some ids twice")
+            checks.fail(_OP, "state['ids']", "distinct", "some ids twice")
         owners = self.owners(ids)[0]
         others = (owners != own_rank).nonzero().squeeze(1)
         if rank != MERGED and len(others):
             index, rule = int(others[0]), f"of rank {own_rank}'s rows, as the owner of the state"
             found = f"{int(ids[index])} of rank {int(owners[index])}"
-            raise ValueError(f"dct::{_OP}: state['ids'] must be {rule}, got {found}")
+            checks.fail(_OP, "state['ids']", rule, found)
         local = (owners == own_rank).nonzero().squeeze(1)
         if len(local) > self.capacity:
             rule = f"at least {len(local)}, the rows of the state"
-            raise ValueError(f"dct::{_OP}: capacity must be {rule}, got {self.capacity}")
+            checks.fail(_OP, "capacity", rule, self.capacity)
         return local

@@ -17,7 +17,7 @@ def require_state(op: str, arg: str, state: Mapping[str, Tensor]) -> None:
     missing = [name for name in NAMES if name not in state]
     if missing:
         rule = "a DynamicFeatureRows.state_dict(), with no prefix to its names"
-        raise ValueError(f"dct::{op}: {arg} must be {rule}, got one without {', '.join(missing)}")
+        checks.fail(op, arg, rule, f"one without {', '.join(missing)}")
     for name, tensor in state.items():
         checks.require_plain(op, f"{arg}[{name!r}]", tensor)
     owner, ids = state["owner"], state["ids"]
@@ -50,10 +50,10 @@ def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
     ranks = owners[0][1] if owners else 0
     if not owners or owners != [(rank, ranks) for rank in range(ranks)]:
         got = ", ".join(f"{rank} of {size}" for rank, size in owners) or "none"
-        raise ValueError(f"dct::{op}: states must hold one state of every rank, got {got}")
+        checks.fail(op, "states", "one state of every rank", got, verb="hold")
     if any(state.keys() != states[0].keys() for state in states):
         got = ", ".join(sorted({name for state in states for name in state}))
-        raise ValueError(f"dct::{op}: states must have the same names, got {got}")
+        checks.fail(op, "states", "the same names", got, verb="have")
     merged = {"owner": torch.tensor([MERGED, ranks], dtype=torch.int64, device="cpu")}
     for name, first in states[0].items():
         if name == "owner":
@@ -62,6 +62,6 @@ def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
             tensor, shape = state[name], (len(state["ids"]), *first.shape[1:])
             if (tensor.shape, tensor.dtype) != (shape, first.dtype):
                 arg, got = f"states[{index}][{name!r}]", f"{tensor.dtype} {tuple(tensor.shape)}"
-                raise ValueError(f"dct::{op}: {arg} must be {first.dtype} {shape}, got {got}")
+                checks.fail(op, arg, f"{first.dtype} {shape}", got)
         merged[name] = torch.cat([state[name].detach() for state in states])
     return merged

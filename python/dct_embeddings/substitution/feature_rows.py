@@ -119,7 +119,7 @@ class FeatureRows(SharedRows):
             if not ranks <= len(weight) <= MOST_ROWS or weight.shape[1] == 0:
                 count = f"rows in [{ranks}, {MOST_ROWS}] (at least one per rank)"
                 rule = f"shape [rows, d] with {count} and d >= 1"
-                raise ValueError(f"dct::{_OP}: weight must have {rule}, got {tuple(weight.shape)}")
+                checks.fail(_OP, "weight", rule, tuple(weight.shape), verb="have")
         settings = {"rows": len(weight), "width": weight.shape[1], "dtype": weight.dtype}
         require_same_settings(_OP, settings, self.group, weight.device)
         self._rows, self.last_id = len(weight), len(weight) - 1

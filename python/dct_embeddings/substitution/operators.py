@@ -157,11 +157,9 @@ class FirstLayer(SubstituteOperator):
     def require_fit(self, weight: Tensor, fields: int) -> None:
         expected, dtype = self.weight.shape[1] // self.width, self.weight.dtype
         if dtype != weight.dtype:
-            raise TypeError(
-                f"dct::FirstLayer: weight must be {weight.dtype} like rows, got {dtype}"
-            )
+            checks.fail("FirstLayer", "weight", f"{weight.dtype} like rows", str(dtype), TypeError)
         if fields != expected:
-            raise ValueError(f"dct::FirstLayer: lengths must have {expected} fields, got {fields}")
+            checks.fail("FirstLayer", "lengths", f"{expected} fields", fields, verb="have")
 
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
         return F.linear(bags.sums(rows).flatten(1), self.weight)
@@ -174,7 +172,7 @@ def require_operator(op: str, arg: str, operator: nn.Module, width: int) -> None
     """Raise unless `operator` is a SubstituteOperator for rows of this width."""
     if not isinstance(operator, SubstituteOperator):
         rule = "a SubstituteOperator, whose partial results add up (docs/guide/des.md)"
-        raise TypeError(f"dct::{op}: {arg} must be {rule}, got {checks.shown(operator)}")
+        checks.fail(op, arg, rule, checks.shown(operator), TypeError)
     end = operator.first + operator.width
     if end > width:
         rule, got = f"use columns of rows of width {width}", f"{operator.first} to {end - 1}"

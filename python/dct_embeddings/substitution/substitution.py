@@ -13,9 +13,9 @@ from torch.func import functional_call
 
 from dct_kernels import checks
 from dct_parallel.groups import require_group, sharing_errors
-from dct_parallel.rows.transfer import exchange_numbers
+from dct_parallel.rows.transfer import all_to_all_numbers
 
-from ..bag_message import by_rank, exchange_bags, require_bags
+from ..bag_message import all_to_all_bags, by_rank, require_bags
 from ..groups import GroupOfModule, require_same_settings
 from ..loading import CheckedModule
 from .aggregation import all_reduce, reduce_scatter, with_summed_gradient
@@ -74,14 +74,13 @@ class EquivalentSubstitution(CheckedModule):
             ids_group = require_group(_OP, ids_group, "ids_group")
             expected, found = map(dist.get_process_group_ranks, (rows.group, ids_group))
             if found != expected:  # ids would not reach the owners of their rows
-                rule = f"ranks {expected} like rows"
-                raise ValueError(f"dct::{_OP}: ids_group must have {rule}, got {found}")
+                checks.fail(_OP, "ids_group", f"ranks {expected} like rows", found, verb="have")
             self._ids_group = GroupOfModule(_OP, ids_group)
         settings = {"operators": operators, "aggregate": aggregate, "rows": type(rows).__name__}
         require_same_settings(_OP, settings, rows.group, rows.weight.device)
         checks.require_type(_OP, "operators", operators, list, "a sequence of SubstituteOperators")
         if len(operators) == 0:
-            raise ValueError(f"dct::{_OP}: operators must have at least one, got none")
+            checks.fail(_OP, "operators", "at least one", "none", verb="have")
         for index, operator in enumerate(operators):
             require_operator(_OP, f"operators[{index}]", operator, rows.width)
         checks.require_choice(_OP, "aggregate", aggregate, AGGREGATES)
@@ -131,7 +130,7 @@ class EquivalentSubstitution(CheckedModule):
         shape = tuple(getattr(partial, "shape", ()))
         if len(shape) != 2 or shape[0] != bags.samples:
             arg, rule = f"{type(operator).__name__}.partial", f"a tensor [{bags.samples}, m]"
-            raise ValueError(f"dct::{_OP}: {arg} must return {rule}, got {shape}")
+            checks.fail(_OP, arg, rule, shape, verb="return")
         return partial
 
     def _bags(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags, bool]:
@@ -151,7 +150,7 @@ class EquivalentSubstitution(CheckedModule):
         counts, tight = self._compare([len(part) for part in names_of], lengths.shape, len(ids))
         group, always = self._ids_group.get(), [-1] * ranks  # -1: always send lengths
         arriving = list(zip(counts, always, strict=True))
-        received, local = exchange_bags(_OP, lengths_of, names_of, always, arriving, group)
+        received, local = all_to_all_bags(_OP, lengths_of, names_of, always, arriving, group)
         return local, Bags(received.view(ranks, *lengths.shape)), tight
 
     def _require_usable(self, ids: Tensor, lengths: Tensor) -> None:
@@ -159,7 +158,7 @@ class EquivalentSubstitution(CheckedModule):
         try:
             require_bags(_OP, ids, lengths, self.rows.weight)
             if len(lengths) == 0:
-                raise ValueError(f"dct::{_OP}: lengths must have at least 1 field, got none")
+                checks.fail(_OP, "lengths", "at least 1 field", "none", verb="have")
             self.rows.require_ids(_OP, ids)
             for operator in cast(Iterable[SubstituteOperator], self.operators):
                 operator.require_fit(self.rows.weight, len(lengths))
@@ -173,11 +172,11 @@ class EquivalentSubstitution(CheckedModule):
         needed, capacity = len(self.rows) + self.rows.missing(names), self.rows.capacity
         assert capacity is not None  # only called if the capacity is limited
         numbers = [[needed, capacity]] * self.rows.group.size()
-        pairs = exchange_numbers(_OP, numbers, {}, self.rows.weight.device, self._ids_group.get())
+        pairs = all_to_all_numbers(_OP, numbers, {}, self.rows.weight.device, self._ids_group.get())
         over = [f"{c} for {n} on rank {rank}" for rank, (n, c) in enumerate(pairs) if n > c]
         if over:
             rule, got = "at least the number of features seen", ", ".join(over)
-            raise ValueError(f"dct::{_OP}: capacity must be {rule}, got {got}")
+            checks.fail(_OP, "capacity", rule, got)
 
     def _compare(
         self,
@@ -211,7 +210,7 @@ class EquivalentSubstitution(CheckedModule):
         limits = [] if capacity is None else [ids, capacity - len(self.rows)]
         numbers = [[count, *limits] for count in counts]
         device, group = self.rows.weight.device, self._ids_group.get()
-        received = exchange_numbers(_OP, numbers, settings, device, group, refused)
+        received = all_to_all_numbers(_OP, numbers, settings, device, group, refused)
         arriving, *limits_of_ranks = zip(*received, strict=True)
         tight = bool(limits_of_ranks) and sum(limits_of_ranks[0]) > min(limits_of_ranks[1])
         return list(arriving), tight

@@ -38,12 +38,12 @@ def compress_dense(dmp: DistributedModelParallel, **settings: Any) -> DCTState:
     ddp = dense_part(dmp)
     if not isinstance(ddp, DistributedDataParallel):
         rule = "one whose dense part is in DistributedDataParallel (init_data_parallel)"
-        raise ValueError(f"dct::{_OP}: dmp must be {rule}, got a {type(ddp).__name__} in it")
+        checks.fail(_OP, "dmp", rule, f"a {type(ddp).__name__} in it")
     if ddp._comm_hooks:
         hook, _ = ddp._comm_hooks[0]
         got = getattr(hook, "__qualname__", type(hook).__name__)
         rule = "one whose DDP has no hook yet (allreduce_comm_precision sets one)"
-        raise ValueError(f"dct::{_OP}: dmp must be {rule}, got {got}")
+        checks.fail(_OP, "dmp", rule, got)
     state = DCTState(ddp, **settings)
     ddp.register_comm_hook(state, dct_hook)
     return state

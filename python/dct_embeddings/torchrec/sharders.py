@@ -9,8 +9,8 @@ from torchrec.distributed.types import ModuleSharder
 from dct_kernels import checks
 from dct_parallel import RowFormat
 
-from ._torchrec import BagSharder, RowSharder
-from .codecs import RowCodecs
+from .registry import RowRegistry
+from .sharding import BagSharder, RowSharder
 
 _OP = "compressed_sharders"
 _FORMAT = RowFormat("int4", backward="sign")
@@ -59,5 +59,5 @@ def compressed_sharders(
     if row_format.density is not None:
         checks.fail(_OP, "format", "without a density (all entries are sent)", row_format)
     params = None if fused_params is None else dict(fused_params)
-    codecs = RowCodecs.for_planner(row_format)
-    return [BagSharder(params, codecs), RowSharder(params, codecs, use_index_dedup)]
+    registry = RowRegistry.for_planner(row_format)
+    return [BagSharder(params, registry), RowSharder(params, registry, use_index_dedup)]

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dct_kernels import checks
 from dct_parallel.collectives import all_gather, dense_mean
 from dct_parallel.exchange.bucket import Bucket, StepResults, run_now
 from dct_parallel.exchange.plan import plan_bucket
@@ -153,7 +154,7 @@ class MeanOfChanges(Average):
     def _require_intact(self) -> None:
         if self._damaged:
             got = f"{self._damaged}: load a checkpoint"
-            raise RuntimeError(f"dct::{_OP}: every payload must be intact, got {got}")
+            checks.fail(_OP, "every payload", "intact", got, RuntimeError)
 
 
 def _union(rows: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -17,9 +17,9 @@ from dct_parallel.collectives import all_to_all
 from dct_parallel.groups import sharing_errors
 from dct_parallel.mesh import require_mesh
 from dct_parallel.rows.all_to_all import RowExchange, whole_rows
-from dct_parallel.rows.transfer import exchange_numbers
+from dct_parallel.rows.transfer import all_to_all_numbers
 
-from ..bag_message import by_rank, exchange_bags, require_bags
+from ..bag_message import all_to_all_bags, by_rank, require_bags
 from ..distinct import distinct, repeat
 from ..groups import require_same_in_mesh
 from ..loading import CheckedModule
@@ -137,7 +137,7 @@ class ShardedEmbeddingBags(CheckedModule):
             bag, place, rows = self._locate(ids, lengths, batch)
         except (TypeError, ValueError):
             with contextlib.suppress(ValueError):
-                self._exchange_counts([(0, 0)] * len(self.plan), 0, refused=True)
+                self._all_to_all_counts([(0, 0)] * len(self.plan), 0, refused=True)
             raise
         if self.dedup:
             return self._distinct(place, rows, lengths)
@@ -152,8 +152,8 @@ class ShardedEmbeddingBags(CheckedModule):
         bag_counts = [len(shards) * batch for shards in self.plan]
         lengths, wanted, common = by_rank(place * batch + bag % max(batch, 1), rows, bag_counts)
         counts = [(len(ids), size) for ids, size in zip(wanted, common, strict=True)]
-        arriving = self._exchange_counts(counts, batch)
-        local = exchange_bags(_OP, lengths, wanted, common, arriving, self._group)
+        arriving = self._all_to_all_counts(counts, batch)
+        local = all_to_all_bags(_OP, lengths, wanted, common, arriving, self._group)
         local_lengths, local_rows = local
         pooled = _sum_of_bags(self._look_up(local_rows), local_lengths)
         splits = [len(self._local) * batch] * len(arriving)
@@ -167,7 +167,7 @@ class ShardedEmbeddingBags(CheckedModule):
         wanted, inverse, per_shard = distinct(rows, place, self._shards.shape[1])
         per_rank = per_shard.split([len(shards) for shards in self.plan])
         splits = torch.stack([counts.sum() for counts in per_rank]).tolist()
-        arriving = self._exchange_counts([(count, -1) for count in splits], lengths.shape[1])
+        arriving = self._all_to_all_counts([(count, -1) for count in splits], lengths.shape[1])
         counts = [count for count, _ in arriving]
         local_rows = all_to_all(wanted, splits, counts, self._group)
         received = self.exchange(self._look_up(local_rows), counts, splits, group=self._group)
@@ -181,14 +181,14 @@ class ShardedEmbeddingBags(CheckedModule):
             looked_up.register_hook(lambda grad: grad / len(self.plan))
         return looked_up
 
-    def _exchange_counts(self, counts: _Pairs, batch: int, refused: bool = False) -> _Pairs:
+    def _all_to_all_counts(self, counts: _Pairs, batch: int, refused: bool = False) -> _Pairs:
         """Send counts[r] to rank r: the number of ids, and the length of every bag or -1.
 
         Returns the pairs from all ranks. If a rank has `refused` its input, every rank raises.
         """
         settings = {"batch": batch, "gradients": torch.is_grad_enabled()}
         device, group = self.weight.device, self._group
-        received = exchange_numbers(_OP, counts, settings, device, group, refused)
+        received = all_to_all_numbers(_OP, counts, settings, device, group, refused)
         return [(count, common) for count, common in received]
 
     def _locate(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,7 +204,7 @@ class ShardedEmbeddingBags(CheckedModule):
             index = int(unknown[0])
             number, value = int(table[index]), int(ids[index])
             rule = f"in [0, {self._rows[number] - 1}], the rows of table {number}"
-            raise ValueError(f"dct::{_OP}: ids[{index}] must be {rule}, got {value}")
+            checks.fail(_OP, f"ids[{index}]", rule, value)
         row = ids + self._first[table]
         start, place, inside = self._shards
         shard = torch.searchsorted(start, row, right=True) - 1
@@ -231,11 +231,10 @@ class ShardedEmbeddingBags(CheckedModule):
         require_bags(_OP, ids, lengths, self.weight)
         for arg, tensor in (("ids", ids), ("lengths", lengths)):  # counts are sent in 32 bits
             if tensor.numel() > MOST_ROWS:
-                rule = f"at most {MOST_ROWS} elements"
-                raise ValueError(f"dct::{_OP}: {arg} must have {rule}, got {tensor.numel()}")
+                checks.fail(_OP, arg, f"at most {MOST_ROWS} elements", tensor.numel(), verb="have")
         if len(lengths) != len(self._rows):
             rule = f"{len(self._rows)} rows (one per table)"
-            raise ValueError(f"dct::{_OP}: lengths must have {rule}, got {len(lengths)}")
+            checks.fail(_OP, "lengths", rule, len(lengths), verb="have")
 
 
 def _sum_of_bags(rows: Tensor, lengths: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def require_plan(
     checked = [_require_shards(op, f"plan[{r}]", shards, rows) for r, shards in enumerate(lists)]
     if len(checked) != ranks:
         rule = f"{ranks} elements, one for each rank of the sharding group"
-        raise ValueError(f"dct::{op}: plan must have {rule}, got {len(checked)}")
+        checks.fail(op, "plan", rule, len(checked), verb="have")
     owned = sorted((shard, rank) for rank, shards in enumerate(checked) for shard in shards)
     for table, count in enumerate(rows):
         covered, owner = 0, ranks
@@ -122,15 +122,14 @@ def _require_shards(op: str, arg: str, shards: Sequence[Shard], rows: Sequence[i
         name, rule = f"{arg}[{index}]", "a shard: table, first and end"
         parts = require_list(op, name, shard, rule)
         if len(parts) != 3:
-            raise ValueError(f"dct::{op}: {name} must be {rule}, got {shard}")
+            checks.fail(op, name, rule, shard)
         table, first, end = parts
         checks.require_int(op, f"{name}.table", table, 0, len(rows) - 1)
         checks.require_int(op, f"{name}.first", first, 0, rows[table] - 1)
         checks.require_int(op, f"{name}.end", end, first + 1, rows[table])
         found.append(Shard(table, first, end))
     if not found:
-        raise ValueError(f"dct::{op}: {arg} must have at least one shard, got none")
+        checks.fail(op, arg, "at least one shard", "none", verb="have")
     if row_count(found) > MOST_ROWS:
-        rule = f"at most {MOST_ROWS} rows"
-        raise ValueError(f"dct::{op}: {arg} must have {rule}, got {row_count(found)}")
+        checks.fail(op, arg, f"at most {MOST_ROWS} rows", row_count(found), verb="have")
     return found

@@ -73,7 +73,7 @@ class ReplicaSync:
                 checks.require_dtype(_OP, arg, bags.weight.dtype, (torch.float32,))
             _require_optimizer(optimizer, bags.weight)
             if bags in _averaged:  # the residual of the first one would be lost
-                raise ValueError(f"dct::{_OP}: bags must have one ReplicaSync only, got a second")
+                checks.fail(_OP, "bags", "one ReplicaSync only", "a second", verb="have")
         to_compare = {"every": every, "density": density, "format": settings.format}
         to_compare |= {"transport": transport, "optimizer": type(optimizer).__name__}
         require_same_in_mesh(_OP, bags.mesh, to_compare)
@@ -152,7 +152,7 @@ class ReplicaSync:
 def _require_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> None:
     _require_rule(optimizer)
     if not any(weight is p for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError(f"dct::{_OP}: optimizer must train the weight of bags, got one without it")
+        checks.fail(_OP, "optimizer", "the weight of bags", "one without it", verb="train")
 
 
 def _require_rule(optimizer: torch.optim.Optimizer) -> None:
@@ -166,4 +166,4 @@ def _require_rule(optimizer: torch.optim.Optimizer) -> None:
             return
         got += " with " + ", ".join(f"{name} {value}" for name, value in found if value)
     rule = "plain SGD, RowWiseAdagrad or MomentumScaledRowWiseAdagrad"
-    raise TypeError(f"dct::{_OP}: optimizer must be {rule}, got {got}")
+    checks.fail(_OP, "optimizer", rule, got, TypeError)

@@ -13,7 +13,6 @@ QUANTIZED_FORMATS = tuple(format for format in FORMATS if format not in UNSCALED
 
 _quantize_pack = torch.ops.dct.quantize_pack.default
 _dequantize_sum = torch.ops.dct.dequantize_sum.default
-_dequantize_sum_pack = torch.ops.dct.dequantize_sum_pack.default
 
 
 class Quantized:
@@ -62,10 +61,9 @@ class Quantized:
 
     def pack_mean(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
         """See `Compressor.pack_mean`."""
-        args = (payloads, self.residual, self.payload, self._format, 1 / len(payloads))
-        status: Tensor = _dequantize_sum_pack(*args)
-        self.step += 1
-        return status, self.payload
+        mean = torch.empty_like(self.residual)
+        status = self.unpack(payloads, mean)
+        return status, self.pack(mean)
 
     def take_back(self, mean: Tensor | None = None) -> None:
         """See `Compressor.take_back`."""

@@ -16,15 +16,15 @@ from .row_format import RowFormat
 from .transfer import (
     Receive,
     Transfer,
-    exchange_numbers,
-    exchange_of_rows,
+    all_to_all_numbers,
     require_counts,
+    runs_eagerly,
     start_all_gather,
     start_all_to_all,
 )
 
 
-@exchange_of_rows
+@runs_eagerly
 @checks.names_keywords
 def all_gather_rows(
     x: Tensor,
@@ -61,7 +61,7 @@ def all_gather_rows(
     return all_gather_rows_async(x, widths, format=format, group=group).wait()
 
 
-@exchange_of_rows
+@runs_eagerly
 @checks.names_keywords
 def all_gather_rows_async(
     x: Tensor,
@@ -82,11 +82,11 @@ def all_gather_rows_async(
     if widths is None:
         counts = [[width]] * group.size()
         settings = {"B": rows, **row_format.settings_to_compare(x)}
-        widths = [n for [n] in exchange_numbers(op, counts, settings, x.device, group)]
+        widths = [n for [n] in all_to_all_numbers(op, counts, settings, x.device, group)]
     require_counts(op, "widths", widths, group.size(), low=1)
     if widths[group.rank()] != width:
         stated = widths[group.rank()]
-        raise ValueError(f"dct::{op}: x must have width {stated} like widths, got {width}")
+        checks.fail(op, "x", f"width {stated} like widths", width, verb="have")
     codecs = [row_format.codec(width, x.dtype) for width in widths]
     return _start(x, list(widths), codecs, group)
 

@@ -15,14 +15,14 @@ from .row_format import RowFormat
 from .transfer import (
     Receive,
     Transfer,
-    exchange_numbers,
-    exchange_of_rows,
+    all_to_all_numbers,
     require_counts,
+    runs_eagerly,
     start_all_to_all,
 )
 
 
-@exchange_of_rows
+@runs_eagerly
 @checks.names_keywords
 def all_to_all_rows(
     x: Tensor,
@@ -72,7 +72,7 @@ def all_to_all_rows(
     return all_to_all_rows_async(x, splits, output_splits, format=format, group=group).wait()
 
 
-@exchange_of_rows
+@runs_eagerly
 @checks.names_keywords
 def all_to_all_rows_async(
     x: Tensor,
@@ -96,13 +96,13 @@ def all_to_all_rows_async(
     require_counts(op, "splits", splits, group.size())
     rows, width = x.shape
     if rows != sum(splits):
-        raise ValueError(f"dct::{op}: x must have {sum(splits)} rows like splits, got {rows}")
+        checks.fail(op, "x", f"{sum(splits)} rows like splits", rows, verb="have")
     if output_splits is None:
         counts, settings = [[n] for n in splits], {"d": width, **row_format.settings_to_compare(x)}
-        output_splits = [n for [n] in exchange_numbers(op, counts, settings, x.device, group)]
+        output_splits = [n for [n] in all_to_all_numbers(op, counts, settings, x.device, group)]
     require_counts(op, "output_splits", output_splits, group.size())
     if width == 0:  # checked after the comparison, so that every rank raises
-        raise ValueError(f"dct::{op}: x must have at least 1 column, got 0")
+        checks.fail(op, "x", "at least 1 column", "0", verb="have")
     return _start(op, x, row_format.codec(width, x.dtype), splits, output_splits, group)
 
 

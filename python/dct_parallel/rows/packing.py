@@ -97,9 +97,7 @@ def unpack_rows(
     if found[:-1] != leading:
         rule = f"shape [{', '.join(map(str, [*leading, 'w']))}] for values of shape"
         values_shape = list(values.shape)
-        raise ValueError(
-            f"dct::unpack_rows: positions must have {rule} {values_shape}, got {found}"
-        )
+        checks.fail("unpack_rows", "positions", f"{rule} {values_shape}", found, verb="have")
     dtype = values.dtype if dtype is None else dtype
     return dct_kernels.row_unpack(*rows, width, dtype).view(*leading, width)
 

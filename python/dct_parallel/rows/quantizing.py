@@ -24,9 +24,8 @@ class RowQuantize(nn.Module):
     viewed as bfloat16. You can send, receive or copy a message, but do not compute with it. Pass it
     to exactly one module, a `RowDequantize` with the same formats. The gradient of a message is
     also a message. The module also quantizes in eval mode. It has no parameters or state. Results
-    are deterministic and bitwise the same on every backend. torch.compile, torch.vmap and
-    torch.func.grad are supported, but no torch.func transform inside torch.compile. There is no
-    second derivative.
+    are deterministic and bitwise the same on every backend. torch.compile is supported. Second
+    derivatives and transforms of torch.func raise an error.
 
     Args:
         format: a name, a torch dtype, or a `RowFormat` without a density, such as "int4" or
@@ -45,9 +44,8 @@ class RowQuantize(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         checks.require_dense("RowQuantize", "x", x)
         if x.dim() == 0 or x.dtype not in checks.FLOATS:
-            rule = "float32, bfloat16 or float16, at least 1-D"
             got = f"{x.dim()}-D {str(x.dtype).removeprefix('torch.')}"
-            raise ValueError(f"dct::RowQuantize: x must be {rule}, got {got}")
+            checks.fail("RowQuantize", "x", "float32, bfloat16 or float16, at least 1-D", got)
         width, dtype = x.shape[-1], x.dtype
         checks.require_int("RowQuantize", "x.shape[-1]", width, 1, 2**31 - 1)
         forward_format, backward_format = self.format.formats(dtype)
@@ -57,7 +55,6 @@ class RowQuantize(nn.Module):
             x,
             lambda rows: _to_message(rows, forward_format, size),
             lambda grad: _from_message(grad, width, backward_format, dtype),
-            row_wise=True,
         )
 
     def extra_repr(self) -> str:
@@ -98,13 +95,12 @@ class RowDequantize(nn.Module):
         if message.dim() == 0 or message.shape[-1] != size:
             rule = f"shape [..., {size}] for width {width}"
             got = list(message.shape)
-            raise ValueError(f"dct::RowDequantize: message must have {rule}, got {got}")
+            checks.fail("RowDequantize", "message", rule, got, verb="have")
         return with_gradient(
             "RowDequantize",
             message,
             lambda sent: _from_message(sent, width, forward_format, dtype),
             lambda grad: _to_message(grad, backward_format, size),
-            row_wise=True,
         )
 
     def extra_repr(self) -> str:
@@ -132,5 +128,5 @@ def _require_no_density(op: str, format: str | torch.dtype | RowFormat) -> RowFo
     row_format = RowFormat.parse(op, format)
     if row_format.density is not None or row_format.forward is None:
         rule = "a number format without density (to send the largest entries, use RowPack)"
-        raise ValueError(f"dct::{op}: format must be {rule}, got {row_format}")
+        checks.fail(op, "format", rule, row_format)
     return row_format

@@ -10,10 +10,10 @@ from torch.nn.functional import pad
 from ..groups import GroupForBackward
 from .codecs import dequantize_sum
 from .row_format import RowFormat
-from .transfer import Receive, Transfer, exchange_of_rows, start_all_gather, start_all_to_all
+from .transfer import Receive, Transfer, runs_eagerly, start_all_gather, start_all_to_all
 
 
-@exchange_of_rows
+@runs_eagerly
 def reduce_scatter_rows_async(
     x: Tensor,
     splits: Sequence[int],

@@ -20,7 +20,7 @@ class RowFormat:
 
     Args:
         forward: number format of rows: "float32", "bfloat16", "float16" or a torch dtype, or a
-            quantized format: "int8", "int4", "ternary" or "sign" (see `dct_kernels.row_quantize`).
+            quantized format: "int8", "int4" or "sign" (see `dct_kernels.row_quantize`).
             None: the dtype of the rows.
         backward: number format of gradients; default: `forward`.
         density: in (0, 1]. The exchange sends only the k = ceil(density * d) largest entries of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dct_kernels import checks
 
-from .._torch import is_functionalizing, transforms_are_active, unwrap_dead_wrappers
+from .._torch import transforms_are_active
 from ..collectives import all_gather
 from ..formats import ROW_FORMATS
 from ..groups import GroupForBackward, named
@@ -34,7 +34,7 @@ def require_counts(op: str, arg: str, counts: Sequence[int], ranks: int, low: in
         checks.require_int(op, f"{arg}[{rank}]", count, low, 2**63 - 1)
 
 
-def exchange_numbers(
+def all_to_all_numbers(
     op: str,
     numbers: Sequence[Sequence[int]],
     settings: Mapping[str, Setting],
@@ -63,7 +63,7 @@ def exchange_numbers(
         if len(set(column)) > 1:
             ranks = enumerate(column)
             got = ", ".join(f"{_decode(number, value)} on rank {rank}" for rank, number in ranks)
-            raise ValueError(f"dct::{op}: {name} must be the same on every rank, got {got}")
+            checks.fail(op, name, "the same on every rank", got)
     result: list[list[int]] = received[:, :width].long().tolist()
     return result
 
@@ -82,7 +82,7 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
-def exchange_of_rows(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+def runs_eagerly(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Decorate an exchange, so that torch.compile runs it eagerly and torch.export raises."""
     op = function.__name__
     rule = f"dct::{op}: the exchange must run eagerly"
@@ -92,8 +92,8 @@ def exchange_of_rows(function: Callable[_Parameters, _Result]) -> Callable[_Para
     def exchange(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         if torch.compiler.is_exporting():
             raise RuntimeError(f"{rule}, got torch.export")
-        if is_functionalizing():  # a collective would abort the process
-            raise RuntimeError(f"{rule}, got torch.func.functionalize")
+        if transforms_are_active():  # a collective may abort the process
+            raise RuntimeError(f"{rule}, got a transform of torch.func")
         return function(*args, **kwargs)
 
     eager: Callable[_Parameters, _Result] = torch.compiler.disable(exchange, reason=reason)
@@ -103,70 +103,32 @@ def exchange_of_rows(function: Callable[_Parameters, _Result]) -> Callable[_Para
 TensorFunction = Callable[[Tensor], Tensor]
 
 
-def with_gradient(
-    op: str, x: Tensor, forward: TensorFunction, backward: TensorFunction, row_wise: bool = False
-) -> Tensor:
+def with_gradient(op: str, x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
     """Return forward(x). If the gradient of this result is g, the gradient of `x` is backward(g).
 
-    torch.func.grad and torch.func.vjp work. A second derivative, forward mode and torch.vmap raise
-    an error, and so does every transform of torch.func inside torch.compile. The graph keeps
+    A second derivative, forward mode and transforms of torch.func raise an error. The graph keeps
     `backward` and all its references alive. So `backward` must refer to a process group through a
     `GroupForBackward`.
 
     Args:
         op: the public name, for errors.
-        row_wise: both functions treat each row independently, so torch.vmap also works.
     """
-    compiling = torch.compiler.is_compiling()
-    if compiling and transforms_are_active():  # Dynamo would differentiate `forward` instead
-        rule = "outside of torch.func inside torch.compile (do not compile the transform)"
-        checks.fail(op, "the call", rule, "one inside")
-    # Dynamo cannot trace an autograd.Function that has a jvp.
-    function = _Gradient if compiling else _EagerGradient
-    y: Tensor = function.apply(op, x, forward, backward, row_wise)  # type: ignore[no-untyped-call]
+    if transforms_are_active():  # Dynamo would differentiate or batch `forward`
+        checks.fail(op, "the call", "outside of torch.func (use torch.autograd)", "one inside")
+    y: Tensor = _Gradient.apply(op, x, forward, backward)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Gradient(torch.autograd.Function):
-    generate_vmap_rule = False
-
     @staticmethod
-    def forward(
-        op: str, x: Tensor, forward: TensorFunction, backward: Any, row_wise: Any
-    ) -> Tensor:
-        return forward(x)  # no *args, because Dynamo counts parameters
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.op, _, _, ctx.function, ctx.row_wise = inputs
+    def forward(ctx: Any, op: str, x: Tensor, forward: TensorFunction, backward: Any) -> Tensor:
+        ctx.op, ctx.function = op, backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # once_differentiable would return a second derivative of 0 in torch.func.
         refuse = partial(_refuse_second_derivative, ctx.op)
-        return None, with_gradient(ctx.op, grad, ctx.function, refuse, ctx.row_wise), *[None] * 3
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[Any], op: str, x: Tensor, *rest: Any) -> Any:
-        *_, row_wise = rest
-        if not row_wise:
-            rule = "a single tensor, because torch.vmap cannot batch a collective"
-            raise ValueError(f"dct::{op}: the input must be {rule}, got a batch")
-        return with_gradient(op, x.movedim(in_dims[1], 0), *rest), 0
-
-
-class _EagerGradient(_Gradient):
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        if transforms_are_active():
-            return super().apply(*args)  # type: ignore[no-untyped-call]
-        # Function.apply would also bind default arguments, which takes several times as long.
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        rule = "have no tangent, because there is no forward-mode derivative"
-        raise ValueError(f"dct::{ctx.op}: the input must {rule}, got one")
+        return None, with_gradient(ctx.op, grad, ctx.function, refuse), None, None
 
 
 def _refuse_second_derivative(op: str, grad: Tensor) -> NoReturn:

@@ -17,7 +17,6 @@ BY_DEFAULT = {
     "scatter_unpack 0.01 8",
     "quantize_pack int4 float32",
     "dequantize_sum int4 8 float32",
-    "dequantize_sum_pack int4 2",
     "row_pack 256 float32",
     "row_gather 256",
     "row_unpack 256",

@@ -39,15 +39,12 @@ class Mutant(NamedTuple):
 MUTANTS = {
     "no block barrier": Mutant(runs.row_gather, r"bar\.sync .*;", "", RACE),
     "no warp barrier": Mutant(runs.row_unpack, r"bar\.warp\.sync .*;", "", RACE),
-    "a last block that does not acquire": Mutant(
-        runs.sample_threshold, r"atom\.acq_rel\.gpu(.*;)", r"atom\1", RACE
-    ),
     "an index that can be one too large": Mutant(
         runs.row_gather, r"setp\.ge\.s64(.*;)", r"setp.gt.s64\1", OUT_OF_BOUNDS
     ),
     "no store to shared memory": Mutant(runs.row_unpack, r"st\.shared\.v4.*;", "", UNINITIALIZED),
     "a fused multiply-add": Mutant(
-        runs.dequantize_sum_pack,
+        runs.quantize_pack,
         r"mul\.rn\.f32 (%f\d+), (.*);\nadd\.rn\.f32 (%f\d+), (%f\d+), \1;",
         r"fma.rn.f32 \3, \2, \4;",
         WRONG,

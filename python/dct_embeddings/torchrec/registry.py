@@ -13,21 +13,22 @@ from dct_parallel.rows.codecs import dequantize, format_bytes, quantize
 _ALL_TO_ALLS = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL)
 
 
-class RowCodecs(dict[str, QuantizedCommCodecs]):
+class RowRegistry(dict[str, QuantizedCommCodecs]):
     """A `qcomm_codecs_registry` for rows of `width` entries that share a scale."""
 
     def __init__(self, format: RowFormat, width: int, ops: Iterable[CommOp] = _ALL_TO_ALLS) -> None:
         self.format, self.width = format, width
-        codecs = QuantizedCommCodecs(*(_Codec(width, f) for f in format.formats(torch.float32)))
+        formats = format.formats(torch.float32)
+        codecs = QuantizedCommCodecs(*(_QuantizedRows(width, name) for name in formats))
         super().__init__({op.name: codecs for op in ops})
 
     @staticmethod
-    def for_planner(format: RowFormat) -> "RowCodecs":
+    def for_planner(format: RowFormat) -> "RowRegistry":
         """Codecs for all ops. TorchRec's planner reads only their dtype."""
-        return RowCodecs(format, 1, CommOp)
+        return RowRegistry(format, 1, CommOp)
 
 
-class _Codec:
+class _QuantizedRows:
     """A QuantizedCommCodec of TorchRec for rows of `width` entries, in one number format.
 
     A message is uint8, with `format_bytes` per row. The codec has no context, because with a
