@@ -231,7 +231,7 @@ def test_take_back_changes_all_ranks_or_none(rank, make):
         (partial(Sharded, mesh=(2, 1)), "torch.distributed.all_to_all_single"),
         (Hook, "dct_parallel.ddp.node.dense_mean"),
         (NodeMesh, "dct_parallel.ddp.node.dense_mean"),
-        (partial(Sharded, mesh=(2, 1)), "dct_parallel.fsdp2.state.dense_mean"),
+        (partial(Sharded, mesh=(2, 1)), "dct_parallel.fsdp2.replicas.dense_mean"),
     ],
 )
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""The state of `dct_fully_shard_hook`: averages gradients between replicas in every step.
+"""dct_fully_shard_hook: averages the gradients of FSDP2 shards between replicas in every step.
 
 FSDP reduces each module's gradient over the ranks that share the model's shards, and calls the hook
 with the gradient of this rank's shard. The hook averages this gradient over the ranks that hold the
@@ -9,25 +9,130 @@ import os
 import zlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
+from dct_kernels import checks
+
 from .. import groups
-from .._torch import NO_PASS, at_end_of_backward, backward_pass, span
+from .._torch import NO_PASS, after_backward, fsdp_hook, fsdp_in_backward, span
 from ..collectives import dense_mean
 from ..exchange.bucket import Bucket, SegmentState, parameter_stats
 from ..exchange.checkpoint import Entry, Run, Sharded, States
 from ..exchange.first_step import FirstStep
 from ..exchange.ledger import StepLedger
-from ..exchange.loss_scale import LossScale
-from ..exchange.plan import BucketPlan, describe, keeps_owners, log_plan, plan_bucket, plan_table
+from ..exchange.loss_scale import LossScale, Optimizers, loss_scale_of
+from ..exchange.plan import (
+    BucketPlan,
+    describe,
+    keeps_owners,
+    log_plan,
+    plan_bucket,
+    plan_table,
+    unwrapped,
+)
 from ..exchange.settings import Settings
-from .hook import OP
-from .units import Unit
+from ..mesh import require_mesh
+
+if TYPE_CHECKING:
+    from .units import Piece, Unit
+
+OP = "dct_fully_shard_hook"  # in errors
+DIMENSIONS = ("replicate", "shard")
+
+
+@checks.names_keywords
+def dct_fully_shard_hook(
+    model: nn.Module,
+    *,
+    density: float | None = None,
+    format: str | torch.dtype | None = None,
+    transport: str | None = None,
+    mesh: DeviceMesh,
+    grad_scaler: GradScaler | None = None,
+    optimizer: Optimizers | None = None,
+    start_step: int = 2,
+    policy: str = "fresh",
+    refresh_every: int = 1000,
+) -> "FullyShardState":
+    """Average the gradients of FSDP2 shards over replicas with compression (hybrid sharding).
+
+        mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replicate", "shard"))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        state = dct_fully_shard_hook(model, mesh=mesh, format="int4")  # AdamW
+
+    Call it on every rank, after moving the model to its device and applying `fully_shard` to all
+    modules on the shard dimension only. FSDP reduces gradients densely over the shard dimension.
+    Then the hook averages each rank's shards over the replicate dimension like `DCTState` (arXiv
+    2010.08899), with one message per wrapped module. With AdamW pass `format="int4"`, and with SGD
+    a `density`. The mean is bitwise the same on every replica, and overwrites FSDP's reduced
+    gradients. Replicas must be equal at the start, because FSDP does not broadcast parameters. Save
+    the state's `state_dict()` in the checkpoint. Memory: 4 bytes per parameter *of
+    a shard*, and for each module a payload from each replica (with reduce-scatter, three payloads).
+    See docs/guide/fsdp2.md.
+
+    Args:
+        model: a module. All its trainable parameters are in units of `fully_shard`.
+        density: fraction of each rank's shard of a module to send per step; see `DCTState`.
+        transport: the transport between replicas; see `DCTState`.
+        mesh: a mesh of all ranks with dimensions "replicate" and "shard".
+        format, grad_scaler, optimizer, start_step, policy, refresh_every: see `DCTState`.
+
+    Returns:
+        The state: `plan`, `stats`, `parameter_stats`, `state_dict`, `load_state_dict`, `close`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, ranks differ, or a module has several
+            parameter groups or is wrapped differently (with a mesh of two dimensions, torch itself
+            averages over replicas).
+        RuntimeError: another rank raised an error, or did not call this in time. Restart the
+            process.
+    """
+    from .units import units_of  # FSDP2 takes a second to import
+
+    with groups.sharing_errors(OP, groups.require_group(OP, None)):
+        settings = Settings.checked(OP, density, format, transport, policy, refresh_every)
+        loss_scale = loss_scale_of(OP, grad_scaler, optimizer)
+        checks.require_int(OP, "start_step", start_step, 0, 2**63 - 1)
+        require_mesh(OP, mesh, DIMENSIONS)
+        if mesh.size() != dist.get_world_size():
+            checks.fail(OP, "mesh", f"all {dist.get_world_size()} ranks", mesh.size(), verb="have")
+        units = _pieces_by_unit(model, units_of(OP, model), mesh)
+        if loss_scale is not None:
+            loss_scale.watch(piece.parameter for pieces in units.values() for piece in pieces)
+    return FullyShardState(units, mesh, settings, loss_scale, start_step)
+
+
+def _pieces_by_unit(
+    model: nn.Module, units: "Sequence[Unit]", mesh: DeviceMesh
+) -> "dict[Unit, tuple[Piece, ...]]":
+    """Check the units. Return the pieces of units with parameters that require grad."""
+    found = {unit: pieces for unit in units if (pieces := unit.pieces(mesh))}
+    covered = {piece.parameter for pieces in found.values() for piece in pieces}
+    trained = [(unwrapped(name), p) for name, p in model.named_parameters() if p.requires_grad]
+    if loose := [name for name, p in trained if p not in covered]:
+        raise ValueError(
+            f"dct::{OP}: every parameter must be sharded by fully_shard, got {', '.join(loose)}"
+        )
+    if not found:
+        checks.fail(OP, "model", "parameters that require grad", "none", verb="have")
+    for unit in found:
+        if fsdp_hook(unit.group) not in (None, _closed):
+            rule = f"no all-reduce hook on module {unit.name}"
+            checks.fail(OP, "model", rule, "one", verb="have")
+    return found
+
+
+def _closed(flat: Tensor) -> None:
+    """The all-reduce hook of a closed state. Without it, replicas would diverge silently."""
+    raise RuntimeError(f"dct::{OP}: state must be open, got a closed one")
 
 
 def require_same_order(order: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -56,44 +161,47 @@ class FullyShardState:
 
     def __init__(
         self,
-        units: list[Unit],
+        units: "dict[Unit, tuple[Piece, ...]]",
         mesh: DeviceMesh,
         settings: Settings,
         loss_scale: LossScale | None,
         start_step: int,
     ) -> None:
         self.settings, self.start_step = settings, start_step
-        self._units, self._device = units, units[0].device
-        self._pieces = [piece for unit in units for piece in unit.pieces]
+        self._units, self._pieces = list(units), list(units.values())
+        self._device = self._units[0].device
         self._replica = mesh.get_local_rank("replicate")
         self._group = mesh["replicate"].get_group()
         self._shards = mesh["shard"].size()
         self._open, self._in_step = True, False
         self._pass = NO_PASS  # the backward pass that has a callback queued for its end
+        # A unit, its pieces and its bucket have the same number.
         self._order: list[int] = []  # the numbers of this step's units
         self._last_order: list[int] = []  # the numbers of the last step's units, until compared
 
         world = groups.require_group(OP, None)
+        pieces = [piece for pieces in self._pieces for piece in pieces]
         to_compare = {
-            "model": describe({piece.parameter: piece.name for piece in self._pieces}),
+            "model": describe({piece.parameter: piece.name for piece in pieces}),
             "modules": ", ".join(unit.name for unit in units),
             "mesh": str(mesh.mesh.tolist()),
         }
         self._ledger = StepLedger(
             OP, world, self._device, settings, to_compare, loss_scale, start_step
         )
-        parameters = [piece.parameter for piece in self._pieces]
+        parameters = [piece.parameter for piece in pieces]
         self._ledger.first_step = FirstStep(OP, parameters, settings, loss_scale)
         timeout = groups.timeout_of(world, self._device)
         self._after_step = groups.separate_group(world, self._ledger.run_id, timeout)
         self._end_group = groups.destroyer(self, self._after_step)
-        self._buckets = [self._bucket(unit, 0, {}) for unit in units]
-        for index, unit in enumerate(units):
-            unit.hook(partial(self._reduce, index))
+        self._buckets = [self._bucket(pieces, 0, {}) for pieces in self._pieces]
+        for index, unit in enumerate(self._units):
+            unit.module.set_all_reduce_hook(partial(self._reduce, index))
 
-    def _bucket(self, unit: Unit, packed: int, states: dict[str, SegmentState]) -> Bucket:
-        names = [piece.name for piece in unit.pieces]
-        sizes = [piece.padded for piece in unit.pieces]
+    def _bucket(
+        self, pieces: "tuple[Piece, ...]", packed: int, states: dict[str, SegmentState]
+    ) -> Bucket:
+        names, sizes = [piece.name for piece in pieces], [piece.padded for piece in pieces]
         plan = plan_bucket(names, sizes, self.settings, self._group.size())
         log_plan(OP, plan, self._device)
         return Bucket(plan, self._group, self._device, packed, states)
@@ -116,7 +224,7 @@ class FullyShardState:
         if self._open:
             self._open = False
             for unit in self._units:
-                unit.close()
+                unit.module.set_all_reduce_hook(_closed)
             self._end_group()
             self._ledger.end_first_step()
         self._ledger.finish()
@@ -244,8 +352,8 @@ class FullyShardState:
         }
         parameters = {
             piece.name: Sharded(piece, bucket.codec.step)
-            for bucket, unit in zip(self._buckets, self._units, strict=True)
-            for piece in unit.pieces
+            for bucket, pieces in zip(self._buckets, self._pieces, strict=True)
+            for piece in pieces
         }
         return Run("replica", self._replica, self.settings.format, same, parameters)
 
@@ -253,20 +361,20 @@ class FullyShardState:
         self._ledger.load(entry)
         self._in_step, self._order, self._last_order = False, [], []
         saved = entry["parameters"]
-        for index, unit in enumerate(self._units):
-            selected = {piece.name: states[piece.name] for piece in unit.pieces}
+        for index, pieces in enumerate(self._pieces):
+            selected = {piece.name: states[piece.name] for piece in pieces}
             packed = max(saved[name]["packed"] for name in selected)
-            self._buckets[index] = self._bucket(unit, packed, selected)
+            self._buckets[index] = self._bucket(pieces, packed, selected)
 
     # The methods below begin, perform and end a step.
 
     def _reduce(self, index: int, flat: Tensor) -> None:
         """Replace the gradient of a unit's shard by its mean over replicas."""
-        self._units[index].require(flat)
+        self._require(index, flat)
         if not self._in_step or index in self._order:
             self._begin_step()
         self._order.append(index)
-        self._await_end()
+        self._pass = after_backward(self._pass, self._end_step)
         if flat.is_cuda:  # FSDP allocated it on a different stream
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if self._ledger.packed >= 0:
@@ -275,6 +383,20 @@ class FullyShardState:
         else:
             exchange = partial(self._reduce_densely, flat)
         self._ledger.watch(exchange)()
+
+    def _require(self, index: int, flat: Tensor) -> None:
+        """Raise if `flat` is not the gradient of all pieces, or if all-reduce is turned off."""
+        unit, numel = self._units[index], self._plans[index].numel
+        if not unit.group.all_reduce_grads:
+            rule = "accumulated with set_requires_gradient_sync(False)"
+            checks.fail(OP, "gradients", rule, "set_requires_all_reduce(False)")
+        if flat.numel() != numel:
+            rule = (
+                f"{numel} elements, of all parameters of module {unit.name} that required grad "
+                "when the hook was made (for unused ones, call "
+                "model.set_reduce_scatter_unused_params(True))"
+            )
+            checks.fail(OP, "gradient", rule, flat.numel(), verb="have")
 
     def _reduce_densely(self, flat: Tensor) -> None:
         with span("dct::exchange_dense"):
@@ -285,20 +407,11 @@ class FullyShardState:
         self._end_order()  # if the last step did not end with its backward pass
         self._in_step, self._pass = True, NO_PASS
 
-    def _await_end(self) -> None:
-        """Call `_end_step` at the end of the current backward pass."""
-        backward = backward_pass()
-        if backward != self._pass:
-            self._pass = backward
-            # FSDP may reduce gradients in a callback at the end of the backward pass. A callback
-            # that is queued inside a callback runs after all others.
-            at_end_of_backward(lambda nested: at_end_of_backward(self._end_step))
-
     def _end_step(self, nested: bool) -> None:
         if nested or not self._in_step:  # called twice if passes are nested
             return
         # Reentrant checkpointing nests backward passes, so this may be the end of a nested pass.
-        self._in_step = any(unit.in_backward for unit in self._units)
+        self._in_step = any(fsdp_in_backward(unit.module) for unit in self._units)
         if not self._in_step:
             self._end_order()
             self._ledger.end()
