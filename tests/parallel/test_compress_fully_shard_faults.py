@@ -102,7 +102,8 @@ def _require_raised(state, model, rank, what, module):
         _step(model, 2, rank)
         state.close()
         return
-    text = f"every message must be intact, got status 1 from rank 0 in the {what} of {module}"
+    text = "every payload of step 1 must be intact, got status 1 from rank 0"
+    text += f" in the {what} of {module}"
     for call in (lambda: _step(model, 2, rank), state.stats, state.close):
         with pytest.raises(RuntimeError) as caught:
             call()

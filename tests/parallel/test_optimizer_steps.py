@@ -8,11 +8,11 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from dct_parallel.exchange.loss_scale import LossScale
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
-from dct_parallel.exchange.loss_scale import LossScale
 from support.entry_points import Hook, Sharded
 from support.nodes import all_pending, rank_sum
 from support.ranks import Dictated, ddp, hooked, integers, on_ranks, run_ranks, shard_mesh, weights

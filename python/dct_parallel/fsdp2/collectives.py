@@ -12,6 +12,7 @@ from dct_kernels import checks
 
 from .._torch import fsdp_divide_factor, fsdp_gathered_dtypes, fsdp_reduced_dtype, span
 from ..collectives import all_gather, all_gather_bytes
+from ..exchange.results import ExchangeResult
 from .messages import MessageLayout, message_layout
 
 if TYPE_CHECKING:
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
 
 
 class _Collective:
-    """Implements the interface of FSDP2's collectives: `allocate` and `__call__`.
+    """Implements FSDP2's interface of collectives (`allocate` and `__call__`), and `Exchange`.
 
     torch's collective is used if messages would not be smaller, and for a tensor that does not
-    match the layout of the unit.
+    match the layout of the unit, because it contains other parameters or is for other ranks.
 
     Args:
         unit: the module whose weights or gradients are sent.
+        default: torch's collective.
         format: the format of messages, or None to use torch's collective.
         count: counts the bytes that this rank sends.
     """
@@ -38,14 +40,27 @@ class _Collective:
     ) -> None:
         self._unit, self._default, self._format, self._count = unit, default, format, count
         self._ranks = dist.get_process_group_ranks(unit.shard_group())
-        # int32 [number of ranks], not 0 for ranks that have sent a damaged message.
-        self._status: Tensor | None = None
+        # int32 [number of ranks], not 0 for ranks that have sent a damaged message. Empty before
+        # the first message.
+        self.words: Sequence[Tensor] = ()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         tensor: Tensor = self._default.allocate(size, dtype=dtype, device=device)
         return tensor
 
-    def _layout(self, dtype: torch.dtype | None) -> MessageLayout | None:
+    def message_bytes(self) -> int:
+        """The bytes that this rank sends to each other rank in the next exchange."""
+        dtypes = self._dtypes()  # of the parameters
+        if len({*dtypes}) == 1 and (layout := self._layout(dtypes[0])) is not None:
+            return layout.nbytes(dtypes[0])
+        parts = zip(self._unit.layout(self._trained), dtypes, strict=True)
+        return sum(numel * dtype.itemsize for (numel, _), dtype in parts)
+
+    def _dtypes(self) -> Sequence[torch.dtype]:
+        """The dtype in which torch's collective sends each parameter."""
+        raise NotImplementedError
+
+    def _layout(self, dtype: torch.dtype) -> MessageLayout | None:
         """The layout of messages for parts of this dtype, or None to use torch's collective."""
         parameters = self._unit.layout(self._trained)
         if self._format is None or not parameters or dtype not in checks.FLOATS:
@@ -55,13 +70,17 @@ class _Collective:
         is_smaller = len(self._ranks) > 1 and layout.nbytes(dtype) < dense
         return layout if is_smaller else None
 
-    def _layout_of(self, part: Tensor) -> MessageLayout | None:
-        """The layout, or None if `part` contains other parameters or is for a different group."""
-        layout = self._layout(part.dtype)
-        return layout if layout is not None and part.numel() == layout.numel else None
-
     def _record(self, status: Tensor) -> None:
-        self._status = status if self._status is None else self._status.maximum(status)
+        self.words = [status.maximum(self.words[0]) if self.words else status]
+
+    def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
+        """Return the damaged messages, given the rows of `words` on the host."""
+        senders = zip(self._ranks, words, strict=True)
+        damaged = [f"status {status} from rank {rank}" for rank, (status, _) in senders if status]
+        return ExchangeResult(damaged, False, [], 0, 0, 0)
+
+    def take_back(self) -> None:
+        """Do nothing, because there is no residual."""
 
 
 class WeightGather(_Collective):
@@ -73,13 +92,8 @@ class WeightGather(_Collective):
 
     _trained, _least_itemsize = False, 1
 
-    def message_bytes(self) -> int:
-        """The bytes that each rank contributes to the next gather."""
-        dtypes = fsdp_gathered_dtypes(self._unit.group)
-        if (layout := self._layout(dtypes[0])) is not None and len({*dtypes}) == 1:
-            return layout.nbytes(dtypes[0])
-        parts = zip(self._unit.layout(), dtypes, strict=True)
-        return sum(numel * dtype.itemsize for (numel, _), dtype in parts)
+    def _dtypes(self) -> Sequence[torch.dtype]:
+        return fsdp_gathered_dtypes(self._unit.group)
 
     def __call__(
         self,
@@ -88,8 +102,8 @@ class WeightGather(_Collective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        layout, dtype = self._layout_of(input_tensor), input_tensor.dtype
-        if layout is None:
+        layout, dtype = self._layout(input_tensor.dtype), input_tensor.dtype
+        if layout is None or layout.numel != input_tensor.numel():
             self._count(all_gather_bytes(input_tensor.nbytes, group.size()))
             work: dist.Work | None = self._default(output_tensor, input_tensor, group, async_op)
             return work
@@ -113,14 +127,9 @@ class GradientReduceScatter(_Collective):
 
     _trained, _least_itemsize = True, 4
 
-    def message_bytes(self) -> int:
-        """The bytes that each rank sends to each owner in the next reduction."""
+    def _dtypes(self) -> Sequence[torch.dtype]:
         dtype = fsdp_reduced_dtype(self._unit.group)
-        if dtype is None:
-            return 0
-        if (layout := self._layout(dtype)) is not None:
-            return layout.nbytes(dtype)
-        return sum(numel for numel, _ in self._unit.layout(trained=True)) * dtype.itemsize
+        return [] if dtype is None else [dtype] * len(self._unit.layout(trained=True))
 
     def __call__(
         self,
@@ -130,8 +139,8 @@ class GradientReduceScatter(_Collective):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        layout, dtype = self._layout_of(output_tensor), input_tensor.dtype
-        if layout is None:
+        layout, dtype = self._layout(output_tensor.dtype), input_tensor.dtype
+        if layout is None or layout.numel != output_tensor.numel():
             self._count(all_gather_bytes(output_tensor.nbytes, group.size()))
             work: dist.Work | None = self._default(output_tensor, input_tensor, group, op, async_op)
             return work

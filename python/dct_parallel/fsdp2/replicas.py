@@ -7,7 +7,6 @@ same shard in other replicas. The host reads the results of a step at the end of
 
 import os
 import zlib
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +23,9 @@ from .._torch import NO_PASS, after_backward, fsdp_hook, fsdp_in_backward, span
 from ..collectives import dense_mean
 from ..exchange.bucket import Bucket, SegmentState, parameter_stats
 from ..exchange.checkpoint import Entry, Run, Sharded, States
-from ..exchange.first_step import FirstStep
 from ..exchange.ledger import StepLedger
-from ..exchange.loss_scale import LossScale, Optimizers, loss_scale_of
-from ..exchange.plan import (
-    BucketPlan,
-    describe,
-    keeps_owners,
-    log_plan,
-    plan_bucket,
-    plan_table,
-    unwrapped,
-)
+from ..exchange.optimizers import LossScale, OptimizerChecks, Optimizers, loss_scale_of
+from ..exchange.plan import BucketPlan, describe, keeps_owners, log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
 from ..mesh import require_mesh
 
@@ -43,7 +33,6 @@ if TYPE_CHECKING:
     from .units import Piece, Unit
 
 OP = "dct_fully_shard_hook"  # in errors
-DIMENSIONS = ("replicate", "shard")
 
 
 @checks.names_keywords
@@ -74,9 +63,7 @@ def dct_fully_shard_hook(
     2010.08899), with one message per wrapped module. With AdamW pass `format="int4"`, and with SGD
     a `density`. The mean is bitwise the same on every replica, and overwrites FSDP's reduced
     gradients. Replicas must be equal at the start, because FSDP does not broadcast parameters. Save
-    the state's `state_dict()` in the checkpoint. Memory: 4 bytes per parameter *of
-    a shard*, and for each module a payload from each replica (with reduce-scatter, three payloads).
-    See docs/guide/fsdp2.md.
+    the state's `state_dict()` in the checkpoint. Memory: see docs/guide/fsdp2.md.
 
     Args:
         model: a module. All its trainable parameters are in units of `fully_shard`.
@@ -99,28 +86,25 @@ def dct_fully_shard_hook(
 
     with groups.sharing_errors(OP, groups.require_group(OP, None)):
         settings = Settings.checked(OP, density, format, transport, policy, refresh_every)
-        loss_scale = loss_scale_of(OP, grad_scaler, optimizer)
         checks.require_int(OP, "start_step", start_step, 0, 2**63 - 1)
-        require_mesh(OP, mesh, DIMENSIONS)
+        require_mesh(OP, mesh, ("replicate", "shard"))
         if mesh.size() != dist.get_world_size():
             checks.fail(OP, "mesh", f"all {dist.get_world_size()} ranks", mesh.size(), verb="have")
         units = _pieces_by_unit(model, units_of(OP, model), mesh)
-        if loss_scale is not None:
-            loss_scale.watch(piece.parameter for pieces in units.values() for piece in pieces)
+        parameters = [piece.parameter for pieces in units.values() for piece in pieces]
+        loss_scale = loss_scale_of(OP, grad_scaler, optimizer, parameters)
     return FullyShardState(units, mesh, settings, loss_scale, start_step)
 
 
 def _pieces_by_unit(
-    model: nn.Module, units: "Sequence[Unit]", mesh: DeviceMesh
+    model: nn.Module, units: "list[Unit]", mesh: DeviceMesh
 ) -> "dict[Unit, tuple[Piece, ...]]":
     """Check the units. Return the pieces of units with parameters that require grad."""
     found = {unit: pieces for unit in units if (pieces := unit.pieces(mesh))}
     covered = {piece.parameter for pieces in found.values() for piece in pieces}
-    trained = [(unwrapped(name), p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if loose := [name for name, p in trained if p not in covered]:
-        raise ValueError(
-            f"dct::{OP}: every parameter must be sharded by fully_shard, got {', '.join(loose)}"
-        )
+        checks.fail(OP, "every parameter", "sharded by fully_shard", ", ".join(loose))
     if not found:
         checks.fail(OP, "model", "parameters that require grad", "none", verb="have")
     for unit in found:
@@ -135,17 +119,12 @@ def _closed(flat: Tensor) -> None:
     raise RuntimeError(f"dct::{OP}: state must be open, got a closed one")
 
 
-def require_same_order(order: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Compare which units the ranks exchanged. Blocks until all ranks have called it.
+def require_same_order(order: list[int], group: dist.ProcessGroup) -> None:
+    """Raise an error on every rank if the numbers in `order` differ between ranks. Collective.
 
-    Args:
-        order: the numbers of the units that this rank exchanged.
-        group: a gloo group, also if gradients are on CUDA, so that only the host waits.
-
-    Raises:
-        RuntimeError: ranks exchanged different units or a different order. Every rank raises.
+    `group` is a gloo group, also if gradients are on CUDA, so that only the host waits.
     """
-    digest = zlib.crc32(repr(list(order)).encode())
+    digest = zlib.crc32(repr(order).encode())
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     highest, lowest = bounds.tolist()
@@ -157,7 +136,11 @@ def require_same_order(order: Sequence[int], group: dist.ProcessGroup) -> None:
 
 
 class FullyShardState:
-    """The state that `dct_fully_shard_hook` returns: residuals and process groups."""
+    """The state that `dct_fully_shard_hook` returns: residuals and process groups.
+
+    After this rank has received a damaged payload, or an exchange has failed, every method raises a
+    RuntimeError. Then load a checkpoint into a new state.
+    """
 
     def __init__(
         self,
@@ -175,24 +158,25 @@ class FullyShardState:
         self._shards = mesh["shard"].size()
         self._open, self._in_step = True, False
         self._pass = NO_PASS  # the backward pass that has a callback queued for its end
-        # A unit, its pieces and its bucket have the same number.
-        self._order: list[int] = []  # the numbers of this step's units
-        self._last_order: list[int] = []  # the numbers of the last step's units, until compared
+        # A unit, its pieces and its bucket have the same number. The numbers of the units of each
+        # step, in the order of their exchanges. Ranks have not compared these steps yet.
+        self._orders: list[list[int]] = []
 
         world = groups.require_group(OP, None)
-        pieces = [piece for pieces in self._pieces for piece in pieces]
-        to_compare = {
-            "model": describe({piece.parameter: piece.name for piece in pieces}),
+        names = {piece.parameter: piece.name for pieces in self._pieces for piece in pieces}
+        values = {
+            "model": describe(names),
             "modules": ", ".join(unit.name for unit in units),
             "mesh": str(mesh.mesh.tolist()),
+            **settings.to_compare(),
+            "start_step": str(start_step),
+            "grad_scaler": "given" if loss_scale else "none",
         }
-        self._ledger = StepLedger(
-            OP, world, self._device, settings, to_compare, loss_scale, start_step
-        )
-        parameters = [piece.parameter for piece in pieces]
-        self._ledger.first_step = FirstStep(OP, parameters, settings, loss_scale)
+        self._agreement = groups.Agreement(OP, world, self._device, values)
+        self._optimizers = OptimizerChecks(OP, names, settings, loss_scale)
+        self._ledger = StepLedger(OP, start_step, loss_scale, self._optimizers)
         timeout = groups.timeout_of(world, self._device)
-        self._after_step = groups.separate_group(world, self._ledger.run_id, timeout)
+        self._after_step = groups.separate_group(world, self._agreement.run_id, timeout)
         self._end_group = groups.destroyer(self, self._after_step)
         self._buckets = [self._bucket(pieces, 0, {}) for pieces in self._pieces]
         for index, unit in enumerate(self._units):
@@ -218,24 +202,20 @@ class FullyShardState:
     def close(self) -> None:
         """Destroy the process group of this state. The hooks raise afterwards. Idempotent.
 
-        Raises:
-            RuntimeError: this rank received a damaged payload. The state is closed nevertheless.
+        The state is closed even if this method raises an error.
         """
         if self._open:
             self._open = False
             for unit in self._units:
                 unit.module.set_all_reduce_hook(_closed)
             self._end_group()
-            self._ledger.end_first_step()
+            self._optimizers.close()
         self._ledger.finish()
 
     def plan(self) -> str:
         """Return a table of the bytes per rank and module in a compressed step.
 
         A bucket is a module that fully_shard was applied to. Sizes are per shard.
-
-        Raises:
-            RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
         return plan_table(self._plans, self._device)
@@ -245,35 +225,27 @@ class FullyShardState:
 
         `wire_bytes` counts the bytes that each rank sends to other replicas in a compressed step.
         It excludes FSDP's messages inside a shard group, and 16 bytes that all ranks reduce.
-
-        Raises:
-            RuntimeError: this rank received a damaged payload.
         """
         self._ledger.finish()
         return self._ledger.stats(self._plans)
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
-        """Return {parameter: figures of the last step}; see `DCTState.parameter_stats`.
-
-        Raises:
-            RuntimeError: this rank received a damaged payload.
-        """
+        """Return {parameter: figures of the last step}; see `DCTState.parameter_stats`."""
         self._ledger.finish()
         return parameter_stats(self._buckets)
 
     def take_back(self) -> None:
         """Return the entries of the last step to the residuals, for a step that is not applied.
 
-        See `DCTState.take_back`. The call is collective over all ranks of the mesh, unless an
-        exchange failed. If several backward passes were exchanged, only the last one is taken back.
+        See `DCTState.take_back`. The call is collective over all ranks of the mesh. If several
+        backward passes were exchanged, only the last one is taken back.
 
         Raises:
             ValueError: ranks have taken different steps.
-            RuntimeError: this rank received a damaged payload, or a rank did not call this method
-                within the timeout of the process group. Nothing was taken back.
+            RuntimeError: a rank did not call this method within the timeout of the process group.
         """
-        if not self._ledger.compare_step("take_back"):
-            self._in_step, self._order, self._last_order = False, [], []  # others may be gone
+        self._ledger.read()
+        self._agreement.check_step("take_back", self.step)
         self._finish_last_step()
         self._ledger.take_back()
 
@@ -283,12 +255,7 @@ class FullyShardState:
         Call it on every rank between steps, after the optimizer's step and the scaler's update. The
         tensors are DTensors that are sharded like the parameters. Use torch.distributed.checkpoint,
         which takes the state itself as {"dct": state}, or torch.save with one file per rank.
-
-        Raises:
-            RuntimeError: this rank received a damaged payload, or an exchange failed; see
-                `DCTState.state_dict`.
         """
-        self._ledger.require_exchanged("state_dict")
         self._finish_last_step()
         owners = keeps_owners(self.settings, self._group.size())
         states = {name: s for bucket in self._buckets for name, s in bucket.states().items()}
@@ -297,7 +264,7 @@ class FullyShardState:
                 states[name] = SegmentState(state.residual, torch.zeros_like(state.residual))
         return self._run().save(
             states,
-            run_id=self._ledger.run_id,
+            run_id=self._agreement.run_id,
             step=self.step,
             world_size=self._group.size() * self._shards,
             shards=self._shards,
@@ -314,7 +281,6 @@ class FullyShardState:
             ValueError: the dict has a different version, density, number of replicas, replica,
                 shard or model; or a value is missing, not finite, or has a wrong type or shape.
             TypeError: `state` is not a state dict.
-            RuntimeError: this state received a damaged payload. Load into a new state.
         """
         self._ledger.require_intact()
         self._resume(*self._run().find(state))
@@ -322,11 +288,9 @@ class FullyShardState:
     def load_merged(self, folder: str | os.PathLike[str], key: str = "dct") -> None:
         """Resume from states of any number of replicas and shards, and of either transport.
 
-        Every replica starts from the mean of the saved residuals. A step applies the mean of the
-        replicas' messages, so the pending updates of the model are unchanged, except for float32
-        rounding. Owners' residuals (transport "reduce_scatter") are added to every replica. Call it
-        on every rank. It reads one replica's shard at a time. Source: this project, because the DCT
-        paper (arXiv 2010.08899) does not change the number of ranks.
+        Every replica starts from the mean of the saved residuals, plus the residuals of the owners.
+        So the pending updates of the model are unchanged, except for float32 rounding. Call it on
+        every rank. It reads one replica's shard at a time. Source: this project.
 
         Args:
             folder: written by `torch.distributed.checkpoint`. Loading unpickles files, so read only
@@ -358,8 +322,9 @@ class FullyShardState:
         return Run("replica", self._replica, self.settings.format, same, parameters)
 
     def _resume(self, entry: Entry, states: States) -> None:
-        self._ledger.load(entry)
-        self._in_step, self._order, self._last_order = False, [], []
+        self._agreement.resume(entry["step"], entry)
+        self._ledger.restart(entry["step"])
+        self._in_step, self._orders = False, []
         saved = entry["parameters"]
         for index, pieces in enumerate(self._pieces):
             selected = {piece.name: states[piece.name] for piece in pieces}
@@ -371,18 +336,19 @@ class FullyShardState:
     def _reduce(self, index: int, flat: Tensor) -> None:
         """Replace the gradient of a unit's shard by its mean over replicas."""
         self._require(index, flat)
-        if not self._in_step or index in self._order:
+        if not self._in_step or index in self._orders[-1]:
             self._begin_step()
-        self._order.append(index)
+        self._orders[-1].append(index)
         self._pass = after_backward(self._pass, self._end_step)
         if flat.is_cuda:  # FSDP allocated it on a different stream
             flat.record_stream(torch.cuda.current_stream(flat.device))
-        if self._ledger.packed >= 0:
-            self._ledger.sent[index] = self._buckets[index]
-            exchange = partial(self._buckets[index].reduce, flat, *self._ledger.scales)
+        step, bucket = self._ledger.current, self._buckets[index]
+        if step.compressed is None:
+            with span("dct::exchange_dense"):
+                flat.copy_(dense_mean(flat, torch.bfloat16, self._group))
         else:
-            exchange = partial(self._reduce_densely, flat)
-        self._ledger.watch(exchange)()
+            self._ledger.record(f"bucket {index}", bucket)
+            bucket.reduce(flat, step.scale, step.inv_scale)
 
     def _require(self, index: int, flat: Tensor) -> None:
         """Raise if `flat` is not the gradient of all pieces, or if all-reduce is turned off."""
@@ -391,20 +357,16 @@ class FullyShardState:
             rule = "accumulated with set_requires_gradient_sync(False)"
             checks.fail(OP, "gradients", rule, "set_requires_all_reduce(False)")
         if flat.numel() != numel:
-            rule = (
-                f"{numel} elements, of all parameters of module {unit.name} that required grad "
-                "when the hook was made (for unused ones, call "
-                "model.set_reduce_scatter_unused_params(True))"
-            )
+            rule = f"{numel} elements, of all parameters of module {unit.name} that required grad "
+            rule += "when the hook was made (for unused ones, call "
+            rule += "model.set_reduce_scatter_unused_params(True))"
             checks.fail(OP, "gradient", rule, flat.numel(), verb="have")
 
-    def _reduce_densely(self, flat: Tensor) -> None:
-        with span("dct::exchange_dense"):
-            flat.copy_(dense_mean(flat, torch.bfloat16, self._group))
-
     def _begin_step(self) -> None:
-        self._ledger.begin(OP)
-        self._end_order()  # if the last step did not end with its backward pass
+        self._agreement.check(OP)
+        self._ledger.begin()
+        self._compare_orders(1)  # if the last step did not end with its backward pass
+        self._orders.append([])
         self._in_step, self._pass = True, NO_PASS
 
     def _end_step(self, nested: bool) -> None:
@@ -413,36 +375,20 @@ class FullyShardState:
         # Reentrant checkpointing nests backward passes, so this may be the end of a nested pass.
         self._in_step = any(fsdp_in_backward(unit.module) for unit in self._units)
         if not self._in_step:
-            self._end_order()
-            self._ledger.end()
+            self._ledger.end()  # if it raises, the other ranks block in `_compare_orders`
+            self._compare_orders(1)
 
-    def _end_order(self) -> None:
-        """Compare the units of the previous step, and store the units of this step. Collective."""
-        self._in_step = False
-        if self._order:
-            self._compare_last_step()
-            self._last_order, self._order = self._order, []
+    def _compare_orders(self, later: int) -> None:
+        """Compare the units of all steps except the last `later` ones. Collective.
 
-    def _compare_last_step(self) -> None:
-        """Compare the units of the last step. Collective unless the groups were destroyed.
-
-        Raises:
-            RuntimeError: this rank received a damaged payload, so the other ranks block here until
-                the group's timeout. Or ranks exchanged different units.
+        At the end of a step, ranks compare the step before it, for which no rank has to wait.
         """
-        self._ledger.read()
-        self._ledger.require_intact()
-        if self._last_order and groups.exists(self._after_step):
-            order, self._last_order = self._last_order, []
-            require_same_order(order, self._after_step)
+        while len(self._orders) > later and groups.exists(self._after_step):
+            require_same_order(self._orders.pop(0), self._after_step)
 
     def _finish_last_step(self) -> None:
-        """Read the results of the last step and compare its units on all ranks. Collective.
-
-        Raises:
-            RuntimeError: this rank received a damaged payload.
-        """
-        self._ledger.look()
-        self._end_order()
-        self._compare_last_step()
+        """Read the results of the last step and compare its units on all ranks. Collective."""
+        self._ledger.read()
+        self._in_step = False
+        self._compare_orders(0)
         self._ledger.finish()

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dct_kernels import checks
@@ -18,8 +17,8 @@ from .._torch import (
     fsdp_has_extension,
 )
 from ..collectives import all_gather_bytes
+from ..exchange.ledger import StepLedger
 from ..exchange.plan import aligned, describe
-from ..exchange.results import HostCopy
 from ..formats import require_format
 from .collectives import GradientReduceScatter, WeightGather
 
@@ -98,20 +97,19 @@ def _require_compressible(unit: "Unit") -> None:
 class CompressedShardsState:
     """The state that `compress_fully_shard` returns. It has nothing to save in checkpoints.
 
-    Attributes:
-        step: number of backward passes that reduced gradients.
+    After this rank has received a damaged message, `stats`, `close` and the end of every backward
+    pass raise a RuntimeError. Then load a checkpoint into a new state.
     """
 
     def __init__(self, units: "list[Unit]", weights: str | None, gradients: str | None) -> None:
         self._weights, self._gradients, self._units = weights, gradients, units
-        self.step = 0
+        self._ledger = StepLedger(OP)
         self._bytes = 0  # sent since the last step ended
         self._step_bytes: int | None = None  # sent in the last step
         self._pass, self._reduced, self._open = NO_PASS, False, True
-        # (sender, description) of all messages, and the statuses when the last step ended.
-        self._posted: tuple[list[tuple[int, str]], HostCopy] | None = None
-        self._damage: str | None = None  # the error that every later call raises
-        self._compare({"weights": weights, "gradients": gradients}, groups.require_group(OP, None))
+        device = units[0].device
+        formats = {"weights": weights, "gradients": gradients}
+        groups.compare(OP, formats, groups.require_group(OP, None), device)
         for group in dict.fromkeys(unit.shard_group() for unit in units):
             members = [unit for unit in units if unit.shard_group() is group]
             parameters = {p: n for unit in members for p, n in unit.parameters().items()}
@@ -121,7 +119,7 @@ class CompressedShardsState:
                 "modules": ", ".join(unit.name for unit in members),
                 "trained": describe(trained),
             }
-            self._compare(values, group)
+            groups.compare(OP, values, group, device)
         self._defaults = [fsdp_collectives(unit.group) for unit in units]
         self._collectives = [
             (
@@ -132,25 +130,22 @@ class CompressedShardsState:
         ]
         self._set(self._collectives)
 
-    def _compare(self, values: dict[str, Any], group: dist.ProcessGroup) -> None:
-        timeout = groups.timeout_of(group, self._units[0].device)
-        groups.require_same(OP, groups.exchange(OP, values, group, timeout))
-
     def _set(self, collectives: list[tuple[Any, Any]]) -> None:
         for unit, (gather, reduce) in zip(self._units, collectives, strict=True):
             unit.module.set_custom_all_gather(gather)
             unit.module.set_custom_reduce_scatter(reduce)
 
-    def close(self) -> None:
-        """Restore torch's collectives. Idempotent.
+    @property
+    def step(self) -> int:
+        """The number of backward passes that reduced gradients."""
+        return self._ledger.step
 
-        Raises:
-            RuntimeError: this rank received a damaged message. The state is closed nevertheless.
-        """
+    def close(self) -> None:
+        """Restore torch's collectives, even if this method raises an error. Idempotent."""
         if self._open:
             self._open = False
             self._set(self._defaults)
-        self._look()
+        self._read()
 
     def plan(self) -> str:
         """Return a table of the bytes that this rank sends per module and collective."""
@@ -179,11 +174,8 @@ class CompressedShardsState:
         - `step`: number of backward passes that reduced gradients.
         - `wire_bytes`: bytes that this rank sent to other shards in the last step; None before the
           first step. Passes that do not reduce gradients count towards the next step.
-
-        Raises:
-            RuntimeError: this rank received a damaged message.
         """
-        self._look()
+        self._read()
         return {"step": self.step, "wire_bytes": self._step_bytes}
 
     def _count(self, nbytes: int) -> None:
@@ -209,47 +201,21 @@ class CompressedShardsState:
         """
         if self._reduced:
             self._reduced = False
-            self.step += 1
             self._step_bytes, self._bytes = self._bytes, 0
-            self._read()
-            self._post()
-            self._require_intact()
+            self._ledger.begin()
+            self._record()
+            self._ledger.end()
 
-    def _post(self) -> None:
-        """Start to copy the status of all messages so far to the host."""
-        found = [
-            (f"the {what} of {unit.name}", collective._ranks, collective._status)
-            for unit, collectives in zip(self._units, self._collectives, strict=True)
-            for what, collective in zip(("weights", "gradients"), collectives, strict=True)
-            if collective._status is not None
-        ]
-        if found:
-            senders = [(rank, what) for what, ranks, _ in found for rank in ranks]
-            self._posted = senders, HostCopy(torch.cat([status for _, _, status in found]))
+    def _record(self) -> None:
+        """Record the status of all messages so far in the ledger."""
+        for unit, collectives in zip(self._units, self._collectives, strict=True):
+            for what, each in zip(("weights", "gradients"), collectives, strict=True):
+                if each.words:
+                    self._ledger.record(f"the {what} of {unit.name}", each)
 
     def _read(self) -> None:
-        """Read the status that was posted, if any. Waits for its copy."""
-        if self._posted is None:
-            return
-        (senders, copy), self._posted = self._posted, None
-        damaged = [
-            f"status {code} from rank {rank} in {what}"
-            for (rank, what), code in zip(senders, copy.tolist(), strict=True)
-            if code
-        ]
-        if damaged:
-            self._damage = (
-                f"dct::{OP}: every message must be intact, got {'; '.join(damaged)}: load a "
-                "checkpoint into a new state"
-            )
-
-    def _look(self) -> None:
         """Read the status of all messages so far. Waits for their exchanges."""
         self._end_step()
-        self._post()
-        self._read()
-        self._require_intact()
-
-    def _require_intact(self) -> None:
-        if self._damage is not None:
-            raise RuntimeError(self._damage)
+        self._ledger.require_intact()
+        self._record()
+        self._ledger.read()

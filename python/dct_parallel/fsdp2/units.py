@@ -1,7 +1,6 @@
 """The units in which torch's fully_shard communicates: modules with their own parameters."""
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,7 @@ from .._torch import (
 from ..exchange.plan import unwrapped
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """This rank's shard of a parameter, in the flat gradient of a unit.
 
     FSDP splits a gradient into shards of equal length along one dimension. The last shards are
@@ -35,18 +33,13 @@ class Piece:
         name: the name of the parameter in the model without wrappers.
         parameter: the sharded parameter.
         dim: the dimension along which the parameter is sharded.
+        padded: the number of elements of a padded shard, which is the same on every rank.
     """
 
     name: str
     parameter: DTensor
     dim: int
-
-    @property
-    def padded(self) -> int:
-        """The number of elements of a padded shard, which is the same on every rank."""
-        shape, ranks = self.parameter.shape, self.parameter.device_mesh.size()
-        rows = shape[self.dim]
-        return -(-rows // ranks) * (shape.numel() // max(rows, 1))
+    padded: int
 
     @property
     def local(self) -> torch.Size:
@@ -109,8 +102,9 @@ class Unit:
 
         Raises an error unless the shard dimension of `mesh` shards them.
         """
-        trained = ((p, name) for p, name in self.parameters().items() if p.requires_grad)
-        return tuple(_piece(self._op, name, p, mesh) for p, name in trained)
+        parts = zip(self.parameters().items(), self._numels, strict=True)
+        trained = [(name, p, numel) for (p, name), numel in parts if p.requires_grad]
+        return tuple(_piece(self._op, mesh, *each) for each in trained)
 
     @property
     def reduction(self) -> str:
@@ -155,7 +149,7 @@ def units_of(op: str, model: nn.Module) -> list[Unit]:
     return list(units.values())
 
 
-def _piece(op: str, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> Piece:
+def _piece(op: str, mesh: DeviceMesh, name: str, parameter: nn.Parameter, padded: int) -> Piece:
     arg = f"parameter {name}"
     checks.require_dtype(op, arg, parameter.dtype, checks.FLOATS)
     if parameter.is_meta:
@@ -170,4 +164,4 @@ def _piece(op: str, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> Pie
     placement = parameter.placements[0]
     if type(placement) is not Shard:
         checks.fail(op, arg, "sharded in one dimension", parameter.placements)
-    return Piece(name, parameter, placement.dim)
+    return Piece(name, parameter, placement.dim, padded)
