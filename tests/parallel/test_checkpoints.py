@@ -238,20 +238,22 @@ CALLS = {
 }
 
 
-def _resume_at_different_steps(rank, make, settings):
-    run, saved, calls = make(SIZES, density=0.05, start_step=0, **settings), [], CALLS[make]
-    for step in range(4):
-        saved.append(run.state.state_dict())
-        run.step(_numbers(step, rank))
-    step = "step must be the same on every rank, got 2 on rank 0, 3 on rank 1"
-    loaded = (
-        "checkpoint must be the same on every rank, got none on rank 0, one of 2 ranks on rank 1"
-    )
-    for steps, text in (((2, 3), step), ((None, 3), loaded)):
+def _load_different_states(rank, make, settings):
+    saved, calls = {}, CALLS[make]
+    for name in "ab":
+        run = make(SIZES, density=0.05, start_step=0, **settings)
+        for step in range(4):
+            saved[f"{name}{step}"] = run.state.state_dict()
+            run.step(_numbers(step, rank))
+    for loads, text in (
+        (("a2", "a3"), "step must be the same on every rank, got 2 on rank 0, 3 on rank 1"),
+        ((None, "a3"), "checkpoint must be .*, got none on rank 0, one of 2 ranks on rank 1"),
+        (("a3", "b3"), "run_id must be the same on every rank, got .* on rank 0, .* on rank 1"),
+    ):
         for op in calls:
             run = make(SIZES, density=0.05, start_step=0, **settings)
-            if steps[rank] is not None:
-                run.state.load_state_dict(saved[steps[rank]])
+            if loads[rank] is not None:
+                run.state.load_state_dict(saved[loads[rank]])
             with pytest.raises(ValueError, match=f"dct::{op}: {text}"):
                 if op == "flush":
                     run.state.flush()
@@ -262,8 +264,8 @@ def _resume_at_different_steps(rank, make, settings):
 @pytest.mark.parametrize(
     "make, settings", [(Hook, {}), (Sharded, {"mesh": (2, 1)}), (LocalSteps, {"period": 2})]
 )
-def test_resuming_at_different_steps_raises(make, settings):
-    run_ranks(_resume_at_different_steps, 2, make, settings)
+def test_loading_different_states_raises(make, settings):
+    run_ranks(_load_different_states, 2, make, settings)
 
 
 @on_ranks(1)

@@ -220,27 +220,16 @@ def test_take_back_restores_the_residual_exactly():
 
 
 @pytest.mark.parametrize(
-    "kwargs, error, text",
+    "name, value",
     [
-        ({"density": 0}, ValueError, r"density must be in \(0, 1\], got 0"),
-        ({"density": math.nan}, ValueError, r"density must be in \(0, 1\], got nan"),
-        ({"density": "1"}, TypeError, "density must be a number, got '1'"),
-        ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
-        ({"value_dtype": torch.float16}, TypeError, "value_dtype must be float32 or bfloat16, got"),
-        (
-            {"value_dtype": "bfloat16"},
-            TypeError,
-            "must be torch.float32 or torch.bfloat16, got 'bf",
-        ),
-        ({"ranges": 0}, ValueError, "ranges must be in"),
-        ({"capacity": 0}, ValueError, "capacity must be in"),
-        ({"max_samples": 0}, ValueError, "max_samples must be in"),
+        *(("density", 0), ("density", math.nan), ("density", "1"), ("refresh_every", 0)),
+        *(("value_dtype", torch.float16), ("value_dtype", "bfloat16")),
+        *(("ranges", 0), ("capacity", 0), ("max_samples", 0)),
     ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_invalid_arguments(kwargs, error, text):
-    with pytest.raises(error, match=text):
-        Compressor(**{"numel": 10, **kwargs})
+def test_invalid_arguments(name, value):
+    with pytest.raises((ValueError, TypeError), match=rf"{name} must be .*, got '?{value}"):
+        Compressor(**{"numel": 10, name: value})
 
 
 def test_invalid_tensors_raise_before_anything_is_written():
@@ -250,12 +239,8 @@ def test_invalid_tensors_raise_before_anything_is_written():
         ValueError, match=r"dct::Compressor.pack: grad must have shape \[100\], got \[99\]"
     ):
         compressor.pack(torch.randn(99))
-    with pytest.raises(TypeError, match=r"dct::Compressor.pack: grad must be a tensor, got list"):
-        compressor.pack([1, 2])
     assert torch.equal(compressor.payload, before) and not compressor.residual.any()
     out = torch.ones(100)
-    with pytest.raises(TypeError, match=r"Compressor.unpack: payloads must be a tensor, got 5"):
-        compressor.unpack(5, out)
     with pytest.raises(ValueError, match="payloads must have at least 1 payload, got 0"):
         compressor.unpack(compressor.payload.new_empty(0, compressor.payload.numel()), out)
     assert torch.equal(out, torch.ones(100))

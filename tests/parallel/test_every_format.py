@@ -7,6 +7,7 @@ formats are pending. All ranks have equal results. Byte counts match the formula
 import itertools
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from oracle import floats
@@ -14,6 +15,7 @@ from oracle import quantized_payload as payloads
 from torch.distributed.device_mesh import init_device_mesh
 
 from dct_embeddings import ReplicaSync, ShardedEmbeddingBags, plan_shards
+from dct_parallel import all_reduce_compressed
 from support.entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from support.nodes import TRANSPORTS
 from support.ranks import assert_same, gathered, on_ranks
@@ -46,17 +48,15 @@ class _Exchange:
         times = 2 if self._by_owners else 1
         return times * (len(self.residuals) - 1) * self._geometry.nbytes
 
-    def bounds(self, rank):
-        return self._geometry.bounds(rank)
-
-    def mean(self, grads):
-        geometry, share, sent = self._geometry, 1 / len(grads), []
+    def mean(self, grads, times=1):
+        """Return `times` the mean."""
+        geometry, share, sent = self._geometry, times / len(grads), []
         for residual, grad in zip(self.residuals, grads, strict=True):
             rows = [bytearray(geometry.nbytes) for _ in range(geometry.ranges)]
             residual[:] = payloads.quantize_pack(residual, grad.numpy(), rows, geometry)
             sent.append(rows)
         if self._by_owners:
-            results, payloads_by_rank, share = [], sent, 1.0
+            results, payloads_by_rank, share = [], sent, float(times)
             for owner in range(geometry.ranges):
                 low, high = geometry.bounds(owner)
                 owner_geometry = payloads.Geometry(high - low, geometry.format)
@@ -71,6 +71,13 @@ class _Exchange:
         bits, status = payloads.dequantize_sum(sent, geometry, "float32", share)
         assert not status.any()
         return torch.from_numpy(floats.widen(bits, "float32"))
+
+    def merge_owned(self):
+        """Add the residual of each owner, in units of the sum, to the owner's own residual."""
+        for rank, residual in enumerate(self.residuals if self._by_owners else ()):
+            part = slice(*self._geometry.bounds(rank))
+            residual[part] += np.float32(len(self.residuals)) * self.owned[part]
+        self.owned[:] = 0
 
 
 class _Oracle:
@@ -131,10 +138,8 @@ class _OracleOfTables:
         once = _Exchange(*self._settings)
         pairs = zip(self._pending, grads, strict=True)
         self._base += once.mean([left + (self._base + g - self._base) for left, g in pairs])
+        once.merge_owned()
         self._pending = torch.from_numpy(once.residuals)
-        for rank, left in enumerate(self._pending if "reduce_scatter" in self._settings else ()):
-            low, high = once.bounds(rank)
-            left[low:high] += 2 * torch.from_numpy(once.owned)[low:high]
         return self._base
 
 
@@ -203,3 +208,20 @@ def test_local_steps(rank):
 @on_ranks(2)
 def test_replicas_of_tables(rank):
     _check(_Tables, rank)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_all_reduce(rank, ranks):
+    """Two ranks use an all-gather, and three ranks a reduce-scatter."""
+    for format in payloads.FORMATS:
+        oracle = _Exchange(NUMEL, ranks, format, TRANSPORTS[ranks > 2])
+        residual = torch.zeros(NUMEL)
+        for step in range(STEPS):
+            grads = [_numbers(step, r) for r in range(ranks)]
+            with WireMeter() as meter:
+                all_reduce_compressed(x := grads[rank].clone(), residual, format=format)
+                assert meter.take() == oracle.nbytes, format
+            assert torch.equal(x, oracle.mean(grads, times=ranks)), (format, step)
+            oracle.merge_owned()
+            assert torch.equal(residual, torch.from_numpy(oracle.residuals[rank])), (format, step)

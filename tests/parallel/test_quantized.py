@@ -7,8 +7,9 @@ from conformance import bits, samples
 from oracle import quantized_payload as oracle
 
 import dct_kernels
-from dct_kernels import payload_info, quantized_payload_bytes, row_dequantize, row_quantize
+from dct_kernels import payload_info, quantized_payload_bytes
 from dct_kernels.layout import ROW, SCALED
+from dct_kernels.reference import row_dequantize, row_quantize
 from dct_parallel.exchange.quantized import FORMATS, QUANTIZED_FORMATS, Quantized
 from dct_parallel.exchange.settings import Settings
 

@@ -1,9 +1,7 @@
 """Loading a state that is corrupted or does not fit raises and changes nothing."""
 
 import math
-import re
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -15,124 +13,58 @@ from torch.distributed.tensor import DTensor
 from dct_parallel import merge_states
 from support.entry_points import Hook, LocalSteps, Sharded
 from support.nodes import TRANSPORTS
-from support.ranks import assert_same_states, entry, on_ranks, run_ranks, through_a_file
+from support.ranks import assert_same_states, entry, on_ranks, through_a_file
 
 SIZES = ((40, 8), (31,))
 GONE = object()
-VERSION = "must be 6, as dct_kernels 0.3 saves it (earlier states are not read), got"
-COUNT, INDEX = (f"an integer in [{low}, 2147483647]" for low in (1, 0))
-BY_NAME = "a dict with strings as keys"
-FIT = "as in this run"
-MERGE = "as in this run (merge_states makes a state for any number of ranks)"
-MODEL = "parameters must be those of this model, got a difference in"
-SAME = "must be the same on every rank, got"
-TENSOR = "a float32 [320] tensor of finite numbers"
-REDUCED = ", as reduce_scatter saves it (load_merged reads a folder of either transport)"
 
-# (key of an entry, its rule, invalid values or {value as printed in the error: value}).
-ENTRY = [
-    ("step", INDEX, (-3, 6.5, "x", None, True, 2**31, GONE)),
-    ("run_id", "a string", (5, GONE)),
-    ("world_size", COUNT, (0, "2", GONE)),
-    ("density", "a number in (0, 1]", (0, 1.5, "1", True, math.nan, GONE)),
-    ("parameters", BY_NAME, ([1], {0: 1}, GONE)),
-]
-OF_RANK = [*ENTRY, ("local_size", COUNT, (0, GONE))]
-TWICE = {"other": [["other"]], "p.0, p.0": [["p.0"], ["p.0"]]}
-RULES = {
-    Hook: [
-        *OF_RANK,
-        ("density", f"0.05, {FIT}", {"0.1": 0.1}),
-        ("world_size", f"2, {MERGE}", {"3": 3}),
-        ("local_size", f"1, {MERGE}", {"2": 2}),
-        ("buckets", "lists of strings", ("x", ["p.0"], [[]], GONE)),
-        ("buckets", "lists of parameters of this model, each at most once", TWICE),
-    ],
-    LocalSteps: [
-        *OF_RANK,
-        ("density", f"0.05, {FIT}", {"0.1": 0.1}),
-        ("world_size", f"2, {MERGE}", {"3": 3}),
-        ("shard", f"whole, {FIT}", {"1 of 2": "1 of 2"}),
-        ("shard", "a string", (1, GONE)),
-        ("period", f"1, {FIT}", {"3": 3}),
-        ("period", COUNT, (0,)),
-        ("step_ahead", f"False, {FIT}", {"True": True}),
-        ("step_ahead", "a bool", (0, GONE)),
-        ("unaveraged", INDEX, (GONE,)),
-    ],
-    Sharded: [
-        *ENTRY,
-        ("density", f"0.05, {FIT}", {"0.1": 0.1}),
-        ("replicas", COUNT, (1.5,)),
-        ("replicas", f"2, {FIT} (load_merged takes any number)", {"4": 4}),
-        ("shards", COUNT, (0, GONE)),
-        ("transport", "'all_gather' or 'reduce_scatter'", ("x", 5, GONE)),
-        ("reduction", f"mean, {FIT}", {"sum of 2": "sum of 2"}),
-    ],
+# {key of an entry: invalid values}. The last values have a valid type and do not fit the run.
+ENTRY = {
+    "step": (-3, 6.5, "x", None, True, 2**31, GONE),
+    "run_id": (5, GONE),
+    "world_size": (0, "2", GONE),
+    "density": (0, 1.5, "1", True, math.nan, GONE, 0.25),
+    "parameters": ([1], {0: 1}, GONE),
 }
-# (path below an entry, value, error). "@" stands for the first parameter, which has 320 elements.
-# "%" stands for " of rank 1" in merge_states, and for an empty string elsewhere.
-KIND = {
-    Hook: (["period"], 5, "state must be a DCTState's, got a DCTAverager's"),
-    LocalSteps: (["period"], GONE, "state must be a DCTAverager's, got a DCTState's"),
-    Sharded: (["replicas"], GONE, "state must be a FullyShardState's, got a DCTState's"),
+OF_RANK = {**ENTRY, "world_size": (0, "2", GONE, 3), "local_size": (0, GONE, 2)}
+ENTRIES = {
+    Hook: {**OF_RANK, "buckets": ("x", ["p.0"], [[]], GONE, [["other"]], [["p.0"], ["p.0"]])},
+    LocalSteps: {
+        **OF_RANK,
+        "shard": (1, GONE, "1 of 2"),
+        "period": (0, 3),
+        "step_ahead": (0, GONE, True),
+        "unaveraged": (GONE,),
+    },
+    Sharded: {
+        **ENTRY,
+        "replicas": (1.5, 4),
+        "shards": (0, GONE),
+        "transport": ("x", 5, GONE),
+        "reduction": ("sum of 2",),
+    },
 }
-DICTS = [
-    ([], [1], "state% must be a dict, got list"),
-    (["parameters", "@"], 7, "state of @% must be a dict, got 7"),
-]
+OTHER_KIND = {Hook: ("period", 5), LocalSteps: ("period", GONE), Sharded: ("replicas", GONE)}
+OWNER = (GONE, torch.zeros(320), (torch.zeros(3),), (torch.zeros(3),) * 2)
+OWNER += ((torch.full((320,), math.nan),),)
 
 
-def _rows(table, *path, of=""):
-    for key, rule, values in table:
-        if not isinstance(values, dict):
-            values = {"nothing" if value is GONE else repr(value): value for value in values}
-        for got, value in values.items():
-            yield [*path, key], value, f"{key}{of}% must be {rule}, got {got}"
-
-
-def _of_parameter(key, rule, values):
-    return [*_rows([(key, rule, values)], "parameters", "@", of=" of @")]
-
-
-def _bad_tensors(key, good, more=""):
-    """Return rows (path, value, error) with invalid values for a tensor."""
-    shape, kind = list(good.shape), type(good).__name__
-    rule = f"a float32 {shape} tensor of finite numbers"
-    values = {"nothing": GONE, "'xyz'": "xyz", "None": None, "[0.0]": [0.0]}
-    values |= {"float32 [3] Tensor": torch.zeros(3), f"float64 {shape} {kind}": good.double()}
+def _bad_tensors(good):
+    """Return invalid values for a tensor."""
+    values = [GONE, "xyz", None, [0.0], torch.zeros(3), good.double()]
     if isinstance(good, DTensor):
-        rule = (
-            f"a DTensor of {shape}, its local part {rule} (torch.distributed.checkpoint reshards)"
-        )
-        longer = {"shape": torch.Size([shape[0] + 1, *shape[1:]]), "stride": good.stride()}
+        longer = torch.Size([len(good) + 1, *good.shape[1:]])
         parts = good.to_local(), good.device_mesh, good.placements
-        values[f"float32 {[*longer['shape']]} DTensor"] = DTensor.from_local(*parts, **longer)
+        values.append(DTensor.from_local(*parts, shape=longer, stride=good.stride()))
     else:
-        values[f"float32 {shape} Tensor, torch.strided on meta"] = good.to("meta")
-        values[f"float32 {shape} Tensor, torch.sparse_coo on cpu"] = good.to_sparse()
-        values[f"float8_e4m3fn {shape} Tensor"] = good.to(torch.float8_e4m3fn)
+        values += [good.to("meta"), good.to_sparse(), good.to(torch.float8_e4m3fn)]
         with warnings.catch_warnings():  # nested tensors are a prototype
             warnings.simplefilter("ignore")
-            nested = torch.nested.nested_tensor([good])
-        values["float32 nested Tensor, torch.strided on cpu"] = nested
+            values.append(torch.nested.nested_tensor([good]))
     for number in (math.nan, math.inf, -math.inf):
-        invalid = values[f"float32 {shape} {kind} with {number}"] = good.clone()
-        getattr(invalid, "_local_tensor", invalid).view(-1)[-1] = number
-    return _of_parameter(key, rule + more, values)
-
-
-OWNER = _of_parameter(
-    "owner_residual",
-    f"a tuple, empty or with {TENSOR}",
-    {
-        "nothing": GONE,
-        "float32 [320] Tensor": torch.zeros(320),
-        "(float32 [3] Tensor)": (torch.zeros(3),),
-        "(float32 [3] Tensor, float32 [3] Tensor)": (torch.zeros(3),) * 2,
-        "(float32 [320] Tensor with nan)": (torch.full((320,), math.nan),),
-    },
-)
+        values.append(good.clone())
+        getattr(values[-1], "_local_tensor", values[-1]).view(-1)[-1] = number
+    return values
 
 
 def _with(state, path, value):
@@ -145,29 +77,26 @@ def _with(state, path, value):
     return {**state, key: _with(state.get(key), below, value)}
 
 
-def _broken(state, table, of=""):
-    """Yield (corrupted state, error) for each row of `table`, and for corruption elsewhere."""
+def _broken(state, first, of_entry, of_parameter):
+    """Yield (corrupted state, the name in the error)."""
     (holders,) = state.keys() - {"version"}
-    ((number, saved_entry),) = state[holders].items()
-    first = next(iter(saved_entry["parameters"]))
-    yield [1], "state must be a dict, got list"
-    yield None, "state must be a dict, got None"
-    for version in (1, 2, 3, 4, 5, 7, True, "6"):
-        yield {**state, "version": version}, f"version {VERSION} {version!r}"
-    yield _with(state, ["version"], GONE), f"version {VERSION} nothing"
-    yield _with(state, [holders], GONE), f"{holders} must be {BY_NAME}, got nothing"
-    yield {**state, holders: [1]}, f"{holders} must be {BY_NAME}, got [1]"
-    for path, value, text in table:
-        keys = [first if key == "@" else key for key in path]
-        text = text.replace("@", first).replace("%", of)
-        yield _with(state, [holders, number, *keys], value), text
+    (number,) = state[holders]
+    of_state = {"version": (1, 2, 3, 4, 5, 7, True, "6", GONE), holders: (GONE, [1])}
+    parameter = [holders, number, "parameters", first]
+    yield from (([1], "state"), (None, "state"))
+    yield _with(state, parameter[:2], [1]), "state"
+    yield _with(state, parameter, 7), f"state of {first}"
+    for path, table in (([], of_state), (parameter[:2], of_entry), (parameter, of_parameter)):
+        for key, values in table.items():
+            for value in values:
+                name = f"{key} of {first}" if path is parameter else key
+                yield _with(state, [*path, key], value), name
 
 
 def _refuses(call, state, text):
-    with pytest.raises((TypeError, ValueError)) as error:
+    with pytest.raises((TypeError, ValueError), match=text) as error:
         call(state)
-    assert str(error.value) == text
-    assert isinstance(error.value, TypeError) == ("must be a dict, got" in text)
+    assert isinstance(error.value, TypeError) == ("must be a dict, got" in str(error.value))
 
 
 def _numbers(step, rank):
@@ -182,65 +111,59 @@ def _check_refusals(rank, make, settings):
         assert torch.equal(run.step(_numbers(step, rank)), twin.step(_numbers(step, rank)))
     before = run.state.state_dict()
     (holders,) = state.keys() - {"version"}
-    saved_entry = state[holders][str(rank)]
-    first, saved = next(iter(saved_entry["parameters"].items()))
-    table = [*_rows(RULES[make]), KIND[make], *DICTS, *_bad_tensors("residual", saved["residual"])]
-    table += [(["parameters", n], v, f"{MODEL} {n}") for n, v in (("other", {}), ("@", GONE))]
+    path = [holders, str(rank)]
+    first, saved = next(iter(state[holders][str(rank)]["parameters"].items()))
     sharded, by_owners = make is Sharded, settings["transport"] == "reduce_scatter"
-    if sharded:
-        rows = _bad_tensors("owner_residual", saved["residual"], REDUCED)
-        # torch.distributed.checkpoint loads only keys that this run's own state has.
-        table += rows if by_owners else [(["transport"], "reduce_scatter", rows[0][2])]
-        table += _bad_tensors("shard", saved["shard"])
-        table += _of_parameter("packed", INDEX, (-1, GONE))
-    else:
-        assert len(saved["owner_residual"]) == by_owners
-        table += OWNER
-    if make is LocalSteps:
-        table += _bad_tensors("base", saved["base"])
-    holder, merged = holders[:-1], ", or one from merge_states" * (not sharded)
-    other = f"state must be {holder} {rank}'s own{merged}, got that of {holder}"
-    others = [
-        ({**state, holders: {"9": saved_entry}}, f"{other} 9"),
-        ({**state, holders: {}}, f"{other} none"),
+    of_parameter = {k: _bad_tensors(v) for k, v in saved.items() if isinstance(v, torch.Tensor)}
+    of_parameter |= {"packed": (-1, GONE)} if sharded else {"owner_residual": OWNER}
+    key, value = OTHER_KIND[make]
+    cases = [
+        *_broken(state, first, ENTRIES[make], of_parameter),
+        (_with(state, [*path, "parameters", "other"], {}), "parameters"),
+        (_with(state, [*path, "parameters", first], GONE), "parameters"),
+        (_with(state, [*path, key], value), "state"),
+        ({**state, holders: {"9": state[holders][str(rank)]}}, "state"),
+        ({**state, holders: {}}, "state"),
     ]
-    for broken, text in (*_broken(state, table), *others):
-        _refuses(run.state.load_state_dict, broken, f"dct::load_state_dict: {text}")
+    if sharded and not by_owners:
+        cases.append((_with(state, [*path, "transport"], "reduce_scatter"), "owner_residual"))
+    for broken, name in cases:
+        _refuses(run.state.load_state_dict, broken, rf"^dct::load_state_dict: {name}\b.* must be ")
         assert_same_states(run.state.state_dict(), before)
     # A valid state may have unknown keys, tensors that require grad, and strided tensors.
-    residual = before[holders][str(rank)]["parameters"][first]["residual"].clone().requires_grad_()
-    residual = residual if sharded else torch.stack([residual, residual], 1)[:, 0]
-    path = [holders, str(rank)]
-    valid = _with(before, [*path, "parameters", first, "residual"], residual)
+    parameters = before[holders][str(rank)]["parameters"]
+    residual = parameters[first]["residual"].clone().requires_grad_()
+    changed = {"residual": residual if sharded else torch.stack([residual, residual], 1)[:, 0]}
     if by_owners and not sharded:
-        owned = (
-            before[holders][str(rank)]["parameters"][first]["owner_residual"][0]
-            .clone()
-            .requires_grad_()
-        )
-        valid = _with(valid, [*path, "parameters", first, "owner_residual"], (owned,))
+        (owned,) = parameters[first]["owner_residual"]
+        changed["owner_residual"] = (owned.clone().requires_grad_(),)
+    valid = _with(before, [*path, "parameters", first], {**parameters[first], **changed})
     run.state.load_state_dict(_with(valid, [*path, "other"], object()))
     assert_same_states(run.state.state_dict(), before)
     for step in range(3, 6):
         assert torch.equal(run.step(_numbers(step, rank)), twin.step(_numbers(step, rank)))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("make", [Hook, LocalSteps, Sharded])
-def test_entry_points_refuse_invalid_states(make, transport):
-    mesh = {"mesh": (2, 1)} if make is Sharded else {}
-    run_ranks(_check_refusals, 2, make, {"transport": transport, **mesh})
+@on_ranks(2)
+def test_entry_points_refuse_invalid_states(rank, make):
+    for transport in TRANSPORTS:
+        mesh = {"mesh": (2, 1)} if make is Sharded else {}
+        _check_refusals(rank, make, {"transport": transport, **mesh})
 
 
 @on_ranks(2)
 def test_load_merged_refuses_invalid_folders(rank, tmp_path):
-    """Invalid folders: other models, corruption, missing replicas, other reductions or shards.
-
-    All ranks reject a folder even if only one rank reads the corrupted part.
-    """
+    """All ranks reject a folder even if only one rank reads the corrupted part."""
 
     def made(sizes, mesh=(2, 1)):
         return Sharded(sizes, mesh, density=0.05, start_step=0)
+
+    def refuses(run, key, text):
+        before = run.state.state_dict()
+        with pytest.raises((ValueError, RuntimeError), match=f"^dct::load_merged: {text}"):
+            run.state.load_merged(tmp_path, key=key)
+        assert_same_states(run.state.state_dict(), before)
 
     run = made(SIZES)
     run.step(_numbers(0, rank))
@@ -254,55 +177,35 @@ def test_load_merged_refuses_invalid_folders(rank, tmp_path):
     saved["complex"] = _with(state, [*keys, *path], good.to(torch.complex64))
     saved["list"], saved["five"] = _with(state, [*keys, path[0]], [1]), _with(state, keys, 5)
     dcp.save(saved, checkpoint_id=tmp_path)
-    damaged = next(row[2] for row in _bad_tensors("@", good) if row[2].endswith(" nan"))
-    damaged = damaged.replace("@ of @%", "residual of p.0")
-    mismatch = "Size mismatch between saved torch.Size([40, 8]) and current: torch.Size([9, 9])"
-    for sizes, key, text in (
-        (SIZES, "other", f"key must be the name of a state in {tmp_path}, got 'other'"),
-        (SIZES, "early", f"version {VERSION} 5"),
-        (SIZES, "five", f"key must be the name of a state in {tmp_path}, got 'five'"),
-        (SIZES, "list", f"parameters must be {BY_NAME}, got [1]"),
-        (
-            SIZES,
-            "complex",
-            damaged.replace("float32 [40, 8] DTensor with nan", "complex64 [40, 8] T"),
-        ),
-        (SIZES, "nan", damaged),
-        (SIZES, "fewer", "folder must hold all 3 replicas, got 1"),
-        (SIZES[:1], "good", f"{MODEL} p.1"),
-        (((9, 9), (31,)), "good", f"folder must hold a state that fits in 'good', got {mismatch}"),
+    damaged = "residual of p.0 must be a DTensor of .*, got"
+    for key, text in (
+        ("other", "key must be the name of a state in .*, got 'other'"),
+        ("early", "version must be 6, .*, got 5"),
+        ("five", "key must be the name of a state"),
+        ("list", "parameters must be a dict"),
+        ("complex", f"{damaged} complex64"),
+        ("nan", f"{damaged} .* with nan"),
+        ("fewer", "folder must hold all 3 replicas, got 1"),
     ):
-        other = run if sizes is SIZES else made(sizes)
-        before = other.state.state_dict()
-        with pytest.raises(ValueError) as error:
-            other.state.load_merged(tmp_path, key=key)
-        assert str(error.value).startswith(f"dct::load_merged: {text}")
-        assert_same_states(other.state.state_dict(), before)
+        refuses(run, key, text)
+    refuses(made(SIZES[:1]), "good", "parameters must be those of this model, got .* p.1")
+    refuses(made(((9, 9), (31,))), "good", "folder must hold a state that fits in 'good', got Size")
     for module in run.model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(4.0)
-    rule = "mean of 1 in torch.float32, divide factor 4.0, as in this run"
-    text = f"dct::load_state_dict: reduction must be {rule}, got mean"
-    _refuses(run.state.load_state_dict, state, text)
-    run = made(SIZES, mesh=(1, 2))
-    before = run.state.state_dict()
-    with pytest.raises((ValueError, RuntimeError)) as error:
-        run.state.load_merged(tmp_path, key="nan")
-    prefix = "dct::load_merged: every rank must take part, got ValueError from rank 0: " * rank
-    shard = damaged.replace("local part a float32 [40, 8]", "local part a float32 [20, 8]")
-    assert str(error.value) == f"{prefix}dct::load_merged: {shard}"
-    assert_same_states(run.state.state_dict(), before)
+    _refuses(run.state.load_state_dict, state, "reduction must be .* divide factor 4.0, as in this")
+    peer = "every rank must take part, got ValueError from rank 0: dct::load_merged: " * rank
+    refuses(made(SIZES, mesh=(1, 2)), "nan", f"{peer}{damaged} .* with nan")
     run = made(SIZES[:1], mesh=(1, 2))
     files = [None, None]
     dist.all_gather_object(files, through_a_file(run.state.state_dict()))
-    text = f"dct::load_state_dict: state must be that of shard {rank}, got that of shard {1 - rank}"
+    text = f"state must be that of shard {rank}, got that of shard {1 - rank}"
     _refuses(run.state.load_state_dict, files[1 - rank], text)
     run.state.load_state_dict(files[rank])
 
 
 @on_ranks(2)
 def test_step_ahead_refuses_states_that_would_move_weights(rank):
-
     def made(**settings):
         ahead = {"step_ahead": True, "transport": "reduce_scatter", "density": 0.05, **settings}
         return LocalSteps(((20_000,), (30_000,)), **ahead)  # both ranks own a range
@@ -313,17 +216,14 @@ def test_step_ahead_refuses_states_that_would_move_weights(rank):
 
     state, both = state_of(made()), [None, None]
     dist.all_gather_object(both, state)
-    flush = "with step_ahead (or flush, and start a new averager), got"
-    transport = f"transport must be reduce_scatter, as in the saved run, {flush} all_gather"
-    merged = f"state must be rank {rank}'s own {flush} one from merge_states"
     for settings, saved, text in (
-        ({"transport": "all_gather"}, state, transport),
-        ({"step_ahead": False}, state, f"step_ahead must be False, {FIT}, got True"),
-        ({}, merge_states(both), merged),
+        ({"transport": "all_gather"}, state, "transport must be reduce_scatter, .*got all_gather"),
+        ({"step_ahead": False}, state, "step_ahead must be False"),
+        ({}, merge_states(both), f"state must be rank {rank}'s own .*, got one from merge_states"),
     ):
         run = made(**settings)
         before = run.state.state_dict()
-        _refuses(run.state.load_state_dict, saved, f"dct::load_state_dict: {text}")
+        _refuses(run.state.load_state_dict, saved, f"^dct::load_state_dict: {text}")
         assert_same_states(run.state.state_dict(), before)
     made().state.load_state_dict(state_of(made(transport="all_gather")))
 
@@ -338,42 +238,37 @@ def _state(rank, world_size=2, **changes):
 def test_merge_states_refuses_invalid_states(tmp_path):
     good = [_state(0), _state(1)]
     merged = merge_states(good)
-    assert entry(merged)["parameters"]["p"]["residual"].tolist() == [0.5] * 320
-    residual = entry(good[1])["parameters"]["p"]["residual"]
-    rows = [*_rows(OF_RANK), *DICTS, *OWNER, *_bad_tensors("residual", residual)]
-    for broken, text in _broken(good[1], rows, " of rank 1"):
-        _refuses(merge_states, [good[0], broken], f"dct::merge_states: {text}")
+    residual = entry(merged)["parameters"]["p"]["residual"]
+    assert residual.tolist() == [0.5] * 320
+    of_parameter = {"residual": _bad_tensors(residual), "owner_residual": OWNER}
+    for broken, name in _broken(good[1], "p", OF_RANK, of_parameter):
+        _refuses(merge_states, [good[0], broken], rf"^dct::merge_states: {name}\b.* must be ")
     longer = {"p": {"residual": torch.zeros(3), "owner_residual": ()}}
-    size = f"must be {TENSOR}, got float32 [3] Tensor"
     for states, text in (
         ([], "states must be those of all ranks, got none"),
         ([good[0]], "states must be those of all 2 ranks, got rank 0"),
         ([good[0], _state(7)], "states must be those of all 2 ranks, got ranks 0, 7"),
         ([good[0]] * 2, "states must hold one state per rank, got a second of rank 0"),
         ([merged], "states must hold one state per rank, got a merged one"),
-        ([good[0], _state(1, step=6)], f"step {SAME} 5 on rank 0, 6 on rank 1"),
-        ([good[0], _state(1, run_id="b")], f"run_id {SAME} a on rank 0, b on rank 1"),
-        ([good[0], _state(1, world_size=3)], f"world_size {SAME} 2 on rank 0, 3 on rank 1"),
-        ([good[0], _state(1, local_size=2)], f"local_size {SAME} 1 on rank 0, 2 on rank 1"),
-        ([good[0], _state(1, density=1)], f"density {SAME} 0.1 on rank 0, 1 on rank 1"),
-        ([good[0], _state(1, buckets=[])], f"buckets {SAME} [['p']] on rank 0, [] on rank 1"),
-        ([good[0], _state(1, parameters={})], f"parameters {SAME} p on rank 0,  on rank 1"),
-        ([good[0], _state(1, parameters=longer)], f"residual of p of rank 1 {size}"),
+        ([good[0], _state(1, step=6)], "step must be the same on every rank, got 5 on rank 0, 6 "),
+        ([good[0], _state(1, run_id="b")], "run_id must be the same"),
+        ([good[0], _state(1, local_size=2)], "local_size must be the same"),
+        ([good[0], _state(1, buckets=[])], "buckets must be the same"),
+        ([good[0], _state(1, parameters={})], "parameters must be the same"),
+        ([good[0], _state(1, parameters=longer)], r"residual of p of rank 1 must be a float32 \[3"),
+        (tmp_path / "absent", "folder must be a folder that torch.distributed.checkpoint wrote"),
     ):
-        _refuses(merge_states, states, f"dct::merge_states: {text}")
-    rule = "an iterable of all ranks' states, or a folder of them"
-    with pytest.raises(TypeError, match=f"^dct::merge_states: states must be {rule}, got 5$"):
+        _refuses(merge_states, states, f"^dct::merge_states: {text}")
+    with pytest.raises(TypeError, match=r"^dct::merge_states: states must be an iterable"):
         merge_states(5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         saved = {"dct": good[0], "early": {**good[0], "version": 5}}
         dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
-    rule = "folder must be a folder that torch.distributed.checkpoint wrote, got"
-    for file in (tmp_path / "absent", next(tmp_path.glob("*.distcp"))):
-        _refuses(merge_states, file, f"dct::merge_states: {rule} {file!r}")
-    absent = f"key must be the name of a state in {tmp_path}, got 'other'"
-    for key, text in (("other", absent), ("early", f"version {VERSION} 5")):
-        _refuses(partial(merge_states, tmp_path), key, f"dct::merge_states: {text}")
+    for key, text in (("other", "key must be the name of a state"), ("early", "version must be 6")):
+        with pytest.raises(ValueError, match=f"^dct::merge_states: {text}"):
+            merge_states(tmp_path, key)
+    _refuses(merge_states, next(tmp_path.glob("*.distcp")), "^dct::merge_states: folder must be a")
 
 
 def test_merged_residual_is_the_mean_over_nodes():
@@ -397,11 +292,10 @@ def test_merged_residual_is_the_mean_over_nodes():
 def test_sparse_and_dense_states_are_not_interchangeable(one_rank, point):
     """The error names the kind of format, not only the density."""
     sparse, dense = point([5000], density=0.01), point([5000], density=1, format="int4")
-    every, largest = "all entries", "the largest entries (density 0.01)"
     for run, saved, expected, found in (
-        (dense, sparse, f"{every}, as in this run ('int4')", largest),
-        (sparse, dense, f"{largest}, as in this run ('bfloat16')", every),
+        (dense, sparse, "all entries", "the largest entries"),
+        (sparse, dense, "the largest entries", "all entries"),
     ):
-        text = f"dct::load_state_dict: format must send {expected}, got a state of {found}"
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        text = f"^dct::load_state_dict: format must send {expected}.*got a state of {found}"
+        with pytest.raises(ValueError, match=text):
             run.state.load_state_dict(saved.state.state_dict())

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from dct_parallel import DCTAverager
-from support.ranks import owed
+from support.ranks import owed, through_a_file
 
 from .account import Account
 from .common import (
@@ -21,7 +21,6 @@ from .common import (
     poison,
     refused,
     require_equal,
-    through_a_file,
     values,
     with_same_scale,
 )

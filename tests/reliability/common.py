@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import hashlib
-import io
 import random
 
 import torch
@@ -129,13 +128,6 @@ def refused(*errors):
         assert "dct::" in str(error), f"not an error of this package: {error!r}"
     else:
         raise AssertionError("an invalid call raised no error")
-
-
-def through_a_file(saved):
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def gather_objects(value):

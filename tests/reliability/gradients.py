@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from support.ranks import through_a_file
+
 from .account import Account
 from .common import (
     BLOCK,
@@ -17,7 +19,6 @@ from .common import (
     poison,
     refused,
     require_equal,
-    through_a_file,
     values,
     with_same_scale,
 )

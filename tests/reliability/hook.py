@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook, merge_states
-from support.ranks import owed
+from support.ranks import owed, through_a_file
 
 from .common import (
     TRANSPORTS,
@@ -21,7 +21,6 @@ from .common import (
     gather_objects,
     group_of,
     refused,
-    through_a_file,
 )
 from .gradients import GradientRunner, draw_step, folder
 
