@@ -157,10 +157,8 @@ class Compressor:
         """
         checks.require_tensor("Compressor.pack", "grad", grad, checks.FLOATS)
         if grad.shape != self.residual.shape:
-            raise ValueError(
-                f"dct::Compressor.pack: grad must have shape [{len(self.residual)}], got "
-                f"{list(grad.shape)}"
-            )
+            rule, got = f"shape [{len(self.residual)}]", list(grad.shape)
+            checks.fail("Compressor.pack", "grad", rule, got, verb="have")
         _require_scale("Compressor.pack", "inv_scale", inv_scale)
         if self.density < 1:
             self._sample(grad, inv_scale)
@@ -197,7 +195,7 @@ class Compressor:
         checks.require_type("Compressor.unpack", "out", out, Tensor, "a tensor")
         _require_scale("Compressor.unpack", "out_scale", out_scale)
         if len(payloads) == 0:
-            raise ValueError("dct::Compressor.unpack: payloads must have at least 1 payload, got 0")
+            checks.fail("Compressor.unpack", "payloads", "at least 1 payload", 0, verb="have")
         if self._row is not None:
             payloads = torch.cat([payloads[..., cut] for cut in self._cuts], dim=-1)
         return self._unpack(payloads, out, out_scale)
