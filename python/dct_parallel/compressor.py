@@ -137,7 +137,6 @@ class Compressor:
         # The slices of a row into which `_to_send` copies the two halves of the payload.
         self._cuts = slice(self._layout.positions), slice(row.positions, row.nbytes)
         self._sampled = False
-        self._mean: Tensor | None = None  # the buffer of `pack_mean`
 
     def pack(self, grad: Tensor, inv_scale: Tensor | None = None) -> Tensor:
         """Add `grad` to the residual, and pack the entries that reach the threshold.
@@ -200,20 +199,6 @@ class Compressor:
             payloads = torch.cat([payloads[..., cut] for cut in self._cuts], dim=-1)
         return self._unpack(payloads, out, out_scale)
 
-    def pack_mean(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
-        """Pack the mean of P payloads, as the owner of a range does.
-
-        Args:
-            payloads: uint8 [P, nbytes], as for `unpack`.
-
-        Returns:
-            The status of `unpack`, int32 [P], and `payload`.
-        """
-        if self._mean is None:
-            self._mean = torch.empty_like(self.residual)
-        status = self.unpack(payloads, self._mean)
-        return status, self.pack(self._mean)
-
     def take_back(self, mean: Tensor | None = None) -> None:
         """Return the last payload's values to the residual, as if they had not been sent.
 
@@ -223,7 +208,7 @@ class Compressor:
         header. The call allocates `numel` float32.
 
         Args:
-            mean: the mean that `pack_mean` packed, which is subtracted from the residual; or None.
+            mean: what the last `pack` added to the residual, to be subtracted again; or None.
         """
         # If both flags of a header are set, unpacking writes a NaN to the first element.
         self.payload[..., FLAGS_BYTE].zero_()

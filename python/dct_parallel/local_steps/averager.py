@@ -272,10 +272,9 @@ class DCTAverager(ModelAverager):
         owned = any(s.owner is not None and s.owner.any() for s in states.values())
         if self._step_ahead and owned and self._plan.transport == "all_gather":
             # Loading would add the owner's residual to this rank's residual but not to its weights.
-            rule = (
-                "reduce_scatter, as in the saved run, with step_ahead (or flush, and start a new "
-            )
-            checks.fail("load_state_dict", "transport", rule + "averager)", "all_gather")
+            rule = "reduce_scatter, as in the saved run, with step_ahead "
+            rule += "(or flush, and start a new averager)"
+            checks.fail("load_state_dict", "transport", rule, "all_gather")
         self._step = entry["step"]
         self._agreement.resume(self.step, entry)
         self._ledger.restart(self.step // self.period)
