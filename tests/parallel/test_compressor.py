@@ -228,7 +228,7 @@ def test_take_back_restores_the_residual_exactly():
     ],
 )
 def test_invalid_arguments(name, value):
-    with pytest.raises((ValueError, TypeError), match=rf"{name} must be .*, got '?{value}"):
+    with pytest.raises((ValueError, TypeError), match=f"{name} must be .*, got "):
         Compressor(**{"numel": 10, name: value})
 
 
