@@ -51,7 +51,7 @@ examples:
   sudo $(which python) -m bench.link --embedding-dim 64 --rates 1gbit --row-format int4,sign \\
       --modes hybrid-dense,hybrid-dct,hybrid-format-dedup
       sharded tables with quantized rows; each distinct row is sent once
-  sudo $(which python) -m bench.link --modes fsdp-bfloat16,fsdp-int8,fsdp-int4 --seconds 60
+  sudo $(which python) -m bench.link --modes fsdp-bfloat16,fsdp-int8,fsdp-int8-int4 --seconds 60
       FSDP2: 10.7 million parameters, 512 tokens per rank and step
   python -m bench.link --loopback
       without root: the cost of each mode on a very fast network
@@ -87,8 +87,8 @@ def parser() -> Parser:
         "with results as means over 10 steps. hybrid-dense, hybrid-dct and hybrid-format shard the "
         "embedding tables, and send rows in float32, the largest entries of rows, or quantized "
         "rows. -dedup sends each distinct row once. fsdp-torch trains a sharded transformer in "
-        "bfloat16. fsdp-FORMAT adds compress_fully_shard. With -kept, weights are gathered once "
-        "per step",
+        "bfloat16. fsdp-bfloat16, fsdp-int8 and fsdp-int8-int4 (the latter with int4 gradients) "
+        "add compress_fully_shard. With -kept, weights are gathered once per step",
     )
     measured.add_argument(
         "--loopback",

@@ -200,7 +200,8 @@ def quantize_pack(
 
     Formats, with bits per entry: "float32" 32 (the residual becomes 0), "bfloat16" 16 (rounded to
     nearest even; finite values saturate), "int8" 8.25, "int4" 4.25 and "ternary" 1.875. The last
-    three encode each group of 64 entries like a row of `row_quantize`, with one bfloat16 scale.
+    three encode each group of 64 entries like a quantized row, with one bfloat16 scale
+    (docs/reference/payload.md).
 
     In "float32" and "bfloat16", values can be NaN or Inf. In the other formats, all values of a
     group with a NaN or Inf become NaN. If a value is NaN or Inf, the residual keeps its old value,
@@ -218,8 +219,8 @@ def quantize_pack(
     Raises:
         ValueError, TypeError: an argument is invalid.
 
-    Source: error feedback as in 1-bit SGD (Interspeech 2014) and EF-SGD (arXiv 1901.09847). This
-    project defines the formats.
+    Source: error feedback as in 1-bit SGD (Interspeech 2014) and EF-SGD (arXiv 1901.09847), ternary
+    from TWN (arXiv 1605.04711). This project defines the formats.
 
     >>> residual, payload = torch.zeros(2), torch.empty(608, dtype=torch.uint8)
     >>> quantize_pack(residual, torch.tensor([7.0, 2.25]), payload, "int4")

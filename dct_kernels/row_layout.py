@@ -31,7 +31,8 @@ def position_bytes(width: int, k: int) -> int:
 
 FORMATS = ("int8", "int4", "sign")  # a row has codes, then one bfloat16 scale
 
-CODES_PER_BYTE = {"int8": 1, "int4": 2, "ternary": 5, "sign": 8}
+# "ternary" encodes only the groups of 64 entries in dense payloads.
+CODES_PER_BYTE = {"int8": 1, "int4": 2, "sign": 8, "ternary": 5}
 
 
 def code_bytes(width: int, format: str) -> int:

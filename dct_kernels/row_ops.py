@@ -135,8 +135,6 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
 
     - "int8" (d + 2) and "int4" (ceil(d / 2) + 2): the scale maps the largest magnitude of a
       row to 127 or 7, respectively.
-    - "ternary" (ceil(d / 5) + 2): entries with more than 0.75 times the row's mean magnitude
-      become plus or minus the mean magnitude of these entries. The other entries become 0.
     - "sign" (ceil(d / 8) + 2): all entries become plus or minus the mean of all magnitudes.
 
     If a row contains a NaN or an infinity, all its dequantized entries are NaN. If the scale of a
@@ -152,9 +150,8 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
     Raises:
         ValueError, TypeError: an argument is invalid.
 
-    Source: row-wise quantized exchange is from FBGEMM, ternary from TWN (arXiv 1605.04711), and
-    sign from signSGD with a scale (arXiv 1901.09847). The bfloat16 scale and the order-independent
-    sums are our reconstruction.
+    Source: row-wise quantized exchange is from FBGEMM, and sign from signSGD with a scale (arXiv
+    1901.09847). The bfloat16 scale and the order-independent sums are our reconstruction.
 
     >>> row_quantize(torch.tensor([[0.0, -2.0, 1.0, 7.0]]), "int4")
     tensor([[224, 113, 128,  63]], dtype=torch.uint8)

@@ -69,23 +69,26 @@ def train(device, options):
     fully_shard(model, mesh=mesh["shard"])
     shards = compress_fully_shard(model, weights=options.weights, gradients=options.gradients)
     states = {"shards": shards}
+    residuals = {}  # only the hook has a state to save
     if replicas > 1:
-        states["replicas"] = dct_fully_shard_hook(model, mesh=mesh, format="int4")
+        hook = dct_fully_shard_hook(model, mesh=mesh, format="int4")
+        states["replicas"] = residuals["dct"] = hook
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
 
+    done = torch.zeros(1, dtype=torch.int64)  # number of steps
     if os.path.exists(os.path.join(options.folder, ".metadata")):
         weights, moments = get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": moments, **states}
+        saved = {"model": weights, "optimizer": moments, "done": done, **residuals}
         dcp.load(saved, checkpoint_id=options.folder)
         set_state_dict(
             model, optimizer, model_state_dict=weights, optim_state_dict=saved["optimizer"]
         )
     if rank == 0:
-        print(f"starts at step {shards.step}")
+        print(f"starts at step {done.item()}")
         for state in states.values():
             print(state.plan())
 
-    for step in range(shards.step, options.stop):
+    for step in range(done.item(), options.stop):
         optimizer.zero_grad()
         loss = model(batch(step, rank, device))
         loss.backward()
@@ -94,13 +97,13 @@ def train(device, options):
             print(f"step {step}: loss {loss.item():.3f}")
 
     weights, moments = get_state_dict(model, optimizer)
-    saved = {"model": weights, "optimizer": moments, **states}
+    saved = {"model": weights, "optimizer": moments, "done": done.fill_(options.stop), **residuals}
     dcp.save(saved, checkpoint_id=options.folder)
     total = sum(parameter.full_tensor().double().sum().item() for parameter in model.parameters())
     if rank == 0:
         for name, state in states.items():
             print(f"between {name}: {state.stats()['wire_bytes']:,} bytes per step")
-        print(f"stops after step {shards.step}, weights {total!r}")
+        print(f"stops after step {options.stop}, weights {total!r}")
 
 
 def main():
@@ -110,10 +113,11 @@ def main():
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     formats = {"type": lambda name: None if name == "none" else name, "default": "int8"}
-    formats |= {"help": "int8 (default), int4, bfloat16, float32, or none for torch's collective"}
+    formats["help"] = "int8 (default), bfloat16, float32, or none for torch's collective"
     parser.add_argument("folder", metavar="FOLDER", help="checkpoints, shared by all ranks")
     parser.add_argument("stop", metavar="STOP", type=int, help="number of steps")
     parser.add_argument("--weights", metavar="FORMAT", **formats)
+    formats["help"] += "; also int4"
     parser.add_argument("--gradients", metavar="FORMAT", **formats)
     parser.add_argument("--replicas", metavar="N", type=int, default=1, help="(default: 1)")
     options = parser.parse_args()

@@ -29,7 +29,7 @@ def _valid_arguments():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from DeviceMesh and FSDP
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-        sharded, other, more = (fully_shard(nn.Linear(4, 4), mesh=mesh["shard"]) for _ in range(3))
+        sharded, more = (fully_shard(nn.Linear(4, 4), mesh=mesh["shard"]) for _ in range(2))
     plan, weight = dct_embeddings.plan_shards([8], 1), nn.Parameter(torch.ones(8, 4))
     bags = dct_embeddings.ShardedEmbeddingBags([torch.ones(8, 4)], plan, mesh)
     rows = dct_embeddings.FeatureRows(torch.ones(8, 1))
@@ -64,7 +64,6 @@ def _valid_arguments():
         "dct_fully_shard_hook": {"model": sharded, "mesh": mesh},
         replicas.load_state_dict: {"state": {}},
         "compress_fully_shard": {"model": more},
-        dct_parallel.compress_fully_shard(other).load_state_dict: {"state": {}},
         replicas.load_merged: {"folder": "no folder"},
         "all_reduce_compressed": {"tensor": out, "format": "int4"},
         "merge_states": {"states": "no folder"},

@@ -24,8 +24,8 @@ for _format in quantized.QUANTIZED_FORMATS:
     METHODS[_format] = ("", partial(dp_ranks.DCT, density=1, format=_format))
 for _format in ("float32", *quantized.QUANTIZED_FORMATS):
     METHODS[f"local-{_format}"] = ("xH", partial(dp_local.Local, density=1, format=_format))
-for _weights in dp_shards.FORMATS:
-    for _gradients in dp_shards.FORMATS:
+for _weights in dp_shards.WEIGHTS:
+    for _gradients in dp_shards.GRADIENTS:
         _made = partial(dp_shards.Shards, weights=_weights, gradients=_gradients)
         METHODS[f"fsdp-{_weights}-{_gradients}"] = ("", _made)
 TRANSPORT = ",transport=reduce_scatter"  # suffix for methods that take a transport

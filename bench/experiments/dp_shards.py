@@ -18,7 +18,8 @@ from dct_parallel.fsdp2.messages import message_layout
 
 from .dp_ranks import Counts
 
-FORMATS = ("bfloat16", "int8", "int4")
+WEIGHTS = ("bfloat16", "int8")  # formats
+GRADIENTS = (*WEIGHTS, "int4")
 
 
 class _Unit:
@@ -31,7 +32,6 @@ class _Unit:
         self.numels = [-(-len(p) // ranks) * p[0].numel() for p in parameters]  # entries per shard
         sent = tuple((numel, p.dim() < 2) for p, numel in zip(parameters, self.numels, strict=True))
         self.gather, self.reduce = message_layout(sent, weights), message_layout(sent, gradients)
-        self.kept: Tensor | None = None  # weights of the last gather, if the format is "int4"
         self.grads: list[Tensor] = []  # the gradients of each rank
 
     def shards(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -47,18 +47,7 @@ class _Unit:
 
     def gathered(self) -> Tensor:
         """The weights [ranks, numel] that each rank receives."""
-        weights = self.shards([p.detach() for p in self.parameters])
-        if self.gather.format != "int4":
-            return self._sent(weights)
-        if self.kept is None:  # the first gather is not compressed
-            self.kept = weights
-            return self.kept
-        self.gather.zero_small(self.kept)
-        self.kept += self._sent(weights - self.kept)
-        return self.kept
-
-    def _sent(self, shards: Tensor) -> Tensor:
-        """Pack and unpack each rank's shard."""
+        shards = self.shards([p.detach() for p in self.parameters])
         got = torch.empty_like(shards)
         for shard, out in zip(shards, got, strict=True):
             message = torch.zeros(1, self.gather.nbytes(shard.dtype), dtype=torch.uint8)

@@ -10,9 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dct_parallel.exchange.bucket import Bucket, StepResults, run_now
+from dct_parallel.exchange.bucket import Bucket
 from dct_parallel.exchange.plan import BucketPlan
 from dct_parallel.exchange.reduce_scatter import ReduceScatter
+from dct_parallel.exchange.results import StepResults, run_now
 from dct_parallel.exchange.settings import Settings
 from dct_parallel.exchange.transport import AllGather, Transport
 
@@ -103,7 +104,7 @@ class Buckets:
             bucket.start(tensor)
         first, mean = self._buckets[0], torch.empty_like(tensors[0])
         first.finish(mean)
-        assert not StepResults({0: first}, run_now).read()[0].damaged
+        assert not StepResults({"": first}, run_now).read()[""].damaged
         return mean
 
     def unsent(self) -> list[Tensor]:

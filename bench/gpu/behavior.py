@@ -24,18 +24,18 @@ SLEEP_CYCLES = 100_000_000  # about 50 ms, in which all calls are queued, so tha
 
 def chosen(device: str) -> Iterator[Case]:
     numel, rows, width = 2**20 + 3, 1000, 200
-    yield cases.sample_threshold(device, numel, 0.01, 5)
-    yield cases.mask_pack(device, numel, 0.01, BF16, BF16, False, 5)
-    yield cases.mask_pack(device, numel, 0.01, F32, F32, False)
+    yield cases.sample_threshold(device, numel, 0.01, ranges=5)
+    yield cases.mask_pack(device, numel, 0.01, BF16, BF16, ranges=5)
+    yield cases.mask_pack(device, numel, 0.01, F32, F32)
     yield cases.scatter_unpack(device, numel, 0.01, 3)
     for format in QUANTIZED_CODES:
-        yield cases.quantize_pack(device, numel, BF16, format, False)
+        yield cases.quantize_pack(device, numel, BF16, format)
         yield cases.dequantize_sum(device, numel, format, 3)
-    yield cases.row_pack(device, rows, width, 0.05, False)
-    yield cases.row_unpack(device, rows, width, 0.05, False)
+    yield cases.row_pack(device, rows, width, 0.05)
+    yield cases.row_unpack(device, rows, width, 0.05)
     for format in FORMATS:
-        yield cases.row_quantize(device, rows, width, format, False)
-        yield cases.row_dequantize(device, rows, width, format, False)
+        yield cases.row_quantize(device, rows, width, format)
+        yield cases.row_dequantize(device, rows, width, format)
         yield cases.row_dequantize_sum(device, rows, width, format, 3)
 
 

@@ -25,18 +25,18 @@ NUMEL, ROWS, CALLS = 2**26, 65536, 4
 def chosen(device: str, scale: int = 1) -> Iterator[Case]:
     numel, rows = NUMEL // scale, ROWS // scale
     for grad, values in ((F32, F32), (BF16, BF16)):
-        yield cases.mask_pack(device, numel, 0.01, grad, values, False)
+        yield cases.mask_pack(device, numel, 0.01, grad, values)
     yield cases.scatter_unpack(device, numel, 0.01, 8)
     yield cases.sample_threshold(device, numel, 0.01)
     for format in ("bfloat16", "int4", "ternary"):
-        yield cases.quantize_pack(device, numel, F32, format, False)
+        yield cases.quantize_pack(device, numel, F32, format)
         yield cases.dequantize_sum(device, numel, format, 2)
-    yield cases.row_pack(device, rows, 1024, 0.05, False)
-    yield cases.row_pack(device, rows, 256, 0.05, False, BF16)
-    yield cases.row_unpack(device, rows, 256, 0.05, False)
-    yield cases.row_quantize(device, rows, 256, "ternary", False)
-    yield cases.row_dequantize(device, rows, 256, "ternary", False)
-    yield cases.row_dequantize_sum(device, rows, 256, "ternary", 4)
+    yield cases.row_pack(device, rows, 1024, 0.05)
+    yield cases.row_pack(device, rows, 256, 0.05, BF16)
+    yield cases.row_unpack(device, rows, 256, 0.05)
+    yield cases.row_quantize(device, rows, 256, "int4")
+    yield cases.row_dequantize(device, rows, 256, "int4")
+    yield cases.row_dequantize_sum(device, rows, 256, "int4", 4)
 
 
 def times(case: Case, ops: SimpleNamespace) -> dict[str, float]:

@@ -47,7 +47,7 @@ OF_COPY = {
     **{("row_pack", f", {d}], k={math.ceil(d / 20)}", None): 0.7 for d in (256, 512, 1024)},
 }
 # Required speedups of the largest mask_pack over peers. 0.9 of a copy's speed is always enough.
-FASTER_THAN = {"topk": 20, "dgc": 5, "triton": 1}
+FASTER_THAN = {"topk": 20, "triton": 1}
 SAMPLING = 0.03  # maximum time of sampling, as a fraction of mask_pack's time
 
 
@@ -56,22 +56,22 @@ def chosen(device: str, scale: int, peers: bool = True) -> Iterator[Case]:
     rows, sweep = ROWS // scale, 2**26 // scale
     yield from one_dimensional(device, LARGEST // scale, peers)
     for width in (64, 128, 256, 512, 1024):
-        yield cases.row_pack(device, rows, width, 0.05, peers)
-        yield cases.row_pack(device, rows, width, 0.05, False, BF16)
-        yield cases.row_unpack(device, rows, width, 0.05, False)
+        yield cases.row_pack(device, rows, width, 0.05, with_peers=peers)
+        yield cases.row_pack(device, rows, width, 0.05, BF16)
+        yield cases.row_unpack(device, rows, width, 0.05)
         for format in FORMATS:
-            yield cases.row_quantize(device, rows, width, format, False)
-            yield cases.row_dequantize(device, rows, width, format, False)
+            yield cases.row_quantize(device, rows, width, format)
+            yield cases.row_dequantize(device, rows, width, format)
             yield cases.row_dequantize_sum(device, rows, width, format, 4)
-    yield cases.row_pack(device, rows, 256, 0.1, False)
+    yield cases.row_pack(device, rows, 256, 0.1)
     for numel in (2**24, BUCKET, 2**20):
         yield from one_dimensional(device, numel // scale, peers)
     for numel in (sweep, BUCKET // scale):
-        yield cases.mask_pack(device, numel, 0.01, F32, BF16, False, cases.RANGES)
+        yield cases.mask_pack(device, numel, 0.01, F32, BF16, ranges=cases.RANGES)
     for density in (NOTHING, 0.001, 0.1, EVERYTHING):
-        yield cases.mask_pack(device, sweep, density, F32, F32, False)
-    yield cases.mask_pack(device, sweep, 0.01, F32, F32, False, clustered=True)
-    yield cases.mask_pack(device, sweep, 0.01, F32, F32, False, misaligned=True)
+        yield cases.mask_pack(device, sweep, density, F32, F32)
+    yield cases.mask_pack(device, sweep, 0.01, F32, F32, clustered=True)
+    yield cases.mask_pack(device, sweep, 0.01, F32, F32, misaligned=True)
 
 
 def bucket_sizes(device: str, scale: int) -> Iterator[Case]:
@@ -81,9 +81,9 @@ def bucket_sizes(device: str, scale: int) -> Iterator[Case]:
     """
     for blocks in range(372, 429, 7):  # an H200 runs 396 blocks of scatter_unpack at a time
         numel = 2**14 * blocks // scale
-        yield cases.mask_pack(device, numel, 0.01, F32, F32, False)
+        yield cases.mask_pack(device, numel, 0.01, F32, F32)
         yield cases.scatter_unpack(device, numel, 0.01, 2)
-        yield cases.quantize_pack(device, numel, F32, "int4", False)
+        yield cases.quantize_pack(device, numel, F32, "int4")
         yield cases.dequantize_sum(device, numel, "int4", 2)
     owned = BUCKET // 64 // scale
     yield cases.scatter_unpack(device, owned, 0.01, 64)
@@ -93,14 +93,14 @@ def bucket_sizes(device: str, scale: int) -> Iterator[Case]:
 
 def one_dimensional(device: str, numel: int, peers: bool) -> Iterator[Case]:
     for grad, values in GRADS:
-        yield cases.mask_pack(device, numel, 0.01, grad, values, peers)
+        yield cases.mask_pack(device, numel, 0.01, grad, values, with_peers=peers)
     for most in (PICKS, cases.SAMPLES):
         yield cases.sample_threshold(device, numel, 0.01, most=most)
     for ranks in (2, 8, 64):
         yield cases.scatter_unpack(device, numel, 0.01, ranks)
     for format in QUANTIZED_CODES:
         for grad in (F32, BF16):
-            yield cases.quantize_pack(device, numel, grad, format, peers)
+            yield cases.quantize_pack(device, numel, grad, format)
         for ranks in (2, 8):
             yield cases.dequantize_sum(device, numel, format, ranks)
 

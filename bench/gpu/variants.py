@@ -84,10 +84,10 @@ VARIANTS = {
     ),
     "blocks of 4096": Variant(
         ("scatter_unpack",),
-        (("**/scatter_unpack.cu", "Whole = Shape<8, 1, 3>;", "Whole = Shape<4, 4, 8>;"),),
+        (("**/scatter_unpack.cu", "Whole = BlockShape<8, 1, 3>;", "Whole = BlockShape<4, 4, 8>;"),),
     ),
     "small tiles": Variant(
-        ("mask_pack",), (("**/mask_pack.cu", "multiprocessors() ? 1 : 2", "0 ? 1 : 1"),)
+        ("mask_pack",), (("**/mask_pack.cu", "large_tiles < enough ? 1 : 2", "true ? 1 : 1"),)
     ),
     "hidden sampling": Variant(
         (SAMPLED,),
@@ -171,10 +171,10 @@ def ops_of(op: str, path: Path, scratch: torch.Tensor) -> SimpleNamespace:
 def chosen(op: str, device: str, scale: int) -> Iterator[Case]:
     for numel in (size // scale for size in (2**28, 2**24, BUCKET, 2**20)):
         if op == "mask_pack":
-            yield cases.mask_pack(device, numel, 0.01, F32, F32, False)
-            yield cases.mask_pack(device, numel, 0.01, F32, BF16, False)
+            yield cases.mask_pack(device, numel, 0.01, F32, F32)
+            yield cases.mask_pack(device, numel, 0.01, F32, BF16)
         elif op == "quantize_pack":
-            yield cases.quantize_pack(device, numel, F32, "float32", False)
+            yield cases.quantize_pack(device, numel, F32, "float32")
         elif op == "dequantize_sum":
             yield cases.dequantize_sum(device, numel, "float32", 8)
         elif op == "scatter_unpack":

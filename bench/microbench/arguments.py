@@ -27,13 +27,9 @@ scatter_unpack and row_pack at one size, and prints one sentence for each op. Wi
 other option of the long tables, the program prints a table instead. The column `of copy` is the
 copy's time divided by the op's time; an op with 100 % is as fast as a copy.
 
-The tables also include the eager backend and other methods. mask_pack is compared with exact
-torch.topk, DGC's sampled top-k and random-k, all with error feedback, and with a cast to bfloat16.
-quantize_pack is compared with the same cast, and with the two matrix products of PowerSGD. row_pack
-is compared with torch.topk. On the CPU, quantize_pack (in rows of 64 entries), row_quantize and
-row_dequantize are compared with FBGEMM in 8 and 4 bits. On a GPU with nvcc, the tables add a copy
-kernel, cub::DeviceSelect and RTop-K's bisection. The results of all ops, and of most other methods,
-are checked before calls are timed. On a GPU, times are device times.
+The tables also include the eager backend. mask_pack is compared with exact torch.topk, with error
+feedback, and row_pack with torch.topk. On a GPU with nvcc, the tables add a copy kernel and
+cub::DeviceSelect. Results are checked before calls are timed. On a GPU, times are device times.
 """
 EPILOG = """\
 examples:

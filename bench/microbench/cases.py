@@ -1,10 +1,12 @@
 """Timed cases of each op: inputs, bytes that must be moved, and how inputs are restored."""
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -42,6 +44,13 @@ class Case:
     peers: dict[str, Peer] = field(default_factory=dict)
 
 
+@contextlib.contextmanager
+def buffers_of(nbytes: int) -> Iterator[None]:
+    """In this context, the (two or more) buffer sets of a new case have this total size."""
+    with mock.patch.dict(globals(), COLD_BYTES=nbytes):
+        yield
+
+
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Yield the cases of a table one at a time, because each case holds its buffers."""
     for numel in options.sizes:
@@ -53,50 +62,50 @@ def _cases(numel: int, with_peers: bool, options: argparse.Namespace) -> Iterato
     for density in options.density:
         if "mask_pack" in ops:
             for grad, values in ((F32, F32), (F32, BF16), (BF16, BF16)):
-                yield mask_pack(device, numel, density, grad, values, with_peers)
-            yield mask_pack(device, numel, density, F32, BF16, False, RANGES)
+                yield mask_pack(device, numel, density, grad, values, with_peers=with_peers)
+            yield mask_pack(device, numel, density, F32, BF16, ranges=RANGES)
         if "sample_threshold" in ops:
             yield sample_threshold(device, numel, density)
-            yield sample_threshold(device, numel, density, RANGES)
+            yield sample_threshold(device, numel, density, ranges=RANGES)
         if "scatter_unpack" in ops:
             for ranks in (2, 8):
                 yield scatter_unpack(device, numel, density, ranks)
     for format in QUANTIZED_CODES:
         if "quantize_pack" in ops:
             for grad in (F32, BF16):
-                yield quantize_pack(device, numel, grad, format, with_peers)
+                yield quantize_pack(device, numel, grad, format)
         if "dequantize_sum" in ops:
             for ranks in (2, 8):
                 yield dequantize_sum(device, numel, format, ranks)
+    # A quarter on the CPU, because malloc reuses blocks below 32 MiB. With larger blocks,
+    # allocation of pages by the operating system would dominate the time.
+    elements = numel if device == "cuda" else numel // 4
     for width in row_widths if numel >= max(row_widths) else ():
-        for op, make in (("row_pack", row_pack), ("row_unpack", row_unpack)):
-            if op in ops:
-                # A quarter on the CPU, because malloc reuses blocks below 32 MiB. With larger
-                # blocks, allocation of pages by the operating system would dominate the time.
-                elements = numel if device == "cuda" else numel // 4
-                yield make(device, elements // width, width, 0.05, with_peers)
-                yield make(device, elements // width, width, 0.05, False, BF16)
+        rows = elements // width
+        if "row_pack" in ops:
+            yield row_pack(device, rows, width, 0.05, with_peers=with_peers)
+            yield row_pack(device, rows, width, 0.05, BF16)
+        if "row_unpack" in ops:
+            for dtype in (F32, BF16):
+                yield row_unpack(device, rows, width, 0.05, dtype)
         for op, make in (("row_quantize", row_quantize), ("row_dequantize", row_dequantize)):
             for format in FORMATS if op in ops else ():
-                elements = numel if device == "cuda" else numel // 4
-                yield make(device, elements // width, width, format, with_peers)
+                yield make(device, rows, width, format)
         for format in FORMATS if "row_dequantize_sum" in ops else ():
             for ranks in (2, 8):
-                elements = numel if device == "cuda" else numel // 4
-                yield row_dequantize_sum(device, elements // width, width, format, ranks)
+                yield row_dequantize_sum(device, rows, width, format, ranks)
 
 
 def first_look(device: str) -> Iterator[Case]:
     """Yield mask_pack, scatter_unpack and row_pack at one size. Exact top-k is the only peer."""
-    numel, cold = FIRST_LOOK_SIZES[device], FIRST_LOOK_COLD_BYTES
-    yield _with_topk_only(mask_pack(device, numel, 0.01, F32, F32, True, cold=cold))
-    yield scatter_unpack(device, numel, 0.01, 2, cold=cold)
-    yield _with_topk_only(row_pack(device, numel // 256, 256, 0.05, True, cold=cold))
-
-
-def _with_topk_only(case: Case) -> Case:
-    case.peers = {name: peer for name, peer in case.peers.items() if name in peers.EXACT}
-    return case
+    numel = FIRST_LOOK_SIZES[device]
+    with buffers_of(FIRST_LOOK_COLD_BYTES):
+        packing = mask_pack(device, numel, 0.01, F32, F32, with_peers=True)
+    packing.peers.pop(peers.CUB, None)
+    yield packing
+    with buffers_of(FIRST_LOOK_COLD_BYTES):
+        yield scatter_unpack(device, numel, 0.01, 2)
+        yield row_pack(device, numel // 256, 256, 0.05, with_peers=True)
 
 
 def mask_pack(
@@ -105,14 +114,14 @@ def mask_pack(
     density: float,
     grad_dtype: torch.dtype,
     value_dtype: torch.dtype,
-    with_peers: bool,
+    *,
     ranges: int = 1,
-    cold: int | None = None,
     clustered: bool = False,
     misaligned: bool = False,
+    with_peers: bool = False,
 ) -> Case:
     """With `clustered`, packed entries fill whole rows. `misaligned` shifts tensors by one."""
-    sets = _sets((8 + grad_dtype.itemsize) * numel, cold)
+    sets = _sets((8 + grad_dtype.itemsize) * numel)
     clean = _normal(sets, numel, device)
     grad = [t.to(grad_dtype) for t in _normal(sets, numel, device)]
     tau = _threshold(density, 2**0.5, device).repeat(ranges)
@@ -132,19 +141,14 @@ def mask_pack(
         ops.mask_pack(residual[i], grad[i], tau, payload[i], seen, capacity, value_dtype)
         return residual[i], payload[i], seen
 
-    moved = (8 + grad_dtype.itemsize + (2 + value_dtype.itemsize) * density) * numel
+    moved = int((8 + grad_dtype.itemsize + (2 + value_dtype.itemsize) * density) * numel)
     others = {}
     if with_peers and grad_dtype == F32 and value_dtype == F32:
         others = peers.compaction(residual, grad, tau, density)
     detail = f"{_name(grad_dtype)} grad, {_name(value_dtype)} values{_in_ranges(ranges)}"
     detail += ", clustered" * clustered + ", misaligned" * misaligned
     return Case(
-        "mask_pack",
-        detail,
-        numel,
-        int(moved),
-        sets,
-        run,
+        *("mask_pack", detail, numel, moved, sets, run),
         reset=lambda i: residual[i].copy_(clean[i]),
         density=density,
         peers=others,
@@ -152,11 +156,18 @@ def mask_pack(
 
 
 def sample_threshold(
-    device: str, numel: int, density: float, ranges: int = 1, most: int = SAMPLES
+    device: str,
+    numel: int,
+    density: float,
+    *,
+    most: int = SAMPLES,
+    ranges: int = 1,
+    line: int | None = None,
 ) -> Case:
+    """`line`: bytes of each tensor that must be read for a sample, by default those of `device`."""
     sets = _sets(8 * numel)
     grad, residual = _normal(sets, numel, device), _normal(sets, numel, device)
-    line = 32 if device == "cuda" else 64
+    line = line or (32 if device == "cuda" else 64)
 
     def run(ops, i):
         return (ops.sample_threshold(grad[i], residual[i], density, ranges, most, i),)
@@ -168,12 +179,10 @@ def sample_threshold(
     return Case("sample_threshold", detail, numel, moved, sets, run, density=density)
 
 
-def scatter_unpack(
-    device: str, numel: int, density: float, ranks: int, cold: int | None = None
-) -> Case:
+def scatter_unpack(device: str, numel: int, density: float, ranks: int) -> Case:
     capacity = max(1, int(1.25 * density * numel))
     nbytes = payload_layout(numel, capacity, BF16).nbytes
-    sets = _sets(4 * numel + ranks * nbytes, cold)
+    sets = _sets(4 * numel + ranks * nbytes)
     pack = _best(device).mask_pack
     tau = _threshold(density, 1.0, device)
     residual = torch.zeros(numel, device=device)
@@ -192,9 +201,7 @@ def scatter_unpack(
     return Case("scatter_unpack", f"P={ranks}", numel, moved, sets, run, density=density)
 
 
-def quantize_pack(
-    device: str, numel: int, grad_dtype: torch.dtype, format: str, with_peers: bool
-) -> Case:
+def quantize_pack(device: str, numel: int, grad_dtype: torch.dtype, format: str) -> Case:
     nbytes = quantized_payload_bytes(numel, format)
     moved = (8 + grad_dtype.itemsize) * numel + nbytes
     sets = _sets(moved)
@@ -206,39 +213,28 @@ def quantize_pack(
         ops.quantize_pack(residual[i], grad[i], payload[i], format)
         return residual[i], payload[i]
 
-    return Case(
-        "quantize_pack",
-        f"{_name(grad_dtype)} grad, {format}",
-        numel,
-        moved,
-        sets,
-        run,
-        reset=lambda i: residual[i].zero_(),
-        peers=peers.every_entry(residual, grad, format) if with_peers else {},
-    )
+    detail = f"{_name(grad_dtype)} grad, {format}"
+    reset = lambda i: residual[i].zero_()  # noqa: E731
+    return Case("quantize_pack", detail, numel, moved, sets, run, reset)
 
 
-def dequantize_sum(device: str, numel: int, format: str, ranks: int) -> Case:
+def dequantize_sum(
+    device: str, numel: int, format: str, ranks: int, dtype: torch.dtype = F32
+) -> Case:
     nbytes = quantized_payload_bytes(numel, format)
-    moved = ranks * nbytes + 4 * numel
+    moved = ranks * nbytes + dtype.itemsize * numel
     sets = _sets(moved)
-    payloads = _quantized(device, sets, ranks, numel, format)
-    out = [torch.zeros(numel, device=device) for _ in range(sets)]
+    payloads = torch.zeros(sets, ranks, nbytes, dtype=torch.uint8, device=device)
+    for payload in payloads.view(-1, nbytes):
+        _best(device).quantize_pack(None, torch.randn(numel, device=device), payload, format)
+    out = [torch.zeros(numel, dtype=dtype, device=device) for _ in range(sets)]
 
     def run(ops, i):
         status = ops.dequantize_sum(payloads[i], out[i], format, 1 / ranks)
         return out[i], status
 
-    return Case("dequantize_sum", f"P={ranks}, {format}", numel, moved, sets, run)
-
-
-def _quantized(device: str, sets: int, ranks: int, numel: int, format: str) -> Tensor:
-    """Payloads [sets, ranks, nbytes] of normally distributed numbers."""
-    nbytes = quantized_payload_bytes(numel, format)
-    payloads = torch.zeros(sets, ranks, nbytes, dtype=torch.uint8, device=device)
-    for payload in payloads.view(-1, nbytes):
-        _best(device).quantize_pack(None, torch.randn(numel, device=device), payload, format)
-    return payloads
+    detail = f"P={ranks}, {format}{_dtype_suffix(dtype)}"
+    return Case("dequantize_sum", detail, numel, moved, sets, run)
 
 
 def row_pack(
@@ -246,100 +242,108 @@ def row_pack(
     rows: int,
     width: int,
     density: float,
-    with_peers: bool,
     dtype: torch.dtype = F32,
-    cold: int | None = None,
+    *,
+    with_peers: bool = False,
 ) -> Case:
-    k = max(1, math.ceil(density * width))
-    moved = rows * (dtype.itemsize * (width + k) + position_bytes(width, k))
-    sets = _sets(moved, cold)
-    x = [t.to(dtype).view(rows, width) for t in _normal(sets, rows * width, device)]
-    return Case(
-        "row_pack",
-        f"[{rows}, {width}], k={k}{_dtype_suffix(dtype)}",
-        rows * width,
-        moved,
-        sets,
-        lambda ops, i: tuple(ops.row_pack(x[i], k, dtype)),
-        allocates=True,
-        density=density,
-        peers=peers.row_selection(x, k) if with_peers else {},
+    k, moved = _kept(width, density, dtype)
+    x = _rows(device, rows, width, dtype, rows * moved)
+    case = _of_rows(
+        "row_pack", x, f"k={k}", dtype, moved, lambda ops, i: ops.row_pack(x[i], k, dtype), density
     )
+    case.peers = peers.row_selection(x, k) if with_peers else {}
+    return case
+
+
+def row_gather(device: str, rows: int, width: int, density: float) -> Case:
+    k, _ = _kept(width, density, F32)
+    # The sectors of x that contain any of k random columns, the values and the positions
+    moved = 4 * width * (1 - (1 - k / width) ** 8) + 4 * k + position_bytes(width, k)
+    x = _rows(device, rows, width, F32, rows * moved)
+    positions = [_best(device).row_pack(each, k, F32)[1] for each in x]
+
+    def run(ops, i):
+        return (ops.row_gather(x[i], positions[i], k, F32),)
+
+    return _of_rows("row_gather", x, f"k={k}", F32, moved, run, density)
 
 
 def row_unpack(
-    device: str, rows: int, width: int, density: float, with_peers: bool, dtype: torch.dtype = F32
+    device: str, rows: int, width: int, density: float, dtype: torch.dtype = F32
 ) -> Case:
-    k = max(1, math.ceil(density * width))
-    moved = rows * (dtype.itemsize * (width + k) + position_bytes(width, k))
-    sets = _sets(moved)
-    pack = _best(device).row_pack
-    packed = [pack(t.view(rows, width), k, dtype) for t in _normal(sets, rows * width, device)]
-    return Case(
-        "row_unpack",
-        f"[{rows}, {width}], k={k}{_dtype_suffix(dtype)}",
-        rows * width,
-        moved,
-        sets,
-        lambda ops, i: (ops.row_unpack(*packed[i], width, dtype),),
-        allocates=True,
-        density=density,
-    )
+    k, moved = _kept(width, density, dtype)
+    x = _rows(device, rows, width, F32, rows * moved)
+    packed = [_best(device).row_pack(each, k, dtype) for each in x]
+
+    def run(ops, i):
+        return (ops.row_unpack(*packed[i], width, dtype),)
+
+    return _of_rows("row_unpack", x, f"k={k}", dtype, moved, run, density)
 
 
-def row_quantize(device: str, rows: int, width: int, format: str, with_peers: bool) -> Case:
-    moved = rows * (4 * width + row_bytes(width, format))
-    sets = _sets(moved)
-    x = [tensor.view(rows, width) for tensor in _normal(sets, rows * width, device)]
-    return Case(
-        "row_quantize",
-        f"[{rows}, {width}], {format}",
-        rows * width,
-        moved,
-        sets,
-        lambda ops, i: (ops.row_quantize(x[i], format),),
-        allocates=True,
-        peers=peers.row_quantization(x, format) if with_peers else {},
-    )
+def row_quantize(device: str, rows: int, width: int, format: str, dtype: torch.dtype = F32) -> Case:
+    moved = dtype.itemsize * width + row_bytes(width, format)
+    x = _rows(device, rows, width, dtype, rows * moved)
+
+    def run(ops, i):
+        return (ops.row_quantize(x[i], format),)
+
+    return _of_rows("row_quantize", x, format, dtype, moved, run)
 
 
-def row_dequantize(device: str, rows: int, width: int, format: str, with_peers: bool) -> Case:
-    moved = rows * (4 * width + row_bytes(width, format))
-    sets = _sets(moved)
-    x, quantized = _quantized_rows(device, sets, rows, width, format)
-    return Case(
-        "row_dequantize",
-        f"[{rows}, {width}], {format}",
-        rows * width,
-        moved,
-        sets,
-        lambda ops, i: (ops.row_dequantize(quantized[i], width, format, F32),),
-        allocates=True,
-        peers=peers.row_dequantization(x, format) if with_peers else {},
-    )
+def row_dequantize(
+    device: str, rows: int, width: int, format: str, dtype: torch.dtype = F32
+) -> Case:
+    moved = dtype.itemsize * width + row_bytes(width, format)
+    x = _rows(device, rows, width, F32, rows * moved)
+    quantized = [_best(device).row_quantize(each, format) for each in x]
+
+    def run(ops, i):
+        return (ops.row_dequantize(quantized[i], width, format, dtype),)
+
+    return _of_rows("row_dequantize", x, format, dtype, moved, run)
 
 
-def row_dequantize_sum(device: str, rows: int, width: int, format: str, ranks: int) -> Case:
-    moved = rows * (4 * width + ranks * row_bytes(width, format))
-    sets = _sets(moved)
-    _, sent = _quantized_rows(device, sets, rows, width, format)
+def row_dequantize_sum(
+    device: str, rows: int, width: int, format: str, ranks: int, dtype: torch.dtype = F32
+) -> Case:
+    moved = dtype.itemsize * width + ranks * row_bytes(width, format)
+    x = _rows(device, rows, width, F32, rows * moved)
+    sent = [_best(device).row_quantize(each, format) for each in x]
     quantized = [torch.stack([each.roll(rank, 0) for rank in range(ranks)]) for each in sent]
-    return Case(
-        "row_dequantize_sum",
-        f"[{rows}, {width}], {format}, P={ranks}",
-        rows * width,
-        moved,
-        sets,
-        lambda ops, i: (ops.row_dequantize_sum(quantized[i], width, format, F32),),
-        allocates=True,
-    )
+
+    def run(ops, i):
+        return (ops.row_dequantize_sum(quantized[i], width, format, dtype),)
+
+    return _of_rows("row_dequantize_sum", x, f"{format}, P={ranks}", dtype, moved, run)
 
 
-def _quantized_rows(
-    device: str, sets: int, rows: int, width: int, format: str
-) -> tuple[list[Tensor], list[Tensor]]:
-    x = [tensor.view(rows, width) for tensor in _normal(sets, rows * width, device)]
-    return x, [_best(device).row_quantize(tensor, format) for tensor in x]
+def _kept(width: int, density: float, dtype: torch.dtype) -> tuple[int, int]:
+    """The entries that are kept per row, and the bytes that must move per row."""
+    k = max(1, math.ceil(density * width))
+    return k, dtype.itemsize * (width + k) + position_bytes(width, k)
+
+
+def _rows(device: str, rows: int, width: int, dtype: torch.dtype, moved: float) -> list[Tensor]:
+    """Buffer sets of rows of normally distributed numbers."""
+    normal = _normal(_sets(moved), rows * width, device)
+    return [tensor.to(dtype).view(rows, width) for tensor in normal]
+
+
+def _of_rows(
+    op: str,
+    x: list[Tensor],
+    how: str,
+    dtype: torch.dtype,
+    moved: float,
+    run: Callable[[SimpleNamespace, int], tuple[Tensor, ...]],
+    density: float | None = None,
+) -> Case:
+    """A row op's case. `moved`: bytes that must move per row."""
+    rows, width = x[0].shape
+    detail = f"[B, {width}], {how}{_dtype_suffix(dtype)}"
+    nbytes = int(rows * moved)
+    return Case(*(op, detail, rows * width, nbytes, len(x), run), allocates=True, density=density)
 
 
 def backends(device: str) -> dict[str, SimpleNamespace]:
@@ -357,8 +361,8 @@ def _best(device: str) -> SimpleNamespace:
     return list(backends(device).values())[1 if len(backends(device)) > 1 else 0]
 
 
-def _sets(nbytes: int, cold: int | None = None) -> int:
-    return min(max(math.ceil((cold or COLD_BYTES) / max(nbytes, 1)), 2), MOST_SETS)
+def _sets(nbytes: float) -> int:
+    return min(max(math.ceil(COLD_BYTES / max(nbytes, 1)), 2), MOST_SETS)
 
 
 def _normal(sets: int, numel: int, device: str) -> list[Tensor]:

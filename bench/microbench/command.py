@@ -14,7 +14,7 @@ from bench.tables import line
 from . import cases, native
 from .arguments import settle
 from .cases import Case
-from .peers import EXACT
+from .peers import CUB, EXACT
 from .report import COPY, COPY_KERNEL, HEADER, OURS, row
 from .timing import take_turns
 
@@ -67,7 +67,7 @@ def measure(
         if name != "eager" or not is_first_look or len(backends) == 1:
             calls[name] = lambda i, ops=ops: case.run(ops, i)
     calls |= {name: peer.run for name, peer in case.peers.items()}
-    slow = {"eager", *case.peers} - {"bf16 cast", "cub::DeviceSelect", "rtopk", "FBGEMM"}
+    slow = {"eager", *case.peers} - {CUB}
     rounds = {name: SLOW_ROUNDS if name in slow else options.rounds for name in calls}
     sets = {name: min(SLOW_SETS, case.sets) if name in slow else case.sets for name in calls}
     fast = [name for name in (*backends, COPY) if name != "eager"] if options.graphs else []
@@ -134,7 +134,7 @@ def _heading(options: argparse.Namespace) -> str:
     where = about["gpu"] if options.device == "cuda" else cpu
     lines = [f"torch {about['torch']}, {where}, load {about['load_average']:.1f}\n"]
     if options.device == "cuda" and native.missing() is not None:
-        lines.append(f"No copy kernel, cub or rtopk: {native.missing()}\n")
+        lines.append(f"No copy kernel or cub: {native.missing()}\n")
     return "\n".join(lines)
 
 

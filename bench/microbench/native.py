@@ -56,14 +56,6 @@ class Select:
         _call("native_select", residual, grad, tau, *found, residual.numel(), *scratch)
 
 
-def rtopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return values and int32 columns of each row's k largest magnitudes; ties come last."""
-    values = torch.empty(x.shape[0], k, device=x.device)
-    columns = torch.empty(x.shape[0], k, dtype=torch.int32, device=x.device)
-    _call("native_rtopk", x, x.shape[0], x.shape[1], k, values, columns)
-    return values, columns
-
-
 def _call(name: str, *arguments: Tensor | int) -> None:
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     passed = [

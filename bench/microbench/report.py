@@ -40,9 +40,8 @@ def _times(ratio: float) -> str:
 
 
 def _case(run: dict) -> str:
-    """The name of the case without the number of rows or samples, which follows from `numel`."""
-    case = re.sub(r"^\d{6,} samples, ", "", run["case"])
-    return re.sub(r"^\[\d+, (\d+)\]", r"[B, \1]", case)
+    """The name of the case without the number of samples, which follows from `numel`."""
+    return re.sub(r"^\d{6,} samples, ", "", run["case"])
 
 
 def _kept(run: dict) -> str:

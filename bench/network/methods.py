@@ -32,14 +32,14 @@ def _averager(model: nn.Module, options: argparse.Namespace) -> DCTAverager:
     return DCTAverager(model, period=PERIOD)
 
 
-def _shards(format: str | None, reshard: bool | None = None) -> Register:
-    """Shard a transformer. Unless `format` is None, compress the messages between shards."""
+def _shards(weights: str | None, gradients: str | None, reshard: bool | None = None) -> Register:
+    """Shard a transformer. Unless the formats are None, compress the messages between shards."""
 
     def register(model: nn.Module, options: argparse.Namespace) -> object:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         for module in (*model.blocks, model):
             fully_shard(module, mp_policy=policy, reshard_after_forward=reshard)
-        return format and compress_fully_shard(model, weights=format, gradients=format)
+        return weights and compress_fully_shard(model, weights=weights, gradients=gradients)
 
     return register
 
@@ -86,11 +86,11 @@ HYBRID = {
     "hybrid-format-dedup": Method("hybrid, DCT-DP, quantized, dedup", _dct(), _quantized, True),
 }
 SHARDED = {
-    "fsdp-torch": Method("torch's FSDP2 in bfloat16", _shards(None)),
-    "fsdp-bfloat16": Method("bfloat16", _shards("bfloat16")),
-    "fsdp-int8": Method("int8, int8", _shards("int8")),
-    "fsdp-int4": Method("int4, int4", _shards("int4")),
-    "fsdp-bfloat16-kept": Method("bfloat16, no resharding", _shards("bfloat16", False)),
-    "fsdp-int8-kept": Method("int8, int8, no resharding", _shards("int8", False)),
+    "fsdp-torch": Method("torch's FSDP2 in bfloat16", _shards(None, None)),
+    "fsdp-bfloat16": Method("bfloat16", _shards("bfloat16", "bfloat16")),
+    "fsdp-int8": Method("int8, int8", _shards("int8", "int8")),
+    "fsdp-int8-int4": Method("int8, int4", _shards("int8", "int4")),
+    "fsdp-bfloat16-kept": Method("bfloat16, no resharding", _shards("bfloat16", "bfloat16", False)),
+    "fsdp-int8-kept": Method("int8, int8, no resharding", _shards("int8", "int8", False)),
 }
 METHODS = REPLICATED | HYBRID | SHARDED

@@ -141,11 +141,11 @@ struct Checks {
   }
 
   RowFormat require_format(const std::string& format) const {
-    constexpr const char* kNames[] = {"int8", "int4", "ternary", "sign"};  // in RowFormat's order
-    for (int i = 0; i < 4; ++i) {
+    constexpr const char* kNames[] = {"int8", "int4", "sign"};  // in RowFormat's order
+    for (int i = 0; i < 3; ++i) {
       if (format == kNames[i]) return static_cast<RowFormat>(i);
     }
-    fail("format", "be int8, int4, ternary or sign", "'" + format + "'");
+    fail("format", "be int8, int4 or sign", "'" + format + "'");
   }
 
   PayloadFormat require_payload_format(const std::string& format) const {

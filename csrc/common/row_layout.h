@@ -38,10 +38,11 @@ DCT_HOST_DEVICE constexpr int64_t position_bytes(int64_t width, int64_t k) {
   }
 }
 
-// A quantized row has the codes of all columns, then one scale.
-enum class RowFormat : uint8_t { kInt8, kInt4, kTernary, kSign };
+// A quantized row has the codes of all columns, then one scale. kTernary is not a format of the row
+// ops. It encodes the groups of 64 entries in dense payloads (quantized_payload.h).
+enum class RowFormat : uint8_t { kInt8, kInt4, kSign, kTernary };
 
-// Calls `function` with the format as a type, to make it a template argument.
+// Calls `function` with a format of the row ops as a type, to make it a template argument.
 template <typename Function>
 decltype(auto) dispatch(RowFormat format, Function&& function) {
   switch (format) {
@@ -49,8 +50,6 @@ decltype(auto) dispatch(RowFormat format, Function&& function) {
       return function(std::integral_constant<RowFormat, RowFormat::kInt8>{});
     case RowFormat::kInt4:
       return function(std::integral_constant<RowFormat, RowFormat::kInt4>{});
-    case RowFormat::kTernary:
-      return function(std::integral_constant<RowFormat, RowFormat::kTernary>{});
     default:
       return function(std::integral_constant<RowFormat, RowFormat::kSign>{});
   }

@@ -1,5 +1,4 @@
-// Dequantizes rows piece by piece. A code of int4, ternary or sign is an index into a table of
-// entries.
+// Dequantizes rows piece by piece. A code of int4 or sign is an index into a table of entries.
 
 #include <algorithm>
 #include <cstring>

@@ -3,8 +3,6 @@
 // take a pass together. After the first pass, short rows are in the L1 cache.
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -26,26 +24,18 @@ constexpr int64_t rows_together(int64_t width) {
   return std::clamp<int64_t>(kTogether / width, 1, kMostRows);
 }
 
-// Words of a bit plane, including the words that pack_trits reads past the end.
-constexpr int64_t plane_words(int64_t width) { return width / kWord + 3; }
-
 // Working memory of one task, for rows of `width` columns.
 struct Scratch {
   explicit Scratch(int64_t width)
-      : floats(new float[rows_together(width) * width]),
-        codes(new uint8_t[width + 1]),
-        planes(new uint64_t[rows_together(width) * 2 * plane_words(width)]()) {}
-  std::unique_ptr<float[]> floats;     // float32 copies of rows of a narrower dtype
-  std::unique_ptr<uint8_t[]> codes;    // for int4, one per byte
-  std::unique_ptr<uint64_t[]> planes;  // for ternary, two per row: codes of 1, codes of -1
+      : floats(new float[rows_together(width) * width]), codes(new uint8_t[width + 1]) {}
+  std::unique_ptr<float[]> floats;   // float32 copies of rows of a narrower dtype
+  std::unique_ptr<uint8_t[]> codes;  // for int4, one per byte
 };
 
 struct Row {
   const float* x;
   int32_t top;  // the key of its largest magnitude
-  float bound;  // for ternary, in units: magnitudes up to the bound become 0
   BFloat16 scale;
-  uint64_t *above, *below;  // the bit planes of the row
 
   bool finite() const { return top < static_cast<int32_t>(kFloat32Infinity); }
 };
@@ -58,24 +48,22 @@ const float* as_floats(const X* x, int64_t width, float* floats) {
   return floats;
 }
 
-// Calls function(word, above, below) for 64 columns of a row at a time, with the bits of
-// Pack::mark. Bits past the last column are 0. Returns the sum of the results of Pack::mark.
+// Calls function(word, bits) for 64 columns of a row at a time. A bit is set if the column is
+// negative. Bits past the last column are 0.
 template <typename Pack, typename Function>
-int64_t for_each_word(Pack, const float* x, int64_t width, float factor, float bound,
-                      Function&& function) {
+void for_each_word(Pack, const float* x, int64_t width, Function&& function) {
   uint64_t above, below;
-  int64_t word = 0, total = 0;
+  int64_t word = 0;
   for (; (word + 1) * kWord <= width; ++word) {
-    total += Pack::mark(x + word * kWord, factor, bound, &above, &below);
-    function(word, above, below);
+    Pack::mark(x + word * kWord, 1.0f, 0.0f, &above, &below);
+    function(word, below);
   }
   const int64_t rest = width - word * kWord;
-  if (rest == 0) return total;
+  if (rest == 0) return;
   float last[kWord] = {};
   std::memcpy(last, x + word * kWord, rest * sizeof(float));
-  total += Pack::mark(last, factor, bound, &above, &below);
-  function(word, above, below);
-  return total;
+  Pack::mark(last, 1.0f, 0.0f, &above, &below);
+  function(word, below);
 }
 
 // Writes a whole vector, although only `bytes` bytes are needed, unless the vector crosses the end
@@ -97,19 +85,10 @@ void pack_nibbles(const uint8_t* codes, int64_t bytes, uint8_t* out) {
 }
 
 // The scale before rounding.
-template <RowFormat kFormat, typename Pack>
-float exact_scale(Pack how, const Row& row, int64_t width) {
-  const Units units = units_of(row.top);
-  if constexpr (kFormat == RowFormat::kTernary) {
-    int64_t kept = 0;
-    const int64_t total = for_each_word(how, row.x, width, units.inverse_unit, row.bound,
-                                        [&](int64_t word, uint64_t above, uint64_t below) {
-                                          row.above[word] = above;
-                                          row.below[word] = below;
-                                          kept += __builtin_popcountll(above | below);
-                                        });
-    return mean(total, std::max<int64_t>(kept, 1)) * units.unit;
-  } else if constexpr (kFormat == RowFormat::kSign) {
+template <RowFormat kFormat>
+float exact_scale(const Row& row, int64_t width) {
+  if constexpr (kFormat == RowFormat::kSign) {
+    const Units units = units_of(row.top);
     return mean(sum_magnitudes(row.x, width, units.inverse_unit), width) * units.unit;
   } else {
     return bits_to_float(row.top) / levels(kFormat);
@@ -123,17 +102,9 @@ void write_row(Pack how, const Row& row, int64_t width, uint8_t* codes, uint8_t*
   if (row.scale.bits == 0 || !row.finite()) {
     std::memset(out, 0, bytes);
   } else if constexpr (kFormat == RowFormat::kSign) {
-    for_each_word(how, row.x, width, 1.0f, 0.0f, [&](int64_t word, uint64_t, uint64_t below) {
-      put(out + 8 * word, below, bytes - 8 * word, end);
+    for_each_word(how, row.x, width, [&](int64_t word, uint64_t bits) {
+      put(out + 8 * word, bits, bytes - 8 * word, end);
     });
-  } else if constexpr (kFormat == RowFormat::kTernary) {
-    const auto* above = reinterpret_cast<const uint8_t*>(row.above);
-    const auto* below = reinterpret_cast<const uint8_t*>(row.below);
-    for (int64_t i = 0; i < bytes; i += kTritBytes) {
-      std::array<uint8_t, kTritBytes> packed;
-      Pack::pack_trits(above + i / 8 * kTrits, below + i / 8 * kTrits, packed.data());
-      put(out + i, packed, bytes - i, end);
-    }
   } else {
     const float inverse = 1.0f / to_float(row.scale);
     uint8_t* target = kFormat == RowFormat::kInt8 ? out : codes;
@@ -156,20 +127,11 @@ void quantize_together(Pack how, const X* x, int64_t count, int64_t width, const
                        const uint8_t* end) {
   Row rows[kMostRows];
   for (int64_t r = 0; r < count; ++r) {
-    uint64_t* above = scratch.planes.get() + 2 * r * plane_words(width);
     const float* floats = as_floats(x + r * width, width, scratch.floats.get() + r * width);
-    rows[r] = {floats, largest_key(floats, width), 0.0f, kNanScale,
-               above,  above + plane_words(width)};
-  }
-  if constexpr (kFormat == RowFormat::kTernary) {
-    for (int64_t r = 0; r < count; ++r) {
-      if (!rows[r].finite()) continue;
-      const float inverse_unit = units_of(rows[r].top).inverse_unit;
-      rows[r].bound = 0.75f * mean(sum_magnitudes(rows[r].x, width, inverse_unit), width);
-    }
+    rows[r] = {floats, largest_key(floats, width), kNanScale};
   }
   for (int64_t r = 0; r < count; ++r) {
-    if (rows[r].finite()) rows[r].scale = row_scale(exact_scale<kFormat>(how, rows[r], width));
+    if (rows[r].finite()) rows[r].scale = row_scale(exact_scale<kFormat>(rows[r], width));
   }
   for (int64_t r = 0; r < count; ++r) {
     prefetch.before(next + r);

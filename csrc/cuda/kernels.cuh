@@ -22,7 +22,7 @@ cudaError_t sample_threshold(const SampleThresholdArgs& args, void* scratch, cud
 // The tile sizes of mask_pack. The results do not depend on them.
 struct MaskPackSizes {
   int warp_tile;      // elements per warp: 1,024 or 2,048
-  int slot_capacity;  // entries that a warp can stage, a multiple of 8 up to 2,048
+  int slot_capacity;  // entries that a warp can stage, a multiple of 8, at most 256
 };
 MaskPackSizes mask_pack_sizes(const MaskPackArgs& args);
 

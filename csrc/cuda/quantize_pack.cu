@@ -26,15 +26,15 @@ __global__ void __launch_bounds__(kThreads) quantized_headers_kernel(QuantizePac
 template <typename Grad>
 __device__ void accumulate_row(const float* residual, const Grad* grad, float scale,
                                RowEntries& x) {
-  Grad gradient[kVectors][kVectorElements];
+  Grad gradient[kRowVectors][kVectorElements];
   if (residual != nullptr) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) stream_in(residual + column_of(v), x[v]);
+    for (int v = 0; v < kRowVectors; ++v) stream_in(residual + column_of(v), x[v]);
   }
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) stream_in(grad + column_of(v), gradient[v]);
+  for (int v = 0; v < kRowVectors; ++v) stream_in(grad + column_of(v), gradient[v]);
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kRowVectors; ++v) {
 #pragma unroll
     for (int e = 0; e < kVectorElements; ++e) {
       const float added = __fmul_rn(to_float(gradient[v][e]), scale);
@@ -60,7 +60,7 @@ __device__ void load_sums(const QuantizePackArgs& args, int64_t begin, int lengt
     }
   } else {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kRowVectors; ++v) {
 #pragma unroll
       for (int e = 0; e < kVectorElements; ++e) {
         const int column = column_of(v) + e;
@@ -77,7 +77,7 @@ __device__ void load_sums(const QuantizePackArgs& args, int64_t begin, int lengt
 template <PayloadFormat kFormat>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     quantize_pack_kernel(QuantizePackArgs args, RangeTiles tiles, bool aligned) {
-  constexpr int kStaged = kStagedBytes<kFormat>;
+  constexpr int kStaged = kTernaryBytes<kFormat>;
   __shared__ __align__(16) uint8_t staged[kStaged > 0 ? kWarps * kStaged : 16];
   const RangeTiles::Tile tile = tiles.locate(blockIdx.x);
   const int64_t begin = tile.bounds.begin + warp_index() * kRow;

@@ -5,20 +5,16 @@
 namespace dct::cuda {
 namespace {
 
-constexpr int kVectorBytes = 16;
 constexpr int kOverread = 7;  // bytes that four_bytes() reads past the first
 template <RowFormat kFormat>
-constexpr int kVectors = kStagedVectors<kFormat, kOverread>;
+constexpr int kReadVectors = kStagedVectors<kFormat, kOverread>;
 
-struct WarpShared {
-  uint4 bytes[kVectors<RowFormat::kInt8>];
-  uint32_t trits[kWarpColumns / 4];
-};
+using WarpBytes = uint4[kReadVectors<RowFormat::kInt8>];
 
 // Dequantizes a warp's rows [first, first + rows), each by 2^log_lanes lanes and in `parts` parts.
 template <RowFormat kFormat, typename Out>
 __device__ void dequantize_rows(const RowDequantizeArgs& args, int64_t first, int rows,
-                                int log_lanes, int64_t parts, bool aligned, WarpShared& shared) {
+                                int log_lanes, int64_t parts, bool aligned, WarpBytes& shared) {
   constexpr int kElements = kVectorBytes / sizeof(Out);
   constexpr int kCodesPerByte = codes_per_byte(kFormat);
   const int lanes = 1 << log_lanes;
@@ -36,24 +32,15 @@ __device__ void dequantize_rows(const RowDequantizeArgs& args, int64_t first, in
     const int columns = left < most ? static_cast<int>(left) : most;
     const int count = last ? static_cast<int>(rows * bytes - skipped) : most_bytes;
     const Span span = {args.quantized, args.rows * bytes, first * bytes + skipped, count};
-    StagedBytes<kVectors<kFormat>, kOverread> loaded;
+    StagedBytes<kReadVectors<kFormat>, kOverread> loaded;
     loaded.load(span, true);
-    const int staged = loaded.store(span, true, shared.bytes);
-    const auto* staged_bytes = reinterpret_cast<const uint8_t*>(shared.bytes);
-    int row = staged + (active ? group * static_cast<int>(bytes) : 0);
+    const int staged = loaded.store(span, true, shared);
+    const auto* staged_bytes = reinterpret_cast<const uint8_t*>(shared);
+    const int row = staged + (active ? group * static_cast<int>(bytes) : 0);
     if (last) scale = scale_at(staged_bytes + row + (bytes - kScaleBytes - skipped));
-    if constexpr (kFormat == RowFormat::kTernary) {
-      auto* trits = reinterpret_cast<uint8_t*>(shared.trits) + group * most;
-      const int whole = (columns + kElements - 1) / kElements * kElements;  // vectors
-      unpack_trits(staged_bytes + row, whole, lane, lanes, trits);
-      row = group * most;
-    }
-    const auto* words = kFormat == RowFormat::kTernary
-                            ? shared.trits
-                            : reinterpret_cast<const uint32_t*>(shared.bytes);
     for (int c = lane * kElements; active && c < columns; c += lanes * kElements) {
       float codes[kElements];
-      load_codes<kFormat>(words, row, c, unit_float, codes);
+      load_codes<kFormat>(reinterpret_cast<const uint32_t*>(shared), row, c, unit_float, codes);
       Out values[kElements];
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
@@ -75,11 +62,11 @@ __device__ void dequantize_rows(const RowDequantizeArgs& args, int64_t first, in
 template <typename Out>
 __global__ void __launch_bounds__(kThreads)
     row_dequantize_kernel(RowDequantizeArgs args, int log_lanes, int64_t parts, bool aligned) {
-  __shared__ WarpShared shared[kWarps];
+  __shared__ WarpBytes shared[kWarps];
   const int64_t first = (int64_t{blockIdx.x} * kWarps + warp_index()) * (kWarpSize >> log_lanes);
   if (first >= args.rows) return;
   const auto rows = static_cast<int>(min(args.rows - first, int64_t{kWarpSize >> log_lanes}));
-  WarpShared& own = shared[warp_index()];
+  WarpBytes& own = shared[warp_index()];
   switch (args.format) {
     case RowFormat::kInt8:
       return dequantize_rows<RowFormat::kInt8, Out>(args, first, rows, log_lanes, parts, aligned,
@@ -87,9 +74,6 @@ __global__ void __launch_bounds__(kThreads)
     case RowFormat::kInt4:
       return dequantize_rows<RowFormat::kInt4, Out>(args, first, rows, log_lanes, parts, aligned,
                                                     own);
-    case RowFormat::kTernary:
-      return dequantize_rows<RowFormat::kTernary, Out>(args, first, rows, log_lanes, parts, aligned,
-                                                       own);
     default:
       return dequantize_rows<RowFormat::kSign, Out>(args, first, rows, log_lanes, parts, aligned,
                                                     own);

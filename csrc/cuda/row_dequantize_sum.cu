@@ -7,12 +7,9 @@
 namespace dct::cuda {
 namespace {
 
-constexpr int kCodes = 8;           // adjacent codes that a lane reads together
-constexpr int kVectorElements = 4;  // floats in a vector
-constexpr int kVectorBytes = 16;
+constexpr int kCodes = 8;      // adjacent codes that a lane reads together
 constexpr int kOverread = 11;  // bytes that load_codes() reads past the first of 8 codes
 constexpr int kLaneGroups = kLaneColumns / kCodes;
-constexpr float kNeverOverflows = 0x1p120f;  // a smaller scale times a code is finite
 
 template <RowFormat kFormat>
 using Staged = StagedBytes<kStagedVectors<kFormat, kOverread>, kOverread>;
@@ -22,10 +19,7 @@ template <RowFormat kFormat>
 constexpr int kInFlight = Staged<kFormat>::kLoads == 1 ? 4 : 2;
 
 template <RowFormat kFormat>
-struct WarpShared {
-  uint4 bytes[kStagedVectors<kFormat, kOverread>];
-  uint32_t trits[kFormat == RowFormat::kTernary ? kWarpColumns / 4 : 1];
-};
+using WarpBytes = uint4[kStagedVectors<kFormat, kOverread>];
 
 // Adds codes times their scale. A product is exact unless it overflows, so a fused multiply-add
 // rounds like a separate product and sum.
@@ -77,8 +71,8 @@ __device__ void write(const float (&sums)[kCodes], Out* out, int left, bool alig
 template <RowFormat kFormat, typename Out>
 __global__ void __launch_bounds__(kThreads, 2)
     row_dequantize_sum_kernel(RowDequantizeSumArgs args, RowLanes of_row, bool aligned) {
-  __shared__ WarpShared<kFormat> all_shared[kWarps];
-  WarpShared<kFormat>& shared = all_shared[warp_index()];
+  __shared__ WarpBytes<kFormat> all_shared[kWarps];
+  WarpBytes<kFormat>& shared = all_shared[warp_index()];
   const int log_lanes = of_row.log_lanes, lanes = 1 << log_lanes;
   const int64_t first = (int64_t{blockIdx.x} * kWarps + warp_index()) * (kWarpSize >> log_lanes);
   if (first >= args.rows) return;
@@ -104,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     Span span = {args.quantized, all_bytes, first * bytes + skipped, count};
     // Some vectors may be partly outside the message, and so outside the tensor.
     const bool at_edge =
-        span.from < kStagedBytes || message_bytes - span.from < count + 2 * kStagedBytes;
+        span.from < kVectorBytes || message_bytes - span.from < count + 2 * kVectorBytes;
 #pragma unroll 1
     for (int p = 0; p < ranks; p += kInFlight<kFormat>) {
       Staged<kFormat> loaded[kInFlight<kFormat>];
@@ -120,18 +114,12 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int k = 0; k < kInFlight<kFormat>; ++k, span.from += message_bytes) {
         if (p + k >= ranks) continue;
-        const int staged = loaded[k].store(span, at_edge, shared.bytes);
-        const auto* staged_bytes = reinterpret_cast<const uint8_t*>(shared.bytes);
-        int row = staged + (active ? group * static_cast<int>(bytes) : 0);
+        const int staged = loaded[k].store(span, at_edge, shared);
+        const auto* staged_bytes = reinterpret_cast<const uint8_t*>(shared);
+        const int row = staged + (active ? group * static_cast<int>(bytes) : 0);
         const float scale =
             last ? scale_at(staged_bytes + row + (bytes - kScaleBytes - skipped)) : scales[k];
-        const auto* words = reinterpret_cast<const uint32_t*>(shared.bytes);
-        if constexpr (kFormat == RowFormat::kTernary) {
-          unpack_trits(staged_bytes + row, (columns + kCodes - 1) / kCodes * kCodes, lane, lanes,
-                       reinterpret_cast<uint8_t*>(shared.trits) + group * most);
-          words = shared.trits;
-          row = group * most;
-        }
+        const auto* words = reinterpret_cast<const uint32_t*>(shared);
 #pragma unroll
         for (int g = 0; g < kLaneGroups; ++g) {
           const int column = (g * lanes + lane) * kCodes;

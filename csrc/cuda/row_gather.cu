@@ -8,7 +8,7 @@
 namespace dct::cuda {
 namespace {
 
-struct Policy {
+struct RowGatherPolicy {
   static constexpr int64_t kMaxWarpWidth = 4096;  // a bitmap of 16 bytes per lane
 };
 
@@ -41,8 +41,8 @@ cudaError_t run(const RowGatherArgs& args, cudaStream_t stream) {
 
 cudaError_t row_gather(const RowGatherArgs& args, cudaStream_t stream) {
   if (args.rows == 0) return cudaSuccess;
-  return args.width <= Policy::kMaxWarpWidth ? run<kWarpSize>(args, stream)
-                                             : run<kThreads>(args, stream);
+  return args.width <= RowGatherPolicy::kMaxWarpWidth ? run<kWarpSize>(args, stream)
+                                                      : run<kThreads>(args, stream);
 }
 
 }  // namespace dct::cuda

@@ -11,7 +11,7 @@
 namespace dct::cuda {
 namespace {
 
-struct Policy {
+struct RowPackPolicy {
   // Blocks per multiprocessor: 64 registers are enough for 32 columns per thread, 80 for 64.
   static constexpr int min_blocks(int columns) { return columns <= 32 ? 4 : 3; }
 };
@@ -207,7 +207,7 @@ __device__ auto selected_columns(const uint32_t (&words)[kWords], TopK top_k) {
 }
 
 template <typename T, int kLanes, int kWords>
-__global__ void __launch_bounds__(kThreads, Policy::min_blocks(kWords* RowKeys<T>::kPerWord))
+__global__ void __launch_bounds__(kThreads, RowPackPolicy::min_blocks(kWords* RowKeys<T>::kPerWord))
     row_pack_narrow_kernel(RowPackArgs args, bool aligned) {
   constexpr int kRows = kThreads / kLanes, kColumns = kWords * RowKeys<T>::kPerWord;
   const int64_t row = int64_t{blockIdx.x} * kRows + thread_index() / kLanes;

@@ -11,22 +11,17 @@
 namespace dct::cuda {
 namespace {
 
-struct Policy {
-  static constexpr int kVectorBytes = 16;
-  // Columns per lane, and blocks per multiprocessor. Ternary and sign need more reductions per row.
-  // For rows of up to 1,024 columns they use kManyColumns, because reductions over fewer lanes take
-  // fewer instructions. int8 and int4 are bound by memory.
+struct RowQuantizePolicy {
+  // Columns per lane, and blocks per multiprocessor. Sign needs two reductions per row. For rows of
+  // up to 1,024 columns it uses kManyColumns, because reductions over fewer lanes take fewer
+  // instructions. int8 and int4 are bound by memory.
   static constexpr int kColumns = 16, kManyColumns = 32;
   static constexpr int min_blocks(int columns) { return columns == kColumns ? 4 : 2; }
 };
 
-// Five trits or eight signs share a byte but come from several lanes, so these codes are staged.
-template <RowFormat kFormat>
-constexpr bool kIsStaged = kFormat == RowFormat::kTernary || kFormat == RowFormat::kSign;
-
 template <typename T, int kLanes, int kLaneColumns>
-struct Shape {
-  static constexpr int kElementsPerVector = Policy::kVectorBytes / sizeof(T);
+struct NarrowShape {
+  static constexpr int kElementsPerVector = kVectorBytes / sizeof(T);
   static constexpr int kVectors = kLaneColumns / kElementsPerVector;
   static constexpr int kRows = kThreads / kLanes;
   static constexpr int kColumns = kLanes * kLaneColumns;
@@ -34,15 +29,15 @@ struct Shape {
 
   struct Shared {
     alignas(16) uint8_t codes[kRows][kColumns];
-    alignas(16) uint8_t out[kRows * (kColumns + kScaleBytes) + Policy::kVectorBytes];
-    uint32_t halves[4][kWarps];  // partial results of the reductions of a row that has two warps
+    alignas(16) uint8_t out[kRows * (kColumns + kScaleBytes) + kVectorBytes];
+    uint32_t halves[2][kWarps];  // partial reductions of a row that spans two warps
   };
 };
 
 // A row in the registers of kLanes lanes, which belong to one or two warps.
 template <typename T, int kLanes, int kLaneColumns>
 struct NarrowRow {
-  using Shape = Shape<T, kLanes, kLaneColumns>;
+  using Shape = NarrowShape<T, kLanes, kLaneColumns>;
   static constexpr int kVectors = Shape::kVectors, kElements = Shape::kElementsPerVector;
 
   typename Shape::Shared& shared;
@@ -90,23 +85,19 @@ struct NarrowRow {
     return value;
   }
 
-  // The mean magnitude in units. With kBound, only magnitudes above `bound` count.
-  template <bool kBound>
-  __device__ float mean_magnitude(float inverse_unit, float bound) {
-    uint32_t total = 0, kept = 0;
+  // The mean magnitude in units.
+  __device__ float mean_magnitude(float inverse_unit) {
+    uint32_t total = 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
-        const float magnitude = fabsf(__fmul_rn(x[v][e], inverse_unit));
-        const bool keep = !kBound || magnitude > bound;
-        total += unit_bits(keep ? magnitude : 0.0f);
-        kept += keep;
+        total += unit_bits(fabsf(__fmul_rn(x[v][e], inverse_unit)));
       }
     }
-    total = reduced(kBound ? 2 : 1, total, sum<uint32_t>) -
-            static_cast<uint32_t>(Shape::kColumns) * kUnitBitsOfZero;
-    return mean_of(total, kBound ? reduced(3, kept, sum<uint32_t>) : static_cast<uint32_t>(width));
+    total =
+        reduced(1, total, sum<uint32_t>) - static_cast<uint32_t>(Shape::kColumns) * kUnitBitsOfZero;
+    return mean_of(total, static_cast<uint32_t>(width));
   }
 
   // Quantizes the row and packs its codes and scale into `out`.
@@ -119,17 +110,12 @@ struct NarrowRow {
       for (int e = 0; e < kElements; ++e) top = larger(top, magnitude_bits(x[v][e]));
     }
     top = reduced(0, top, larger);
-    float mean = 0.0f, bound = 0.0f;
-    const float inverse_unit = units_of(top).inverse_unit;
-    if constexpr (kIsStaged<kFormat>) mean = mean_magnitude<false>(inverse_unit, 0.0f);
-    if constexpr (kFormat == RowFormat::kTernary) {
-      bound = __fmul_rn(0.75f, mean);
-      mean = mean_magnitude<true>(inverse_unit, bound);
-    }
-    const RowQuantizer quantizer(kFormat, top, mean, bound);
+    float mean = 0.0f;
+    if constexpr (kFormat == RowFormat::kSign) mean = mean_magnitude(units_of(top).inverse_unit);
+    const RowQuantizer quantizer(kFormat, top, mean);
     if (!quantizer.usable) memset(x, 0, sizeof(x));
-    if constexpr (kIsStaged<kFormat>) {
-      stage_codes<kFormat>(quantizer, out);
+    if constexpr (kFormat == RowFormat::kSign) {
+      stage_signs(quantizer, out);
     } else {
       store_codes<kFormat>(quantizer, out);
     }
@@ -155,8 +141,8 @@ struct NarrowRow {
     }
   }
 
-  template <RowFormat kFormat>
-  __device__ void stage_codes(const RowQuantizer& quantizer, uint8_t* out) {
+  // Eight signs share a byte but may come from several lanes, so the signs are staged.
+  __device__ void stage_signs(const RowQuantizer& quantizer, uint8_t* out) {
     uint32_t* words = reinterpret_cast<uint32_t*>(shared.codes[thread_index() / kLanes]);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -164,7 +150,8 @@ struct NarrowRow {
       for (int e = 0; e < kElements; e += 4) {
         uint32_t word = 0;
 #pragma unroll
-        for (int i = 3; i >= 0; --i) word = word << 8 | quantizer.code<kFormat>(x[v][e + i]);
+        for (int i = 3; i >= 0; --i)
+          word = word << 8 | quantizer.code<RowFormat::kSign>(x[v][e + i]);
         words[(column(v) + e) / 4] = word;
       }
     }
@@ -173,19 +160,11 @@ struct NarrowRow {
     } else {
       __syncwarp();
     }
-    const int bytes = static_cast<int>(code_bytes(width, kFormat));
+    const int bytes = static_cast<int>(code_bytes(width, RowFormat::kSign));
+    constexpr uint32_t kBits = 1 << 24 | 2 << 16 | 4 << 8 | 8;  // moves 4 bits to the top byte
     for (int i = lane; i < bytes; i += kLanes) {
-      if constexpr (kFormat == RowFormat::kTernary) {
-        // The last byte may extend past the columns.
-        constexpr uint32_t kZeros = 0x01010101;
-        const int word = i * kTrits / 4;
-        const uint32_t next = word + 1 < Shape::kColumns / 4 ? words[word + 1] : kZeros;
-        out[i] = ternary_byte(words[word], next, i * kTrits % 4);
-      } else {
-        constexpr uint32_t kBits = 1 << 24 | 2 << 16 | 4 << 8 | 8;  // moves 4 bits to the top byte
-        out[i] =
-            static_cast<uint8_t>(words[2 * i] * kBits >> 24 | words[2 * i + 1] * kBits >> 24 << 4);
-      }
+      out[i] =
+          static_cast<uint8_t>(words[2 * i] * kBits >> 24 | words[2 * i + 1] * kBits >> 24 << 4);
     }
   }
 };
@@ -207,9 +186,9 @@ __device__ void store_bytes(uint8_t* target, const uint8_t* shared, int count) {
 }
 
 template <typename T, int kLanes, int kLaneColumns>
-__global__ void __launch_bounds__(kThreads, Policy::min_blocks(kLaneColumns))
+__global__ void __launch_bounds__(kThreads, RowQuantizePolicy::min_blocks(kLaneColumns))
     row_quantize_narrow_kernel(RowQuantizeArgs args, bool aligned) {
-  using Shape = Shape<T, kLanes, kLaneColumns>;
+  using Shape = NarrowShape<T, kLanes, kLaneColumns>;
   __shared__ typename Shape::Shared shared;
   const int width = static_cast<int>(args.width);
   const int bytes = static_cast<int>(row_bytes(width, args.format));
@@ -232,9 +211,6 @@ __global__ void __launch_bounds__(kThreads, Policy::min_blocks(kLaneColumns))
     case RowFormat::kInt4:
       row.template quantize<RowFormat::kInt4>(out);
       break;
-    case RowFormat::kTernary:
-      row.template quantize<RowFormat::kTernary>(out);
-      break;
     default:
       row.template quantize<RowFormat::kSign>(out);
   }
@@ -242,12 +218,12 @@ __global__ void __launch_bounds__(kThreads, Policy::min_blocks(kLaneColumns))
   store_bytes(target, shared.out, rows * bytes);
 }
 
-template <typename T, int kLanes, int kLaneColumns = Policy::kColumns>
+template <typename T, int kLanes, int kLaneColumns = RowQuantizePolicy::kColumns>
 cudaError_t run_narrow(const RowQuantizeArgs& args, cudaStream_t stream) {
-  using Shape = Shape<T, kLanes, kLaneColumns>;
+  using Shape = NarrowShape<T, kLanes, kLaneColumns>;
   const int64_t blocks = (args.rows + Shape::kRows - 1) / Shape::kRows;
   const bool aligned =
-      is_aligned(args.x, Policy::kVectorBytes) && args.width % Shape::kElementsPerVector == 0;
+      is_aligned(args.x, kVectorBytes) && args.width % Shape::kElementsPerVector == 0;
   return launch(row_quantize_narrow_kernel<T, kLanes, kLaneColumns>, blocks, kThreads, 0, stream,
                 args, aligned);
 }
@@ -261,7 +237,7 @@ cudaError_t run(const RowQuantizeArgs& args, cudaStream_t stream) {
   if (args.width <= 1024) {
     const bool integers = args.format == RowFormat::kInt8 || args.format == RowFormat::kInt4;
     return integers ? run_narrow<T, 64>(args, stream)
-                    : run_narrow<T, 32, Policy::kManyColumns>(args, stream);
+                    : run_narrow<T, 32, RowQuantizePolicy::kManyColumns>(args, stream);
   }
   return launch(row_quantize_wide_kernel, args.rows, kThreads, 0, stream, args);
 }

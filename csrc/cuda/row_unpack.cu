@@ -10,20 +10,19 @@
 namespace dct::cuda {
 namespace {
 
-struct Policy {
-  static constexpr int kVectorBytes = 16;
+struct RowUnpackPolicy {
   static constexpr int kLaneBytes = 128;  // for a narrow row; 32 KB of shared memory per block
 };
 
 // The bytes that a row takes in shared memory.
 __host__ __device__ int stage_bytes(int row_bytes) {
-  return (row_bytes + Policy::kVectorBytes - 1) / Policy::kVectorBytes * Policy::kVectorBytes;
+  return (row_bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
 }
 
 template <int kLanes, typename Out>
 __global__ void __launch_bounds__(kThreads)
     row_unpack_narrow_kernel(RowUnpackArgs args, PositionFormat format, bool aligned) {
-  constexpr int kElementsPerVector = Policy::kVectorBytes / sizeof(Out);
+  constexpr int kElementsPerVector = kVectorBytes / sizeof(Out);
   extern __shared__ __align__(16) unsigned char stages[];
   const int group = thread_index() / kLanes, lane = thread_index() % kLanes;
   const int64_t row = int64_t{blockIdx.x} * (kThreads / kLanes) + group;
@@ -82,8 +81,7 @@ cudaError_t run(const RowUnpackArgs& args, cudaStream_t stream) {
   constexpr int kRows = kThreads / kLanes;
   const int64_t blocks = (args.rows + kRows - 1) / kRows;
   const int bytes = static_cast<int>(args.width * sizeof(Out));
-  const bool aligned =
-      bytes % Policy::kVectorBytes == 0 && is_aligned(args.out, Policy::kVectorBytes);
+  const bool aligned = bytes % kVectorBytes == 0 && is_aligned(args.out, kVectorBytes);
   return launch(row_unpack_narrow_kernel<kLanes, Out>, blocks, kThreads, kRows * stage_bytes(bytes),
                 stream, args, PositionFormat(args.width, args.k), aligned);
 }
@@ -95,9 +93,9 @@ cudaError_t row_unpack(const RowUnpackArgs& args, cudaStream_t stream) {
   return dispatch(args.out_dtype, [&](auto out) {
     using Out = decltype(out);
     const int64_t bytes = args.width * static_cast<int64_t>(sizeof(Out));
-    if (bytes <= 8 * Policy::kLaneBytes) return run<8, Out>(args, stream);
-    if (bytes <= 16 * Policy::kLaneBytes) return run<16, Out>(args, stream);
-    if (bytes <= 32 * Policy::kLaneBytes) return run<32, Out>(args, stream);
+    if (bytes <= 8 * RowUnpackPolicy::kLaneBytes) return run<8, Out>(args, stream);
+    if (bytes <= 16 * RowUnpackPolicy::kLaneBytes) return run<16, Out>(args, stream);
+    if (bytes <= 32 * RowUnpackPolicy::kLaneBytes) return run<32, Out>(args, stream);
     return launch(row_unpack_wide_kernel, args.rows, kThreads, 0, stream, args,
                   PositionFormat(args.width, args.k));
   });

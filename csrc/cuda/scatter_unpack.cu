@@ -12,15 +12,15 @@ namespace dct::cuda {
 namespace {
 
 // Three blocks with 69 KB of shared memory each are resident.
-using Whole = Shape<8, 1, 3>;
+using Whole = BlockShape<8, 1, 3>;
 // Half of the shared memory of Whole, and twice the warps. Compared with Whole, a warp has a
 // quarter of the elements and validates half of the ranks. All positions are validated twice.
-using Half = Shape<16, 2, 2>;
+using Half = BlockShape<16, 2, 2>;
 
 template <typename Shape>
-struct Shared {
+struct ScatterShared {
   RangeTiles::Tile block;
-  RankBlock<Shape::kWarps> ranks[Policy::kRanks];
+  RankBlock<Shape::kWarps> ranks[ScatterPolicy::kRanks];
 };
 
 // Iterates over the entries of a warp, rank by rank, 32 entries of one rank at a time.
@@ -48,10 +48,10 @@ template <typename Value, int kWarps>
 __device__ void add(EntryCursor<kWarps> entries, int begin, float* sums) {
   const int lane = lane_index();
   while (!entries.at_end()) {
-    int position[Policy::kInFlight];
-    Value value[Policy::kInFlight][1];
+    int position[ScatterPolicy::kInFlight];
+    Value value[ScatterPolicy::kInFlight][1];
 #pragma unroll
-    for (int q = 0; q < Policy::kInFlight; ++q) {
+    for (int q = 0; q < ScatterPolicy::kInFlight; ++q) {
       position[q] = -1;
       if (entries.at_end()) continue;
       const int entry = entries.first + lane;
@@ -64,7 +64,7 @@ __device__ void add(EntryCursor<kWarps> entries, int begin, float* sums) {
       entries.next();
     }
 #pragma unroll
-    for (int q = 0; q < Policy::kInFlight; ++q) {
+    for (int q = 0; q < ScatterPolicy::kInFlight; ++q) {
       if (position[q] >= 0) {
         float& sum = sums[position[q] - begin];
         sum = __fadd_rn(sum, to_float(value[q][0]));
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     scatter_unpack_kernel(ScatterUnpackArgs args, RangeTiles blocks, PayloadLayout layout,
                           bool aligned) {
   constexpr int kWarps = Shape::kWarps, kParts = Shape::kParts;
-  __shared__ Shared<Shape> shared;
+  __shared__ ScatterShared<Shape> shared;
   extern __shared__ __align__(16) float sums[];
   auto* ranks = shared.ranks;
   const RangeTiles::Tile& block = shared.block;
@@ -113,9 +113,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     warp_sums[i] = make_float4(0, 0, 0, 0);
   }
   __syncthreads();
-  for (int64_t begin = 0; begin < args.ranks; begin += Policy::kRanks) {
+  for (int64_t begin = 0; begin < args.ranks; begin += ScatterPolicy::kRanks) {
     const int64_t left = args.ranks - begin;
-    const int num_ranks = left < Policy::kRanks ? static_cast<int>(left) : Policy::kRanks;
+    const int num_ranks =
+        left < ScatterPolicy::kRanks ? static_cast<int>(left) : ScatterPolicy::kRanks;
     if (begin > 0) __syncthreads();  // the previous ranks must be added first
     if (thread_index() < num_ranks) {
       const int64_t rank = begin + thread_index();
@@ -164,7 +165,7 @@ cudaError_t run(const ScatterUnpackArgs& args, const RangeTiles& blocks, cudaStr
 // holds only one whole block.
 bool takes_halves(const RangeTiles& blocks) {
   const int fit = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) /
-                  static_cast<int>(Whole::kSumBytes + sizeof(Shared<Whole>));
+                  static_cast<int>(Whole::kSumBytes + sizeof(ScatterShared<Whole>));
   return 2 * blocks.total <= multiprocessors() || fit < 2;
 }
 

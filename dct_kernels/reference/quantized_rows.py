@@ -1,4 +1,7 @@
-"""Eager ops on quantized rows. docs/reference/ops.md specifies the formats."""
+"""Eager ops on quantized rows. docs/reference/ops.md specifies the formats.
+
+The ops on dense payloads also encode groups in "ternary" with these functions.
+"""
 
 import torch
 from torch import Tensor

@@ -27,13 +27,6 @@ def units(top):
 
 
 @triton.jit
-def ternary_weight(digit):
-    """3^digit, for the five digits of a byte."""
-    weight = tl.where(digit == 0, 1, tl.where(digit == 1, 3, tl.where(digit == 2, 9, 27)))
-    return tl.where(digit == 4, 81, weight)
-
-
-@triton.jit
 def ternary_code(byte, digit):
     # The byte is a balanced base-3 number. Adding 121 turns its digits -1, 0, 1 into 0, 1, 2.
     byte = tl.minimum((byte + 121) & 255, 242)

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .. import checks
+
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 # With TRITON_INTERPRET=1, kernels run on the CPU, one program after the other, without a GPU.
@@ -40,7 +42,6 @@ def _require_sound_assembler(device: torch.device) -> None:
     """
     old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
     if old and torch.version.cuda and torch.cuda.get_device_capability(device)[0] >= 10:
-        raise RuntimeError(
-            "dct::triton: triton must be >= 3.7 on GPUs of compute capability 10 and above, "
-            f"because older versions always fuse multiply-adds there, got {triton.__version__}"
-        )
+        rule = ">= 3.7 on GPUs of compute capability 10 and above, because older versions always "
+        rule += "fuse multiply-adds there"
+        checks.fail("triton", "triton", rule, triton.__version__, RuntimeError)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .. import row_layout
 from . import _rows
-from ._codes import ternary_code
 from ._launch import launch
 from ._numeric import round_to
 
@@ -32,10 +31,8 @@ def codes(byte, digit, FORMAT: tl.constexpr):
         code = (code ^ 128) - 128
     elif FORMAT == "int4":
         code = ((code >> 4 * digit & 15) ^ 8) - 8
-    elif FORMAT == "sign":
-        code = 1 - 2 * (code >> digit & 1)
     else:
-        code = ternary_code(code, digit)
+        code = 1 - 2 * (code >> digit & 1)
     return code.to(tl.float32)
 
 

@@ -1,8 +1,7 @@
 """row_quantize: quantizes all entries of every row.
 
-The number of codes per byte is padded to a power of two (PLACES), so that the last dimension of the
-reshaped tile holds the codes of one byte. A wide row is read tile by tile: once for its largest
-magnitude, once per sum, and once for its codes.
+A wide row is read tile by tile: once for its largest magnitude, once for its mean magnitude, and
+once for its codes.
 """
 
 import torch
@@ -12,66 +11,42 @@ from torch import Tensor
 
 from .. import row_layout
 from . import _rows
-from ._codes import ROUND_TO_INTEGER, scale_bits, ternary_weight, units
+from ._codes import ROUND_TO_INTEGER, scale_bits, units
 from ._launch import launch
 from ._numeric import FLOAT32_INFINITY, FLOAT32_NAN, to_float
 
 
 @triton.jit
-def _load(x, row, rows, place, width, EACH: tl.constexpr, PLACES: tl.constexpr):
-    """The elements at `place` in float32, with 0 in padding, and the mask of real elements."""
-    if EACH == PLACES:
-        inside = (row < rows) & (place < width)
-        column = place
-    else:
-        column = place // PLACES * EACH + place % PLACES
-        inside = (row < rows) & (place % PLACES < EACH) & (column < width)
-    return to_float(tl.load(x + row * width + column, mask=inside, other=0)), inside
-
-
-@triton.jit
-def _mean_above(
-    x, row, rows, width, finite, in_one, bound,
-    EACH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """[ROWS, 1]: the mean of the magnitudes above the bound, in units."""
-    ROWS: tl.constexpr = row.shape[0]
-    total = tl.zeros([ROWS, 1], tl.int64)
-    kept = tl.zeros([ROWS, 1], tl.int32)
-    for tile in range(TILES):
-        place = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-        elements, inside = _load(x, row, rows, place, width, EACH, PLACES)
-        magnitude = tl.where(finite, tl.abs(elements), 0.0) * in_one
-        keep = inside & (magnitude > bound)
-        units = tl.where(keep, magnitude, 0.0).to(tl.int32)
-        total += tl.sum(units.to(tl.int64), 1)[:, None]
-        kept += tl.sum(keep.to(tl.int32), 1)[:, None]
-    return tl.div_rn(total.to(tl.float32), tl.maximum(kept, 1).to(tl.float32))
+def _load(x, row, rows, width, tile, BLOCK: tl.constexpr):
+    """The elements of a tile in float32, with 0 in padding, their columns, and the mask of real
+    elements."""
+    column = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < width)
+    return to_float(tl.load(x + row * width + column, mask=inside, other=0)), column, inside
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _row_quantize_kernel(
-    x, out, rows, width, FORMAT: tl.constexpr, EACH: tl.constexpr, PLACES: tl.constexpr,
+    x, out, rows, width, FORMAT: tl.constexpr, EACH: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row = _rows.rows_of_program(ROWS)
     top = tl.zeros([ROWS, 1], tl.int32)
     for tile in range(TILES):
-        place = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-        elements, _ = _load(x, row, rows, place, width, EACH, PLACES)
+        elements, _, _ = _load(x, row, rows, width, tile, BLOCK)
         magnitude = elements.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         top = tl.maximum(top, tl.max(magnitude, 1)[:, None])
     finite = top < FLOAT32_INFINITY
 
     in_one, unit = units(top)
-    bound = tl.full([ROWS, 1], -1.0, tl.float32)
-    if FORMAT == "ternary":
-        bound = 0.75 * _mean_above(
-            x, row, rows, width, finite, in_one, bound, EACH, PLACES, BLOCK, TILES
-        )
-    if FORMAT == "ternary" or FORMAT == "sign":
-        mean = _mean_above(x, row, rows, width, finite, in_one, bound, EACH, PLACES, BLOCK, TILES)
-        exact = mean * unit
+    if FORMAT == "sign":
+        total = tl.zeros([ROWS, 1], tl.int64)
+        for tile in range(TILES):
+            elements, _, _ = _load(x, row, rows, width, tile, BLOCK)
+            magnitude = tl.where(finite, tl.abs(elements), 0.0) * in_one
+            total += tl.sum(magnitude.to(tl.int32).to(tl.int64), 1)[:, None]
+        count = tl.full([ROWS, 1], 1, tl.int32) * width
+        exact = tl.div_rn(total.to(tl.float32), count.to(tl.float32)) * unit
     else:
         levels = tl.full([ROWS, 1], 127.0 if FORMAT == "int8" else 7.0, tl.float32)
         exact = tl.div_rn(tl.where(finite, top, 0).to(tl.float32, bitcast=True), levels)
@@ -84,22 +59,17 @@ def _row_quantize_kernel(
     code_bytes = (width - 1) // EACH + 1
     target = out + row * (code_bytes + 2)
     for tile in range(TILES):
-        place = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-        elements, inside = _load(x, row, rows, place, width, EACH, PLACES)
+        elements, column, inside = _load(x, row, rows, width, tile, BLOCK)
         elements = tl.where(usable, elements, 0.0)
         if FORMAT == "sign":
-            codes = (elements < 0).to(tl.int32) << place % 8
-        elif FORMAT == "ternary":
-            scaled = elements * in_one
-            codes = (scaled > bound).to(tl.int32) - (scaled < -bound).to(tl.int32)
-            codes *= ternary_weight(place % PLACES)
+            codes = (elements < 0).to(tl.int32) << column % 8
         else:
             codes = (elements * inverse + ROUND_TO_INTEGER).to(tl.int32, bitcast=True)
             if FORMAT == "int4":
-                codes = (codes & 15) << 4 * (place % 2)
+                codes = (codes & 15) << 4 * (column % 2)
         codes = tl.where(inside & usable, codes, 0)
-        packed = tl.sum(tl.reshape(codes, [ROWS, BLOCK // PLACES, PLACES]), 2)
-        byte = tile * (BLOCK // PLACES) + tl.arange(0, BLOCK // PLACES)[None, :]
+        packed = tl.sum(tl.reshape(codes, [ROWS, BLOCK // EACH, EACH]), 2)
+        byte = tile * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)[None, :]
         packed = (packed & 255).to(tl.uint8)
         tl.store(target + byte, packed, mask=(row < rows) & (byte < code_bytes))
     half = tl.arange(0, 2)[None, :]
@@ -110,15 +80,13 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
     rows, width = x.shape
     out = x.new_empty(rows, row_layout.row_bytes(width, format), dtype=torch.uint8)
     each = row_layout.CODES_PER_BYTE[format]
-    places = triton.next_power_of_2(each)
-    tiles = _rows.tiles(row_layout.code_bytes(width, format) * places)
+    tiles = _rows.tiles(row_layout.code_bytes(width, format) * each)
     launch(
         _row_quantize_kernel,
         triton.cdiv(rows, tiles.rows),
         *(x, out, rows, width),
         FORMAT=format,
         EACH=each,
-        PLACES=places,
         ROWS=tiles.rows,
         BLOCK=tiles.block,
         TILES=tiles.count,

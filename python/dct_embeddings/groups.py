@@ -9,7 +9,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
-from dct_parallel.groups import exchange, require_group, require_same, sharing_errors, timeout_of
+from dct_parallel.groups import (
+    compare,
+    gather_values,
+    require_group,
+    require_same,
+    sharing_errors,
+    timeout_of,
+)
 
 
 class GroupOfModule:
@@ -42,7 +49,7 @@ def require_same_settings(
     invalid value does not leave the other ranks waiting.
     """
     texts = {name: str(value) for name, value in values.items()}
-    require_same(op, exchange(op, texts, group, timeout_of(group, device)))
+    compare(op, texts, group, device)
 
 
 def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -> None:
@@ -58,7 +65,7 @@ def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -
     # Exchange values in the inner group and then in the outer one, so that every rank has the
     # values of all ranks before any rank raises.
     with sharing_errors(op, outer):
-        row = exchange(op, values, inner, timeout)
-    rows = exchange(op, {str(rank): found for rank, found in row.items()}, outer, timeout)
+        row = gather_values(op, values, inner, timeout)
+    rows = gather_values(op, {str(rank): found for rank, found in row.items()}, outer, timeout)
     by_rank = {int(rank): found for row in rows.values() for rank, found in row.items()}
     require_same(op, dict(sorted(by_rank.items())))

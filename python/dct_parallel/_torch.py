@@ -49,6 +49,19 @@ def at_end_of_backward(callback: Callable[[bool], None]) -> None:
     Variable._execution_engine.queue_callback(lambda: callback(_in_function_backward()))
 
 
+def after_backward(last: int, callback: Callable[[bool], None]) -> int:
+    """Call callback(nested) after FSDP2's callbacks at the end of the current backward pass.
+
+    `last` is the pass of the last call, which did the same. Returns the current pass.
+    """
+    current = backward_pass()
+    if current != last:
+        # FSDP2 may reduce gradients in a callback. A callback that is queued inside a callback runs
+        # after all others.
+        at_end_of_backward(lambda nested: at_end_of_backward(callback))
+    return current
+
+
 def _in_function_backward() -> bool:
     """Whether this thread is inside the backward of a torch.autograd.Function."""
     frame: FrameType | None = sys._getframe()

@@ -7,12 +7,16 @@ that disagree about the size of a message hang, or abort with an error that hide
 import contextlib
 import json
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from dct_kernels import __version__
 
 from ._torch import new_gloo_group
 from ._torch import timeout_of as timeout_of
@@ -122,7 +126,7 @@ def _publish(group: dist.ProcessGroup, answer: Mapping[str, Any]) -> tuple[dist.
     return store, number
 
 
-def exchange(
+def gather_values(
     op: str, values: Mapping[str, Any], group: dist.ProcessGroup, timeout: timedelta
 ) -> dict[int, dict[str, Any]]:
     """Collect the values of every rank of the group.
@@ -166,8 +170,8 @@ def exchange(
 def sharing_errors(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]:
     """Send an error that is raised inside to the other ranks of these groups.
 
-    The other ranks raise a PeerError in their next `exchange`. Put this context manager around the
-    checks of each rank's arguments, and call `exchange` in each group afterwards.
+    The other ranks raise a PeerError in their next `gather_values`. Put this context manager around
+    the checks of each rank's arguments, and call `gather_values` in each group afterwards.
 
     Args:
         op: the name of the operation, for errors.
@@ -191,7 +195,7 @@ def raising_together(op: str, group: dist.ProcessGroup, timeout: timedelta) -> I
     """
     with sharing_errors(op, group):
         yield
-    exchange(op, {}, group, timeout)
+    gather_values(op, {}, group, timeout)
 
 
 def _refusal(op: str, error: Exception) -> str:
@@ -212,6 +216,98 @@ def require_same(op: str, by_rank: Mapping[Any, Mapping[str, Any]]) -> None:
         if len({json.dumps(values.get(name)) for values in by_rank.values()}) > 1:
             got = ", ".join(f"{values.get(name)} on rank {r}" for r, values in by_rank.items())
             raise ValueError(f"dct::{op}: {name} must be the same on every rank, got {got}")
+
+
+def compare(
+    op: str, values: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise an error on every rank unless `values` are the same on all ranks of the group.
+
+    Waits for all ranks, up to the timeout of the group's collectives on `device`. Errors are those
+    of `gather_values` and `require_same`.
+    """
+    require_same(op, gather_values(op, values, group, timeout_of(group, device)))
+
+
+class Agreement:
+    """Compares what the ranks of a state must agree on: settings, and the run that they resume.
+
+    Ranks compare their settings in the constructor. They compare their run, checkpoint and step
+    before the first step, and again after `resume`.
+
+    Args:
+        op: the entry point, for error messages.
+        group: the ranks.
+        device: selects the backend of `group`, whose timeout bounds the wait for other ranks.
+        values: {name: JSON value}, the settings.
+        shards: the ranks that hold the shards of this rank's replica, or None. These ranks also
+            compare everything, except values["shard"].
+
+    Attributes:
+        rank: the rank of this process; valid after process groups are destroyed.
+        run_id: created by the first rank when training starts, and kept in checkpoints.
+
+    Raises:
+        ValueError: settings differ between ranks.
+        RuntimeError: a rank raised an error, or did not take part within the group's timeout.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        values: Mapping[str, Any],
+        shards: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group, self._shards, self._device = group, shards, device
+        self.rank, self.run_id = dist.get_rank(), uuid.uuid4().hex
+        self._checkpoint, self._start = "none", 0  # what `resume` was called for
+        self._compared = False
+        values = {"version": __version__, **values}
+        with sharing_errors(op, shards):
+            self._join(op, values, group)
+        if shards is not None:  # by now the first rank of `shards` has the id of its group
+            self._join(op, {name: values[name] for name in values if name != "shard"}, shards)
+
+    def _join(self, op: str, values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+        """Compare settings with the ranks of a group, and use the run id of its first rank."""
+        timeout = timeout_of(group, self._device)
+        gathered = gather_values(op, {**values, "run_id": self.run_id}, group, timeout)
+        ids = [values.pop("run_id") for values in gathered.values()]
+        require_same(op, gathered)
+        self.run_id = ids[0]
+
+    def resume(self, step: int, entry: Mapping[str, Any] | None = None) -> None:
+        """Resume at `step` of this run, or of the run of a checkpoint's entry.
+
+        All ranks must call this method. It does not communicate.
+        """
+        if entry is not None:
+            self.run_id = entry["run_id"]
+            self._checkpoint = f"one of {entry['world_size']} ranks"
+        self._start, self._compared = step, False
+
+    def check(self, op: str) -> bool:
+        """Raise on every rank if the ranks do not resume from the same step of the same run.
+
+        The first call, and the first call after `resume`, wait for all ranks up to the group's
+        timeout, and return True. Other calls do nothing. `op` is the call that every rank made, for
+        error messages.
+        """
+        if self._compared:
+            return False
+        values = {"checkpoint": self._checkpoint, "run_id": self.run_id, "step": self._start}
+        with sharing_errors(op, self._shards):
+            compare(op, values, self._group, self._device)
+        if self._shards is not None:
+            compare(op, values, self._shards, self._device)
+        self._compared = True
+        return True
+
+    def check_step(self, op: str, step: int) -> None:
+        """Raise on every rank if the ranks call `op` after different steps. Waits for all ranks."""
+        compare(op, {"step": step}, self._group, self._device)
 
 
 def named(ranks: Iterable[int | str]) -> str:

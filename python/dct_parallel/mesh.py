@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
-from .groups import exchange, require_group, require_same, sharing_errors, timeout_of
+from .groups import compare, require_group, sharing_errors, timeout_of
 
 NODES = ("node", "local")  # the dimensions across nodes and inside a node
 
@@ -68,7 +68,7 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
         checks.require_choice(op, "device_type", device_type, ("cuda", "cpu"))
         timeout = timeout_of(group, torch.device(device_type))
     settings = {"local_size": local_size, "device_type": device_type}
-    require_same(op, exchange(op, settings, group, timeout))
+    compare(op, settings, group, torch.device(device_type))
     if ranks % local_size:
         rule = f"a divisor of the number of ranks, {ranks}"
         raise ValueError(f"dct::{op}: local_size must be {rule}, got {local_size}")

@@ -147,10 +147,8 @@ def quantized_row_cases(format: str, width: int, dtype: torch.dtype) -> list[Cas
         rows = torch.empty(2, ROWS, row_bytes(width, format), dtype=torch.uint8)
         ops.row_dequantize_sum(rows, width, format, dtype)
 
-    # A byte holds five ternary columns, so its columns do not start at multiples of a vector.
-    wide_loads = () if format == "ternary" else ("wide_loads",)
     return [
-        Case(f"row_quantize, {label}", quantize, some=wide_loads, dividing=ARCHITECTURES),
+        Case(f"row_quantize, {label}", quantize, some=("wide_loads",), dividing=ARCHITECTURES),
         Case(f"row_dequantize, {label}", dequantize, ("wide_stores",), ("narrow_stores",)),
         Case(f"row_dequantize_sum, {label}", dequantize_sum, ("wide_stores",), ("narrow_stores",)),
     ]
@@ -172,6 +170,6 @@ _CASES = [
     *row_cases("bitmap of wide rows", F16, F16),
     *(case for name in FORMATS for case in quantized_row_cases(name, 256, F32)),
     *(case for name in FORMATS for case in quantized_row_cases(name, 64, BF16)),
-    *quantized_row_cases("ternary", 16384, F16),
+    *quantized_row_cases("sign", 16384, F16),
 ]
 CASES = {case.name: case for case in _CASES}

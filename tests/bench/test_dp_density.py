@@ -163,18 +163,13 @@ def test_simulated_ranks_equal_real_ranks(one_thread, ranks, width, names):
 
 
 @pytest.mark.parametrize("ranks, width", [(2, 48), (3, 32)])  # 3 ranks have uneven shards
-@pytest.mark.parametrize("formats", [("int8", "int4"), ("int4", "bfloat16")], ids="-".join)
+@pytest.mark.parametrize("formats", [("int8", "int4"), ("bfloat16", "int8")], ids="-".join)
 def test_simulated_shards_equal_fsdp2(one_thread, ranks, width, formats):
     make, task = dp_methods.method("fsdp-" + "-".join(formats)), Task(width)
     real, sent = run_ranks(_sharded, ranks, width, ranks, *formats)[0]
     for name, weight in _simulated(task, make, ranks).items():
         assert torch.equal(weight, real[name]), name
-    step = make(task.model(0), ranks).step_bytes
-    first = 0
-    if formats[0] == "int4":  # the first gather sends whole weights
-        first = sent - STEPS * step
-        assert 0 < first < 8 * step
-    assert sent == STEPS * step + first
+    assert sent == STEPS * make(task.model(0), ranks).step_bytes
 
 
 def test_simulated_power_sgd_matches_torch(one_thread):

@@ -34,7 +34,7 @@ def test_a_variant_with_different_bits_is_named_and_not_timed():
         reference.mask_pack(residual, *arguments)
         residual[0] = torch.nextafter(residual[0], torch.tensor(9.0))
 
-    case = cases.mask_pack("cpu", 1000, 0.01, torch.float32, torch.float32, False)
+    case = cases.mask_pack("cpu", 1000, 0.01, torch.float32, torch.float32)
     ops = {name: SimpleNamespace(mask_pack=reference.mask_pack) for name in ("default", "same")}
     found = variants.compared(case, ops | {"off": SimpleNamespace(mask_pack=off)}, "cpu")
     assert found["wrong"] == ["off"] and set(found["ms"]) == {"default", "same"}
@@ -45,7 +45,7 @@ def test_a_variant_with_different_bits_is_named_and_not_timed():
     "name, case",
     [
         # In this case, both kernels of mask_pack pack elements.
-        ("128 threads", cases.mask_pack("cpu", 3 * 16384 + 5, 0.3, F32, BF16, False)),
+        ("128 threads", cases.mask_pack("cpu", 3 * 16384 + 5, 0.3, F32, BF16)),
         ("hidden sampling", variants.sampled_case("cpu", 5 * 16384 + 5)),
     ],
 )

@@ -26,8 +26,7 @@ def test_all_ops_and_peers(tmp_path, capsys):
     assert {result["op"] for result in results} == set(TIMED)
     assert {result["density"] for result in results if result["op"] == "mask_pack"} == {0.01, 0.1}
     peers = {name for result in results for name in result["ms"]}
-    assert peers >= {"copy", "eager", "topk", "dgc", "random-k", "bf16 cast"}
-    assert peers >= {"torch.topk", "FBGEMM"}
+    assert peers >= {"copy", "eager", "topk", "torch.topk"}
     for result in results:
         assert all(0 < ms["q20"] <= ms["median"] <= ms["q80"] for ms in result["ms"].values())
     lines = capsys.readouterr().out.splitlines()
@@ -58,13 +57,13 @@ def test_the_first_look_prints_a_sentence_per_case(tmp_path, capsys, small_first
 
 
 def test_bytes_of_cases_by_hand():
-    case = cases.mask_pack("cpu", 1000, 0.1, torch.float32, torch.bfloat16, False)
+    case = cases.mask_pack("cpu", 1000, 0.1, torch.float32, torch.bfloat16)
     assert case.nbytes == 1000 * 12 + 100 * 4
     case = cases.scatter_unpack("cpu", 1000, 0.1, 8)
     assert case.nbytes == 1000 * 4 + 8 * 100 * 4
-    case = cases.row_pack("cpu", 10, 64, 0.05, False)
+    case = cases.row_pack("cpu", 10, 64, 0.05)
     assert case.nbytes == 10 * (64 * 4 + 4 * 4 + 4)
-    case = cases.row_pack("cpu", 10, 64, 0.05, False, torch.bfloat16)
+    case = cases.row_pack("cpu", 10, 64, 0.05, torch.bfloat16)
     assert case.nbytes == 10 * (64 * 2 + 4 * 2 + 4)
 
 

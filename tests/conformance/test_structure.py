@@ -12,6 +12,6 @@ SOURCES = (".h", ".cuh", ".cpp", ".cu")
 def test_source_files_are_short(folder):
     files = [path for path in (CSRC / folder).rglob("*") if path.suffix in SOURCES]
     lengths = {path.name: len(path.read_text().splitlines()) for path in files}
-    allowed = {"mask_pack.cu": 450}  # contains two kernels
+    allowed = {"mask_pack.cu": 490}  # contains two kernels
     assert lengths
     assert {n: length for n, length in lengths.items() if length > allowed.get(n, 400)} == {}

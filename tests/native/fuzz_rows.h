@@ -151,8 +151,7 @@ class RowDequantize : public Target {
   struct Call {
     Call(uint32_t number, bool sum) {
       Setting setting(number);
-      format =
-          setting.pick({RowFormat::kInt8, RowFormat::kInt4, RowFormat::kTernary, RowFormat::kSign});
+      format = setting.pick({RowFormat::kInt8, RowFormat::kInt4, RowFormat::kSign});
       width = setting.pick<int64_t>({64, 1, 33, 5, 31, 7, 32, 128, 9, 63, 65, 2, 320, 257, 1025});
       rows = setting.pick<int64_t>({1, 2, 17, 3});
       if (rows * width > 2000) rows = 2;

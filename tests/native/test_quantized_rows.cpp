@@ -43,8 +43,7 @@ void run(Random& random, int64_t rows, int64_t width, RowFormat format) {
 
 int main() {
   Random random(5);
-  for (RowFormat format :
-       {RowFormat::kInt8, RowFormat::kInt4, RowFormat::kTernary, RowFormat::kSign}) {
+  for (RowFormat format : {RowFormat::kInt8, RowFormat::kInt4, RowFormat::kSign}) {
     for (int64_t width : {1,  2,  4,   5,   6,   7,    8,    9,    31,   32,   33,  63,
                           64, 65, 127, 128, 320, 1000, 1023, 1024, 1025, 2049, 5000}) {
       const int64_t rows = width > 2000 ? 3 : random.pick<int64_t>({0, 1, 5, 17});

@@ -9,7 +9,7 @@ import numpy as np
 from . import floats
 
 F32 = np.float32
-FORMATS = ("int8", "int4", "ternary", "sign")
+FORMATS = ("int8", "int4", "sign")  # dense payloads also encode groups in "ternary"
 NAN, SMALLEST_NORMAL = 0x7FC0, 0x0080  # raw bfloat16
 
 

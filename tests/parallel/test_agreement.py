@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.optim import SGD
 
-from dct_parallel import DCTAverager, DCTState
-from dct_parallel.exchange import ledger as ledger_module
-from dct_parallel.groups import PeerError, exchange, require_same, sharing_errors
+from dct_parallel import DCTAverager, DCTState, groups
+from dct_parallel.groups import PeerError, gather_values, require_same, sharing_errors
 from support.entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from support.ranks import assert_same, ddp, mlp, on_ranks, shorten_timeouts
 
@@ -46,7 +45,7 @@ def test_every_rank_names_different_settings(rank):
     scaled = {"grad_scaler": torch.amp.GradScaler("cpu"), "optimizer": SGD(module.parameters())}
     refused("grad_scaler", "none", "given", module, **(scaled if last else {}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ledger_module, "__version__", "9.9" if last else "9.8")
+        patch.setattr(groups, "__version__", "9.9" if last else "9.8")
         refused("version", "9.8", "9.9", mlp())
     model = "2 parameters of 20 elements, names and shapes X"
     refused("model", model, model, nn.ModuleDict({"b" if last else "a": nn.Linear(4, 4)}))
@@ -110,7 +109,7 @@ def test_load_on_one_rank_fails_every_rank_at_the_timeout(rank, point):
 
 
 def _exchange(values, seconds=100, op="test", group=None):
-    return exchange(op, values, group or dist.group.WORLD, timedelta(seconds=seconds))
+    return gather_values(op, values, group or dist.group.WORLD, timedelta(seconds=seconds))
 
 
 @on_ranks(3)
@@ -208,39 +207,24 @@ def test_take_back_changes_all_ranks_or_none(rank, make):
         (NodeMesh, "dct_parallel.ddp.node.reduce_scatter"),
         (partial(Sharded, mesh=(2, 1)), "dct_parallel.exchange.transport.all_gather"),
         (partial(Sharded, mesh=(2, 1)), "torch.distributed.all_to_all_single"),
-        (Hook, "dct_parallel.ddp.node.dense_mean"),
-        (NodeMesh, "dct_parallel.ddp.node.dense_mean"),
-        (partial(Sharded, mesh=(2, 1)), "dct_parallel.fsdp2.state.dense_mean"),
     ],
 )
 @on_ranks(2)
-def test_one_rank_can_take_back_a_failed_step(rank, make, name):
-    """The step fails before or after packing. take_back keeps the previous step unchanged.
-
-    state_dict() raises until take_back(), because a state would lack the failed step's entries.
-    """
+def test_failed_exchange_raises_in_every_later_call(rank, make, name):
+    """The exchange fails before or after packing. The state lacks the entries of that step."""
 
     def fails(*args, **options):
         raise ConnectionError
 
     by = "reduce_scatter" if name.endswith("single") else "all_gather"
-    start = 9 * name.endswith("dense_mean")
-    point = make([40_000], density=0.1, start_step=start, transport=by)
+    point = make([40_000], density=0.1, start_step=0, transport=by)
     point.step(torch.arange(40_000.0))
-    before = point.pending()
-    numbers = torch.arange(40_000.0).flip(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(name, fails)
         with pytest.raises((ConnectionError, RuntimeError)):
-            point.step(numbers)
-    text = r"dct::state_dict: every exchange of the last step must succeed \(call take_back first\)"
-    with pytest.raises(RuntimeError, match=text):
-        point.state.state_dict()
-    if rank == 0:
-        point.state.take_back()
-        point.state.take_back()
-    dist.barrier()
-    if rank == 1:
-        point.state.take_back()
-    packed = not name.endswith(("reduce_scatter", "dense_mean"))  # these two fail before packing
-    assert torch.equal(point.pending(), before + numbers.double() * packed)
+            point.step(torch.arange(40_000.0))
+    state = point.state
+    text = "every payload of step 1 must be intact, got a failed exchange in bucket 0"
+    for call in (state.state_dict, state.take_back, state.stats, state.plan, state.close):
+        with pytest.raises(RuntimeError, match=text):
+            call()

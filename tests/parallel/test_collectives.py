@@ -5,7 +5,6 @@ import threading
 import time
 import warnings
 import weakref
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, collectives, dct_hook
 from dct_parallel.ddp.executors import InlineExecutor, ThreadExecutor
+from dct_parallel.exchange.ledger import Step
 from support.ranks import Dictated, mlp, on_ranks, run_ranks
 from wire_meter import WireMeter
 
@@ -39,48 +39,61 @@ def test_dense_mean(rank):
     assert mean.tolist() == [1.5, 6.5]
 
 
-def _job(done, index):
-    time.sleep(0.002 * (index % 3))
-    done.append(("start", index, threading.current_thread().name))
-    if index == 5:
-        raise ValueError("job 5 fails")
-    return (lambda: done.append(("complete", index))) if index % 4 else None
+STEP = Step(0, 0, torch.ones(1), torch.full((1,), 0.5))
+
+
+class _Reduction:
+    """Records its calls. The fifth one fails."""
+
+    def __init__(self, done, index):
+        self._done, self._index = done, index
+
+    def start(self, buffer, inv_scale):
+        assert inv_scale is STEP.inv_scale
+        time.sleep(0.002 * (self._index % 3))
+        self._done.append(("start", self._index, threading.current_thread().name))
+        if self._index == 5:
+            raise ValueError("reduction 5 fails")
+
+    def finish(self, out, scale):
+        assert scale is STEP.scale
+        self._done.append(("finish", self._index))
 
 
 def test_thread_executor_keeps_order_and_raises_errors():
-    """Each job is complete before the next one starts."""
-    worker, done = ThreadExecutor(), []
-    futures = [worker.submit(partial(_job, done, index), index) for index in range(10)]
-    worker.submit_after(lambda: done.append("after")).wait()
-    with pytest.raises(RuntimeError, match="job 5 fails"):
+    """Each reduction is finished before the next one starts."""
+    worker, done, out = ThreadExecutor(), [], torch.ones(3)
+    futures = [worker.submit(_Reduction(done, index), out, STEP) for index in range(10)]
+    worker.run_after(lambda: done.append("after")).wait()
+    with pytest.raises(RuntimeError, match="reduction 5 fails"):
         futures[5].wait()
-    assert [f.wait() for f in futures if f is not futures[5]] == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert all(f.wait() is out for f in futures if f is not futures[5])
     expected = []
     for index in range(10):
-        expected.append(("start", index, "dct"))
-        if index % 4 and index != 5:
-            expected.append(("complete", index))
+        expected += [("start", index, "dct"), *([("finish", index)] if index != 5 else [])]
     assert done == [*expected, "after"]
+    worker.close()
+    assert worker.run_after(lambda: done.append("closed")) is None and done[-1] == "closed"
 
 
-def test_inline_executor_starts_and_completes_in_order():
-    inline, done = InlineExecutor(), []
+def test_inline_executor_starts_and_finishes_in_order():
+    inline, done, out = InlineExecutor(), [], torch.ones(3)
     name = threading.current_thread().name
-    futures = [inline.submit(partial(_job, done, index), index) for index in range(4)]
-    with pytest.raises(ValueError, match="job 5 fails"):
-        inline.submit(partial(_job, done, 5), 5)
-    assert done == [("start", index, name) for index in (0, 1, 2, 3, 5)]
-    assert [future.done() for future in futures] == [True, False, False, False]
-    inline.submit_after(lambda: done.append("after")).wait()
-    assert done[5:] == [("complete", 1), ("complete", 2), ("complete", 3), "after"]
-    assert [future.wait() for future in futures] == [0, 1, 2, 3]
+    futures = [inline.submit(_Reduction(done, index), out, STEP) for index in range(3)]
+    with pytest.raises(ValueError, match="reduction 5 fails"):
+        inline.submit(_Reduction(done, 5), out, STEP)
+    assert done == [("start", index, name) for index in (0, 1, 2, 5)]
+    assert not any(future.done() for future in futures)
+    assert inline.run_after(lambda: done.append("after")) is None
+    assert done[4:] == [("finish", 0), ("finish", 1), ("finish", 2), "after"]
+    assert all(future.wait() is out for future in futures)
 
 
 def test_thread_executor_ends_with_its_owner_and_keeps_nothing_alive():
     before = set(threading.enumerate())  # some of these threads may end during the test
     worker, owned = ThreadExecutor(), torch.ones(3)
     watch = weakref.ref(owned)
-    worker.submit(lambda owned=owned: (owned.add_(1), None)[1], None).wait()
+    worker.submit(_Reduction([], 0), owned, STEP).wait()
     del owned
     for _ in range(100):  # the thread drops a job shortly after it completes the job's future
         gc.collect()

@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dct_parallel import compress_fully_shard
 from dct_parallel.exchange import results
-from dct_parallel.fsdp2 import shard_collectives
+from dct_parallel.fsdp2 import collectives
 from support.compressed_shards import Net, computed_weights, full_weights, loss_of, sharded
 from support.ranks import assert_same, mlp, on_ranks, run_ranks, set_timeout, shard_mesh
 
-FORMATS = ("int8", "int4", "bfloat16")
+# Formats of weights and gradients. Weights have no int4.
+FORMATS = (("int8", "int8"), ("int8", "int4"), ("bfloat16", "bfloat16"))
 
 
 def _step(model, step, rank, optimizer=None):
@@ -32,7 +33,7 @@ def _step(model, step, rank, optimizer=None):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @on_ranks(2)
 def test_nonfinite_weight_reaches_every_rank_until_repaired(rank, bad):
-    for format in FORMATS:
+    for format in ("int8", "bfloat16"):
         for name in ("blocks.1.linear.weight", "blocks.0.norm.bias"):
             model = sharded()
             compress_fully_shard(model, weights=format)
@@ -51,16 +52,16 @@ def test_nonfinite_weight_reaches_every_rank_until_repaired(rank, bad):
                 assert_same(torch.stack([(~w.isfinite()).sum() for w in found.values()]))
             if rank == 1:
                 part.view(-1)[3] = good
-            found = computed_weights(model)  # in int4, repaired entries are sent as changes from 0
+            found = computed_weights(model)
             assert all((found[n] - exact[n]).abs().max() < 0.02 for n in exact)
             assert_same(torch.cat([weight.flatten() for weight in found.values()]))
 
 
 @on_ranks(2)
 def test_scaler_skips_nonfinite_gradients(rank):
-    for format in FORMATS:
+    for weights, gradients in FORMATS:
         model = sharded()
-        state = compress_fully_shard(model, weights=format, gradients=format)
+        state = compress_fully_shard(model, weights=weights, gradients=gradients)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for step in range(4):
@@ -101,30 +102,25 @@ def _require_raised(state, model, rank, what, module):
         _step(model, 2, rank)
         state.close()
         return
-    text = f"every message must be intact, got status 1 from rank 0 in the {what} of {module}"
-    for call in (lambda: _step(model, 2, rank), state.stats, state.state_dict, state.close):
+    text = "every payload of step 1 must be intact, got status 1 from rank 0"
+    text += f" in the {what} of {module}"
+    for call in (lambda: _step(model, 2, rank), state.stats, state.close):
         with pytest.raises(RuntimeError) as caught:
             call()
         assert f"{text}: load a checkpoint into a new state" in str(caught.value)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
 @on_ranks(2)
-def test_corrupted_weight_message_adds_nothing(rank, format):
+def test_corrupted_weight_message_adds_nothing(rank):
     for call, module in enumerate(("(root)", "blocks.0", "blocks.1")):
         model = sharded()
-        state = compress_fully_shard(model, weights=format)
-        before = computed_weights(model)
+        state = compress_fully_shard(model)
         _step(model, 0, rank, torch.optim.AdamW(model.parameters(), lr=1e-3))
         with pytest.MonkeyPatch.context() as patch:
-            _corrupt(patch, shard_collectives, "all_gather", call)
+            _corrupt(patch, collectives, "all_gather", call)
             found = computed_weights(model)
         for name, weight in found.items():
-            if format == "int4" and weight.dim() < 2:
-                continue  # small parameters are not sent as changes
-            without = before[name] if format == "int4" else torch.zeros_like(weight)
-            rows = -(-len(weight) // 2)
-            damaged = torch.equal(weight[:rows], without[:rows])
+            damaged = not weight[: -(-len(weight) // 2)].any()
             assert damaged == (rank == 1 and _module_of(name) == module), (name, module)
         _step(model, 1, rank)  # its results include the gathers above
         _require_raised(state, model, rank, "weights", module)
@@ -169,7 +165,7 @@ class _NoReads(TorchDispatchMode):
 @on_ranks(2)
 def test_collectives_do_not_synchronize_the_host(rank):
     inside, calls, reads = [], [], []
-    for kind in (shard_collectives.WeightGather, shard_collectives.GradientReduceScatter):
+    for kind in (collectives.WeightGather, collectives.GradientReduceScatter):
 
         def watched(self, *args, call=kind.__call__, **kwargs):
             inside.append(self)
@@ -190,9 +186,9 @@ def test_collectives_do_not_synchronize_the_host(rank):
         setattr(torch.Tensor, name, read)
     tolist = results.HostCopy.tolist
     results.HostCopy.tolist = lambda copy: reads.append(bool(inside)) or tolist(copy)
-    for format in FORMATS:
+    for weights, gradients in FORMATS:
         model = sharded(reshard_after_forward=True)
-        compress_fully_shard(model, weights=format, gradients=format)
+        compress_fully_shard(model, weights=weights, gradients=gradients)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(3):
             _step(model, step, rank, optimizer)
@@ -229,12 +225,14 @@ def test_unsupported_models_and_arguments_raise(rank):
 
     refuses(TypeError, "model must be a module that fully_shard was applied to", mlp())
     model = sharded()
-    text = r"weights must be 'float32', 'bfloat16', 'int8' or 'int4', got 'ternary'"
-    refuses(ValueError, text, model, weights="ternary")
+    text = r"'bfloat16' or 'int8' \('int4' is only for gradients: use 'int8'\), got 'int4'"
+    refuses(ValueError, text, model, weights="int4")
+    text = "gradients must be 'float32', 'bfloat16', 'int8' or 'int4', got 'ternary'"
+    refuses(ValueError, text, model, gradients="ternary")
     text = "gradients must be a string or a torch.dtype, got 8"
     refuses(TypeError, text, model, gradients=8)
-    text = "weights must be the same on every rank, got int8 on rank 0, int4 on rank 1"
-    refuses(ValueError, text, model, weights=("int8", "int4")[rank])
+    text = "weights must be the same on every rank, got int8 on rank 0, bfloat16 on rank 1"
+    refuses(ValueError, text, model, weights=("int8", "bfloat16")[rank])
     text = "gradients must be the same on every rank, got None on rank 0, int8 on rank 1"
     refuses(ValueError, text, model, gradients=(None, "int8")[rank])
     for changed in (nn.Linear(70, 62), nn.Linear(70, 61).requires_grad_(False)):

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -58,7 +63,6 @@ def _train(model, optimizer, rank, steps=2):
 
 
 def _train_with_adamw(model, rank):
-    """Change the weights, so that int4 has changes to send."""
     _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank)
 
 
@@ -82,7 +86,7 @@ VARIANTS = {
 def test_mixed_precision_accumulation_and_offloading(rank, format):
     for options, micro, most in VARIANTS.values():
         model = sharded(**options)
-        state = compress_fully_shard(model, weights=format, gradients=format)
+        state = compress_fully_shard(model, gradients=format)
         _train_with_adamw(model, rank)
         _check_step(model, rank, 3, format, most=most, micro=micro)
         assert state.stats()["step"] == 3
@@ -110,6 +114,25 @@ class _Reentrant(_Checkpointed):
     use_reentrant = True
 
 
+class _Encoding(Net):
+    """Calls the blocks through another method, which is registered as a forward method."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.encode = block.forward
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block.encode(x)
+        return self.head(x)
+
+
+def _registering(model):
+    for block in model.blocks:
+        register_fsdp_forward_method(block, "encode")
+
+
 def _prefetching(model):
     first, second = model.blocks
     model.set_modules_to_forward_prefetch([first])
@@ -129,13 +152,13 @@ def _asynchronous(model):
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @on_ranks(2)
-def test_checkpointing_prefetching_async_gathers_and_compile(rank, format):
+def test_ways_to_run_a_model(rank, format):
     warnings.filterwarnings("ignore", message="The .grad attribute")  # raised by dynamo
     variants = [(kind(), None) for kind in (_Checkpointed, _Reentrant, _Compiled)]
-    variants += [(Net(), _prefetching), (Net(), _asynchronous)]
+    variants += [(Net(), _prefetching), (Net(), _asynchronous), (_Encoding(), _registering)]
     for model, prepare in variants:
         model = sharded(model)
-        state = compress_fully_shard(model, weights=format, gradients=format)
+        state = compress_fully_shard(model, gradients=format)
         if prepare is not None:
             prepare(model)
         _train_with_adamw(model, rank)
@@ -148,12 +171,12 @@ def test_checkpointing_prefetching_async_gathers_and_compile(rank, format):
 def test_hsdp_and_resharding_within_half_of_the_ranks(rank, format):
     """The second model reshards to 2 ranks, so the backward pass gathers within 2 of 4 ranks."""
     model = sharded(mesh=shard_mesh())
-    compress_fully_shard(model, weights=format, gradients=format)
+    compress_fully_shard(model, gradients=format)
     _train_with_adamw(model, rank)
     # Each rank's gradient is rounded before the sum over its replica's ranks.
     _check_step(model, rank, 4, format)
     model = sharded(mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
-    state = compress_fully_shard(model, weights=format, gradients=format)
+    state = compress_fully_shard(model, gradients=format)
     _train_with_adamw(model, rank)
     _check_step(model, rank, 4, format)
     # As in torch, the backward pass receives half of the weights in float32 from one other rank.
@@ -168,9 +191,21 @@ def test_shards_of_columns(rank):
     for format in ("int8", "int4"):
         model = sharded(**by_columns)
         assert model.blocks[0].linear.weight.placements == (Shard(1),)
-        compress_fully_shard(model, weights=format, gradients=format)
+        compress_fully_shard(model, gradients=format)
         _train_with_adamw(model, rank)
         _check_step(model, rank, 2, format)
+
+
+@on_ranks(2)
+def test_clipping_uses_the_norm_of_all_shards(rank):
+    model = sharded()
+    compress_fully_shard(model)
+    loss_of(model, 0, rank).backward()
+    norms = torch.stack([grad.norm() for grad in gradients(model).values()])
+    total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3).full_tensor()
+    torch.testing.assert_close(total, norms.norm())
+    clipped = torch.stack([grad.norm() for grad in gradients(model).values()])
+    torch.testing.assert_close(clipped, norms * (1e-3 / total))
 
 
 @on_ranks(2)
@@ -211,7 +246,7 @@ class _WithAdapter(Net):
 def test_weights_of_several_dtypes_are_gathered_by_torch(rank):
     for format in ("int8", "int4"):
         model = sharded(_WithAdapter())
-        state = compress_fully_shard(model, weights=format, gradients=format)
+        state = compress_fully_shard(model, gradients=format)
         assert "\nblocks.2: torch gathers its weights (several dtypes)." in state.plan()
         _train_with_adamw(model, rank)
         weights, exact = computed_weights(model), full_weights(model)
@@ -236,12 +271,12 @@ def test_frozen_and_unused_parameters(rank):
     model = sharded()
     state = compress_fully_shard(model)
     full_plan = state.plan()
-    model.blocks[0].linear.weight.requires_grad_(False)
-    model.head.bias.requires_grad_(False)
-    assert state.plan() != full_plan
     plain = Net()
-    plain.blocks[0].linear.weight.requires_grad_(False)
-    plain.head.bias.requires_grad_(False)
+    for each in (model, plain):
+        each.blocks[0].linear.weight.requires_grad_(False)
+        each.blocks[1].requires_grad_(False)
+        each.head.bias.requires_grad_(False)
+    assert state.plan() != full_plan
     _check_step(model, rank, 2, "int8", plain)
     model.requires_grad_(True)
     assert state.plan() == full_plan
@@ -281,7 +316,7 @@ def test_modules_wrapped_together_and_shared_parameters(rank):
         model = Tied()
         fully_shard([*model.blocks])
         fully_shard(model)
-        state = compress_fully_shard(model, weights=format, gradients=format)
+        state = compress_fully_shard(model, gradients=format)
         assert [line.split()[0] for line in state.plan().splitlines()[2:4]] == [
             "(root)",
             "blocks.0",
@@ -295,7 +330,7 @@ def test_modules_wrapped_together_and_shared_parameters(rank):
 def test_models_that_change_after_the_call(rank):
     """Models are materialized, loaded, cast, or compressed again after close()."""
     for format in ("int8", "int4"):
-        options = {"weights": format, "gradients": format}
+        options = {"gradients": format}
         with torch.device("meta"):
             model = Net()
         model = sharded(model)
@@ -321,7 +356,6 @@ def test_models_that_change_after_the_call(rank):
         state.close()
         found, exact = computed_weights(model), full_weights(model)
         assert all(torch.equal(found[name], exact[name]) for name in exact)
-        assert all(unit.gather.kept is None for unit in state._units)
         state.close()
         again = compress_fully_shard(model, **options)
         _train_with_adamw(model, rank)
@@ -339,24 +373,21 @@ def test_models_that_change_after_the_call(rank):
 @on_ranks(2)
 def test_evaluation_does_not_change_training(rank):
     """Evaluations run in inference mode and with no_grad, between steps."""
-    for format in ("int8", "int4"):
-        found = []
-        for evaluates in (False, True):
-            model = sharded()
-            state = compress_fully_shard(model, weights=format, gradients=format)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            for step in range(4):
-                _train(model, optimizer, rank, 1)  # FSDP2's first pass cannot be in inference mode
-                if step == 1:
-                    state.load_state_dict(state.state_dict())
-                if evaluates:
-                    with torch.inference_mode():
-                        loss = loss_of(model, 9, 0)
-                    with torch.no_grad():
-                        assert torch.equal(loss_of(model, 9, 0), loss)
-                    assert_same(loss.clone())
-            found.append(torch.cat([w.flatten() for w in full_weights(model).values()]))
-        assert torch.equal(*found)
+    found = []
+    for evaluates in (False, True):
+        model = sharded()
+        compress_fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            _train(model, optimizer, rank, 1)  # FSDP2's first pass cannot be in inference mode
+            if evaluates:
+                with torch.inference_mode():
+                    loss = loss_of(model, 9, 0)
+                with torch.no_grad():
+                    assert torch.equal(loss_of(model, 9, 0), loss)
+                assert_same(loss.clone())
+        found.append(torch.cat([w.flatten() for w in full_weights(model).values()]))
+    assert torch.equal(*found)
 
 
 @on_ranks(1)
@@ -366,10 +397,8 @@ def test_one_rank_matches_torch(rank):
         for compressed in (False, True):
             model = sharded()
             if compressed:
-                state = compress_fully_shard(model, weights=format, gradients=format)
+                state = compress_fully_shard(model, gradients=format)
             _train_with_adamw(model, rank)
             results.append(torch.cat([w.flatten() for w in full_weights(model).values()]))
         assert torch.equal(*results)
         assert not state.stats()["wire_bytes"]
-        assert "keeps" not in state.plan()
-        assert state.state_dict()["kept"] == {}

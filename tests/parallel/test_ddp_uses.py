@@ -1,4 +1,4 @@
-"""The hook with accumulation, join, copies, torch.compile, and states created before their DDP."""
+"""The hook with accumulation, join, copies and torch.compile."""
 
 import contextlib
 import copy
@@ -181,8 +181,6 @@ def test_parts_of_a_model_can_have_different_densities(rank):
 @on_ranks(2)
 def test_take_back_before_anything_is_sent(rank):
     """take_back has no effect before compression, or between a load and the next step."""
-    with pytest.raises(ValueError, match="dct::take_back: state must be bound to its DDP"):
-        DCTState(density=0.05).take_back()
     model, state = hooked(ddp(Dictated(SIZES)), density=0.05, start_step=1)
     state.take_back()
     model(*(torch.full((n,), torch.nan) for n in SIZES)).backward()
@@ -206,12 +204,12 @@ def test_copied_state_has_only_the_settings(rank):
     optimizer = torch.optim.SGD(model.parameters())
     model, state = hooked(model, density=0.8, grad_scaler=scaler, optimizer=optimizer)
     scaler.scale(model(batch(0, rank)[0]).sum()).backward()
-    text = "must be made by DCTState.*, got a copy, which has only the settings: make a new"
+    text = r"must be made for its DDP \(write DCTState\(ddp, ...\) .*got a copy, which has only the"
     for copied in (copy.deepcopy(model), through_a_file(model, weights_only=False)):
         ((_, copied_state),) = copied._comm_hooks
         assert copied_state.settings == state.settings
         calls = [copied_state.state_dict, copied_state.stats, copied_state.plan]
-        calls += [copied_state.take_back, lambda c=copied, s=copied_state: s.bind(c)]
+        calls += [copied_state.take_back, copied_state.parameter_stats, copied_state.close]
         for call in (*calls, lambda s=copied_state: s.load_state_dict(state.state_dict())):
             with pytest.raises(ValueError, match=text):
                 call()
@@ -302,42 +300,6 @@ def test_state_covers_the_parameters_that_ddp_averages(rank, ignored):
         torch.testing.assert_close(exchanged[name], gradient)
         if name == "first.weight":
             assert_same(exchanged[name])
-
-
-@on_ranks(2)
-def test_state_created_before_its_ddp(rank):
-    """The state is created first, as for Lightning's DDPStrategy."""
-    state = DCTState(density=0.8)
-    for call in (state.state_dict, state.stats, state.plan, lambda: state.load_state_dict({})):
-        with pytest.raises(ValueError, match=r"state must be bound to its DDP by state.bind\("):
-            call()
-    state.close()  # no effect yet
-    model, other = ddp(mlp()), ddp(mlp())
-    early = DCTState(other, density=0.8)
-    state.bind(model)
-    assert "0.weight" in state.plan()
-    with pytest.raises(ValueError, match="state must be bound to one DDP only, got a second"):
-        state.bind(other)
-    for ddp_model, hook_state in ((model, state), (other, early)):
-        ddp_model.register_comm_hook(hook_state, dct_hook)
-        optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05)
-        train(ddp_model, optimizer, rank, range(6))
-    assert torch.equal(weights(model), weights(other))
-    ours, theirs = entry(state.state_dict()), entry(early.state_dict())
-    assert ours["parameters"].keys() == theirs["parameters"].keys()
-    for name, saved in ours["parameters"].items():
-        assert torch.equal(saved["residual"], theirs["parameters"][name]["residual"])
-        assert saved["residual"].count_nonzero() > 0
-
-
-@on_ranks(1)
-def test_unbound_state_raises(rank):
-    model = ddp(mlp())
-    model.register_comm_hook(DCTState(density=0.8), dct_hook)
-    with pytest.raises(
-        ValueError, match=r"dct_hook: state must be bound to its DDP by state.bind\("
-    ):
-        model(torch.ones(1, 64)).sum().backward()
 
 
 @on_ranks(1)

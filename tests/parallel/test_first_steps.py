@@ -1,4 +1,4 @@
-"""Warnings in an optimizer's first step: second moments of sparse gradients, and a missing scaler.
+"""Warnings about optimizers: second moments of sparse gradients, and steps that are skipped.
 
 Each warning appears once, points to the user's line, and contains the line to write instead.
 """
@@ -18,7 +18,7 @@ from support.entry_points import Hook, Sharded
 from support.ranks import hooked
 
 SIZES = (300, 20)
-SPARSE = {"density": 0.05}
+SPARSE = {"density": 0.05, "start_step": 0}
 POINTS = {
     "DCTState(ddp, ": Hook,
     "dct_fully_shard_hook(model, mesh=mesh, ": partial(Sharded, mesh=(1, 1)),
@@ -30,23 +30,29 @@ def _scaler(**options):
     return torch.amp.GradScaler("cpu", init_scale=4.0, **options)
 
 
-def _steps(point, *optimizers, scaler=None, compiled=False, steps=2):
-    """Train; return the texts of the warnings, which must point to this file."""
+def _steps(point, *optimizers, scaler=None, compiled=False, bad=None, skip=None):
+    """Train; return the texts of the warnings, which must point to this file.
+
+    The gradient of step `bad` is infinite. `skip` is called instead of the optimizers' steps.
+    """
     watched = len(_global_optimizer_post_hooks)
     calls = [optimizer.step for optimizer in optimizers]
     if compiled:
         calls = [torch.compile(call, backend="aot_eager") for call in calls]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(steps):
-            loss = point.loss(torch.linspace(step, 1, sum(SIZES)))
+        for step in range(5):
+            numbers = torch.linspace(step, 1, sum(SIZES))
+            numbers[7] = torch.inf if step == bad else 1.0
+            loss = point.loss(numbers)
             (loss if scaler is None else scaler.scale(loss)).backward()
+            if step == bad and skip is not None:
+                skip()
+                continue
             for optimizer, call in zip(optimizers, calls, strict=True):
                 call() if scaler is None else scaler.step(optimizer)
             if scaler is not None:
                 scaler.update()
-    point.loss(torch.ones(sum(SIZES))).backward()
-    assert point.state._ledger.first_step is None
     assert len(_global_optimizer_post_hooks) == watched - 1
     ours = [warning for warning in caught if str(warning.message).startswith("DCT: ")]
     assert all(warning.filename == __file__ for warning in ours)
@@ -74,25 +80,43 @@ def test_second_moments_of_sparse_gradients_warn(one_rank, call, make, settings,
         assert text.endswith(f'write {call}format="int4").')
 
 
-SCALERS = [  # (scaler passed to the state, options of the scaler that steps, warning)
-    (None, {}, "a GradScaler that was not passed .* Write {}grad_scaler=scaler, optimizer=optimi"),
-    ({}, {}, "a GradScaler that was not passed as grad_scaler"),
-    (None, {"enabled": False}, None),
-    ("same", {}, None),
+NOT_PASSED = "SGD is stepped by a GradScaler that was not passed .* Write {}grad_scaler=scaler, opt"
+LOST = "NaN or Inf in a step that no optimizer applied, .* write {}grad_scaler=scaler, optimizer=o"
+
+
+SCALERS = [  # (scaler passed to the state, step that overflows, warning)
+    *((None, 2, LOST), (None, None, None), ("other", None, NOT_PASSED), ("same", 2, None)),
 ]
+FUSED = [(None, None, NOT_PASSED), ("same", 2, None)]
 
 
-@pytest.mark.parametrize("call", POINTS)
-@pytest.mark.parametrize("given, steps, expected", SCALERS)
-def test_scaler_that_was_not_passed_warns(one_rank, call, given, steps, expected):
-    scaler, settings = _scaler(**steps), {"density": 1, "format": "int4"}
+@pytest.mark.parametrize(
+    "call, options, given, bad, expected",
+    [
+        *((call, {}, *case) for call in POINTS for case in SCALERS),
+        *(("DCTState(ddp, ", {"fused": True}, *case) for case in FUSED),
+    ],
+)
+def test_scaler_that_was_not_passed_warns(one_rank, call, options, given, bad, expected):
+    """A fused optimizer warns in its first step. Others warn when the scaler skips a step."""
+    scaler, settings = _scaler(), {"density": 1, "format": "int4", "start_step": 0, **options}
     if given is not None:
         settings["grad_scaler"] = scaler if given == "same" else _scaler()
     point = POINTS[call](SIZES, **settings)
-    texts = _steps(point, point.optimizer, scaler=scaler)
+    texts = _steps(point, point.optimizer, scaler=scaler, bad=bad)
     assert len(texts) == (expected is not None)
     for text in texts:
         assert re.search(expected.format(re.escape(call)), text)
+
+
+@pytest.mark.parametrize("call", POINTS)
+def test_step_that_the_user_skips_warns_unless_it_is_taken_back(one_rank, call):
+    for taken_back in (False, True):
+        point = POINTS[call](SIZES, **SPARSE)
+        skip = point.state.take_back if taken_back else point.state.stats
+        texts = _steps(point, point.optimizer, bad=2, skip=skip)
+        assert len(texts) == (not taken_back)
+        assert all(re.search(LOST.format(re.escape(call)), text) for text in texts)
 
 
 @pytest.mark.parametrize("listed", [1, 2])
@@ -131,7 +155,7 @@ def test_check_with_an_optimizer_in_the_backward_pass(one_rank):
 def test_pending_check_holds_no_references(one_rank):
     """Weak references to parameters would break torch.utils.swap_tensors."""
     point = Hook(SIZES, **SPARSE)
-    parameters, alive = point.parameters, weakref.ref(point.state._ledger.first_step)
+    parameters, alive = point.parameters, weakref.ref(point.state._optimizers)
     assert not any(map(weakref.getweakrefs, parameters))
     del point
     gc.collect()

@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook
+from dct_parallel.exchange.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -22,12 +23,13 @@ from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook
 )
 def test_unsupported_formats_raise(format, error, got):
     with pytest.raises(error, match=f"dct::DCTState: format must be .*{got}"):
-        DCTState(format=format)
+        Settings.checked("DCTState", None, format)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_dtype_is_the_same_as_its_name(name):
-    assert DCTState(format=getattr(torch, name)).settings == DCTState(format=name).settings
+    made = [Settings.checked("op", None, format) for format in (name, getattr(torch, name))]
+    assert made[0] == made[1]
 
 
 def test_entry_points_take_the_same_arguments_by_keyword_in_the_same_order():
@@ -45,13 +47,13 @@ def test_entry_points_take_the_same_arguments_by_keyword_in_the_same_order():
 
 def test_density_1_without_format_warns():
     with pytest.warns(UserWarning, match=r"density is a fraction, .* 1 % is 0.01") as caught:
-        DCTState(density=1)
+        Settings.checked("op", 1, None)
     assert len(caught) == 1 and caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for settings in ({"format": "bfloat16"}, {"format": torch.float32}, {"format": "int4"}):
-            DCTState(density=1, **settings)
-        DCTState(density=0.01)
+        for format in ("bfloat16", torch.float32, "int4"):
+            Settings.checked("op", 1, format)
+        Settings.checked("op", 0.01, None)
 
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16"])

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from dct_parallel import dct_fully_shard_hook
-from dct_parallel.fsdp2 import state as fsdp2_state
+from dct_parallel.fsdp2 import replicas
 from support.ranks import batch, mlp, on_ranks, shard_mesh
 
 
@@ -74,8 +74,8 @@ class Checkpointed(nn.Module):
 def test_nested_backward_pass_is_not_a_step(rank, save):
     mesh = shard_mesh(2, 1)
     results, compared = [], []
-    compare = fsdp2_state.require_same_order
-    fsdp2_state.require_same_order = lambda *args: (compared.append(args[0]), compare(*args))
+    compare = replicas.require_same_order
+    replicas.require_same_order = lambda *args: (compared.append(args[0]), compare(*args))
     for use_reentrant in (False, True):
         model = fully_shard(Checkpointed(mesh, use_reentrant), mesh=mesh["shard"])
         state = dct_fully_shard_hook(model, mesh=mesh, density=0.1, start_step=1)
@@ -119,7 +119,7 @@ def test_unsupported_models_and_arguments_raise(rank):
     refuses(ValueError, "model must have parameters that require grad", frozen)
     hooked = _wrapped(mesh)
     hooked.set_all_reduce_hook(lambda flat: None)
-    refuses(ValueError, "model must have no all-reduce hook on the root module", hooked)
+    refuses(ValueError, r"model must have no all-reduce hook on module \(root\)", hooked)
 
     if hasattr(_fsdp_common, "ShardPlacementResult"):  # from torch 2.13
         other = _fsdp_common.FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0)
@@ -129,7 +129,7 @@ def test_unsupported_models_and_arguments_raise(rank):
             mesh=mesh["shard"],
             shard_placement_fn=lambda p: elsewhere if p.ndim == 1 else None,
         )
-        text = r"one mesh for all parameters of module \(root\), got 2 parameter groups"
+        text = r"one parameter group in module \(root\) .*, got 2"
         refuses(ValueError, text, several)
 
     model = _wrapped(mesh)
@@ -149,7 +149,7 @@ def test_unsupported_models_and_arguments_raise(rank):
 
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.1)  # no failed call left a hook
     model[2].bias.requires_grad_(False)
-    text = "gradient must have 4225 elements, of all parameters of the root module .*, got 4224"
+    text = r"gradient must have 4225 elements, of all .* module \(root\) .*, got 4224"
     with pytest.raises(ValueError, match=text):
         model(torch.ones(1, 64)).sum().backward()
     state.close()

@@ -1,28 +1,19 @@
-"""StepLedger without a network: bucket results, and when results are read."""
-
-import contextlib
-from functools import partial
+"""StepLedger with exchanges that have given results: when results are read, and what they raise."""
 
 import pytest
 import torch
 
 from dct_parallel.exchange.ledger import StepLedger
-from dct_parallel.exchange.loss_scale import LossScale
 from dct_parallel.exchange.results import ExchangeResult, RecentStats
-from dct_parallel.exchange.settings import Settings
-from support.ranks import on_ranks
 
 FINE = ExchangeResult([], False, [1], 10, 0, 1)
+DAMAGED = FINE._replace(non_finite=True, damaged=["a hole from rank 3"])
 
 
-class _Bucket:
-    """A reduced bucket with a given result. The bucket is its own transport."""
-
-    words = (torch.zeros(1, 2, dtype=torch.int32),)
-
+class _Exchange:
     def __init__(self, result):
         self._result = result
-        self.transport = self
+        self.words = () if result is None else (torch.zeros(1, 2, dtype=torch.int32),)
         self.taken_back = 0
 
     def result(self, words):
@@ -33,68 +24,52 @@ class _Bucket:
         self.taken_back += 1
 
 
-def _ledger_and_skip():
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(torch.zeros(()))
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter])
-    loss_scale = LossScale("op", scaler, [optimizer])
-    loss_scale.watch([parameter])
-    group, cpu = torch.distributed.group.WORLD, torch.device("cpu")
-    ledger = StepLedger("op", group, cpu, Settings(0.1, "bfloat16"), {}, loss_scale)
-    ledger.begin("test")
-
-    def skip():
-        parameter.grad = torch.tensor([torch.inf])
-        scaler.step(optimizer)
-        scaler.update()
-
-    return ledger, skip
+def _raises(text, *calls):
+    for call in calls:
+        with pytest.raises(RuntimeError, match=text):
+            call()
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
-@on_ranks(1)
-def test_corruption_is_reported_if_results_are_read_early(rank, damaged):
-    """Results are read after each of two buckets, one of which is corrupted."""
-    ledger, _ = _ledger_and_skip()
-    result = FINE._replace(non_finite=True, damaged=["a hole from rank 3"])
+def test_damage_is_reported_if_results_are_read_early(damaged):
+    """Results are read after each of two exchanges, one of which is damaged."""
+    ledger = StepLedger("op")
+    ledger.begin()
     for number in range(2):
-        ledger.sent[number] = _Bucket(result if number == damaged else FINE)
-        with contextlib.suppress(RuntimeError):
+        ledger.record(f"bucket {number}", _Exchange(DAMAGED if number == damaged else FINE))
+        if number < damaged:
             ledger.finish()
+    calls = ledger.read, ledger.finish, ledger.end, ledger.begin, ledger.require_intact
+    _raises(f"payload of step 0 must be intact, got a hole from rank 3 in bucket {damaged}", *calls)
     assert ledger.non_finite
-    for call in (ledger.finish, ledger.finish, ledger.end):
-        with pytest.raises(RuntimeError, match=f"a hole from rank 3 in bucket {damaged}"):
-            call()
 
 
-@on_ranks(1)
-def test_corruption_raises_at_the_end_of_the_next_backward_pass(rank):
-    """If the end of the pass is not observed, the beginning of the next step raises."""
-    for seen in (True, False):
-        ledger, _ = _ledger_and_skip()
-        ledger.sent[0] = _Bucket(FINE._replace(damaged=["a hole from rank 3"]))
-        begin = partial(ledger.begin, "test")
-        calls = [ledger.end, begin, ledger.end] if seen else [begin, begin]
-        for call in calls[:-1]:
-            call()
-            ledger.sent[0] = _Bucket(FINE)
-        with pytest.raises(RuntimeError, match="payload of step 0 must be intact, got a hole"):
-            calls[-1]()
+@pytest.mark.parametrize("end_is_seen", [True, False])
+@pytest.mark.parametrize("result", [DAMAGED, None])
+def test_damage_and_failures_raise_at_the_end_of_the_next_step(end_is_seen, result):
+    """If the end of a step is not observed, the beginning of the next but one raises."""
+    ledger = StepLedger("op", unit="averaging")
+    ledger.begin(7)
+    ledger.record("bucket 0", _Exchange(result))
+    calls = [ledger.end, ledger.begin, ledger.end] if end_is_seen else [ledger.begin] * 2
+    for call in calls[:-1]:
+        call()
+        if call == ledger.begin:
+            ledger.record("bucket 0", _Exchange(FINE))
+    what = "a failed exchange" if result is None else "a hole from rank 3"
+    _raises(f"every payload of averaging 7 must be intact, got {what} in bucket 0", calls[-1])
 
 
-@on_ranks(1)
-def test_skipped_step_is_taken_back_once(rank):
-    ledger, skip = _ledger_and_skip()
-    buckets = [_Bucket(FINE._replace(non_finite=True)), _Bucket(FINE)]
-    for number, bucket in enumerate(buckets):
-        ledger.sent[number] = bucket
+def test_step_is_taken_back_once():
+    ledger, exchanges = StepLedger("op"), [_Exchange(FINE) for _ in range(3)]
+    for number, exchange in enumerate(exchanges):
+        if number != 1:
+            ledger.begin()
+        ledger.record(f"bucket {number}", exchange)
         ledger.finish()
-    assert [bucket.taken_back for bucket in buckets] == [0, 0]
-    skip()
     for _ in range(2):
-        ledger.finish()
-        assert [bucket.taken_back for bucket in buckets] == [1, 1]
+        ledger.take_back()
+        assert [exchange.taken_back for exchange in exchanges] == [0, 0, 1]
 
 
 def test_step_without_payloads_is_not_in_the_statistics():

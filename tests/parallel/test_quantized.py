@@ -7,10 +7,11 @@ from conformance import bits, samples
 from oracle import quantized_payload as oracle
 
 import dct_kernels
-from dct_kernels import payload_info, quantized_payload_bytes, row_dequantize, row_quantize
+from dct_kernels import payload_info, quantized_payload_bytes
 from dct_kernels.layout import ROW, SCALED
-from dct_parallel import DCTState
+from dct_kernels.reference import row_dequantize, row_quantize
 from dct_parallel.exchange.quantized import FORMATS, QUANTIZED_FORMATS, Quantized
+from dct_parallel.exchange.settings import Settings
 
 CPU = torch.device("cpu")
 BLOCK = 16_384
@@ -143,5 +144,5 @@ def test_corrupted_headers_add_nothing():
 def test_quantized_format_requires_density_1():
     rule = "dct::DCTState: density must be 1 with format int4, which sends all entries, got"
     with pytest.raises(ValueError, match=f"{rule} 0.005"):
-        DCTState(density=0.005, format="int4")
-    assert DCTState(format="int4").settings == DCTState(density=1, format="int4").settings
+        Settings.checked("DCTState", 0.005, "int4")
+    assert Settings.checked("op", None, "int4") == Settings.checked("op", 1, "int4")

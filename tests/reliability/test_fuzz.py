@@ -14,7 +14,7 @@ DEFECTS = {
     "position twice": ("scatter_unpack", "<= positions[i - 1]", "< positions[i - 1]"),
     "start past the count": ("scatter_unpack", "&& end <= head.count", "&& end <= args_.capacity"),
     "end of the tensor": ("dequantize_sum", "std::min(args.numel - begin, kScaled)", "kScaled"),
-    "status": ("dequantize_sum", "args.format, args.status", "args.format, args.status + 1"),
+    "status": ("dequantize_sum", "args.status[p] = 0;", "args.status[p] = 2;"),
     "column past the width": ("row_unpack", "encoding, args.width", "encoding, args.width + 1"),
     "read past the width": ("row_gather", "encoding, args.width", "encoding, args.width + 1"),
     "place of the scale": ("row_dequantize", "of<kFormat>(row,", "of<kFormat>(row + 1,"),

@@ -56,7 +56,7 @@ PROMISES = {
     "scatter_unpack_kernel": replace(
         SCATTERS, dynamic_shared_bytes=16384 * 4, fewer_blocks={80: 2}
     ),
-    "scatter_unpack_kernel<Shape<16": replace(SCATTERS, dynamic_shared_bytes=8192 * 4),
+    "scatter_unpack_kernel<BlockShape<16": replace(SCATTERS, dynamic_shared_bytes=8192 * 4),
     "quantized_headers_kernel": Promise(),
     # A warp reads 1,024 elements of residual and gradient, a whole row. A block that finds a
     # non-finite entry sets a bit of the header.

@@ -1,4 +1,4 @@
-"""`python -m ptx`, run in tools/, counts the cost of kernels without a GPU."""
+"""`PYTHONPATH=tools python -m ptx` counts the cost of kernels without a GPU."""
 
 import argparse
 import sys
@@ -83,7 +83,7 @@ def main() -> None:
         sys.exit(f"python -m ptx needs {toolkit.missing()}")
     chosen = arguments.ops if arguments.command == "report" else None
     makers = [make for make in cases.CASES if chosen is None or make.op in chosen]
-    counted = [counting.count(make()) for make in makers]
+    counted = [counting.count(make(), make.elements) for make in makers]
     if arguments.command == "baseline":
         costs.save(toolkit.nvcc_version(), counted)
     else:

@@ -4,24 +4,28 @@ from collections import Counter
 
 from . import machine_code, toolkit
 from .backend import BACKEND, executor
-from .cases import Case
+from .cases import LARGEST, NUMEL, Case
 from .costs import Cost, KernelCost
 
 RESIDENT_BLOCKS = 4  # most kernels have this number of blocks per multiprocessor
 
 
-def count(case: Case) -> Cost:
-    totals, found = _run(case)
+def count(case: Case, elements: int) -> Cost:
+    """Return the costs per element, with the tiles of the largest timed calls."""
+    executor().tile_as_for(LARGEST // NUMEL)
+    try:
+        totals, found = _run(case)
+    finally:
+        executor().tile_as_for(1)
     kernels = [_kernel(symbol, rows) for symbol, rows in found.items()]
-    return Cost(
-        case.op, case.detail, case.density, case.elements, case.bytes, *totals, kernels=kernels
-    )
+    moved = case.nbytes / elements
+    return Cost(case.op, case.detail, case.density, elements, moved, *totals, kernels=kernels)
 
 
 def _run(case: Case):
     """Return the totals, and the rows of counts for each kernel."""
     executor().configure(0, RESIDENT_BLOCKS)
-    case.run(BACKEND)
+    case.run(BACKEND, 0)
     totals, *reports = executor().counts().split("\n\n")
     found = {}
     for report in reports:

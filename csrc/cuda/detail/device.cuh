@@ -68,6 +68,11 @@ constexpr int kWarpSize = 32;
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;  // of a block in most kernels
 constexpr unsigned kFullWarp = 0xffffffff;
 
+constexpr int kVectorBytes = 16;    // of the widest load or store
+constexpr int kVectorElements = 4;  // float32 elements in such a vector
+constexpr int kWarpVector =
+    kWarpSize * kVectorElements;  // float32 elements that a warp loads at once
+
 __device__ inline int thread_index() { return static_cast<int>(threadIdx.x); }
 __device__ inline int warp_index() { return static_cast<int>(threadIdx.x / kWarpSize); }
 __device__ inline int lane_index() { return static_cast<int>(threadIdx.x % kWarpSize); }

@@ -7,13 +7,11 @@
 
 namespace dct::cuda {
 
-constexpr int kVectorElements = 4;
-constexpr int kWarpVector = kWarpSize * kVectorElements;  // two groups, each with one scale
-constexpr int kVectors = kRow / kWarpVector;
+constexpr int kRowVectors = kRow / kWarpVector;  // each has two groups, with one scale each
 
 // The entries of one lane. Vector v has four columns from column_of(v) on, so the lanes of a warp
 // read and write 512 consecutive bytes. The lanes of a half-warp share one scale.
-using RowEntries = float[kVectors][kVectorElements];
+using RowEntries = float[kRowVectors][kVectorElements];
 
 __device__ inline int column_of(int vector) {
   return vector * kWarpVector + lane_index() * kVectorElements;
@@ -30,7 +28,7 @@ __device__ inline bool is_within(int vector, int e, int length) {
 template <typename Out, typename Convert>
 __device__ void store_row(Out* row, int length, bool whole, const RowEntries& x, Convert convert) {
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kRowVectors; ++v) {
     Out converted[kVectorElements];
 #pragma unroll
     for (int e = 0; e < kVectorElements; ++e) converted[e] = convert(x[v][e]);

@@ -19,15 +19,15 @@ struct PositionFormat {
 // Calls visit(slot, column) once for every slot in [0, k). The column is -1 if the position is not
 // accepted. A list accepts a column that is inside the row and above all columns accepted before
 // it. In a bitmap, slot j is the j-th set bit. Accepted columns are distinct. Index must be able to
-// hold the width. By kThreads threads. All threads of a warp must call it, with rows of one format.
-template <int kThreads, typename Index, typename Visit>
+// hold the width. By kGroup threads. All threads of a warp must call it, with rows of one format.
+template <int kGroup, typename Index, typename Visit>
 __device__ void for_each_slot(const PositionFormat& format, const uint8_t* positions, Index width,
-                              Index k, ScanStorage<kThreads>& storage, Visit visit) {
-  const int thread = thread_index() % kThreads;
+                              Index k, ScanStorage<kGroup>& storage, Visit visit) {
+  const int thread = thread_index() % kGroup;
   if (format.encoding != PositionEncoding::kBitmap) {
     int highest = -1;
 #pragma unroll 1
-    for (Index begin = 0; begin < k; begin += kThreads) {
+    for (Index begin = 0; begin < k; begin += kGroup) {
       const Index slot = begin + thread;
       int column = -1;
       if (slot < k) {
@@ -36,7 +36,7 @@ __device__ void for_each_slot(const PositionFormat& format, const uint8_t* posit
                      : positions[2 * slot] | positions[2 * slot + 1] << 8;
         if (column >= width) column = -1;
       }
-      const ScanResult below = scan<kThreads>(column, Max{}, storage);
+      const ScanResult below = scan<kGroup>(column, Max{}, storage);
       if (slot < k) visit(slot, column > max(highest, below.exclusive) ? column : -1);
       highest = max(highest, below.aggregate);
     }
@@ -45,17 +45,17 @@ __device__ void for_each_slot(const PositionFormat& format, const uint8_t* posit
   const auto bytes = static_cast<Index>(format.bytes);
   Index slots = 0;
 #pragma unroll 1
-  for (Index begin = 0; begin < bytes; begin += kThreads) {
+  for (Index begin = 0; begin < bytes; begin += kGroup) {
     const Index byte = begin + thread;
     unsigned bits = byte < bytes ? positions[byte] : 0;
     if (byte == bytes - 1) bits &= 0xffu >> (8 * bytes - width);
-    const ScanResult set = scan<kThreads>(__popc(bits), Sum{}, storage);
+    const ScanResult set = scan<kGroup>(__popc(bits), Sum{}, storage);
     for (Index slot = slots + set.exclusive; bits != 0 && slot < k; bits &= bits - 1) {
       visit(slot++, static_cast<int>(8 * byte) + __ffs(static_cast<int>(bits)) - 1);
     }
     slots += set.aggregate;
   }
-  for (Index slot = slots + thread; slot < k; slot += kThreads) visit(slot, -1);
+  for (Index slot = slots + thread; slot < k; slot += kGroup) visit(slot, -1);
 }
 
 }  // namespace dct::cuda

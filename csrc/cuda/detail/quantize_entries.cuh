@@ -23,13 +23,13 @@ struct OldResidual {
 
 // Shared memory to stage a row of ternary codes from bytes to vectors. Other formats need none.
 template <PayloadFormat kFormat>
-constexpr int kStagedBytes = kFormat == PayloadFormat::kTernary ? row_bytes(kFormat) : 0;
+constexpr int kTernaryBytes = kFormat == PayloadFormat::kTernary ? row_bytes(kFormat) : 0;
 
 constexpr int kHalfWarp = kWarpSize / 2;
 
 // The group whose reduced value a lane holds.
 __device__ inline int group_of_lane() {
-  return lane_index() / 2 % kVectors * 2 + lane_index() / kHalfWarp;
+  return lane_index() / 2 % kRowVectors * 2 + lane_index() / kHalfWarp;
 }
 // The value of the group that contains a vector of this lane.
 template <typename T>
@@ -41,9 +41,9 @@ __device__ T of_vector(T value, int vector) {
 // Every step halves the vectors that a lane still reduces. This takes 8 shuffles; reducing the
 // vectors one by one would take 32.
 template <typename T, typename Operation>
-__device__ T reduce_groups(T (&values)[kVectors], Operation operation) {
+__device__ T reduce_groups(T (&values)[kRowVectors], Operation operation) {
 #pragma unroll
-  for (int left = kVectors / 2; left > 0; left /= 2) {
+  for (int left = kRowVectors / 2; left > 0; left /= 2) {
     const bool upper = (lane_index() & 2 * left) != 0;
 #pragma unroll
     for (int v = 0; v < left; ++v) {
@@ -60,9 +60,9 @@ __device__ inline uint32_t added(uint32_t a, uint32_t b) { return a + b; }
 
 // The bits of the largest magnitude of group_of_lane().
 __device__ inline int largest_of_groups(const RowEntries& x) {
-  int tops[kVectors];
+  int tops[kRowVectors];
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kRowVectors; ++v) {
     tops[v] = magnitude_bits(x[v][0]);
 #pragma unroll
     for (int e = 1; e < kVectorElements; ++e) tops[v] = max(tops[v], magnitude_bits(x[v][e]));
@@ -74,7 +74,7 @@ __device__ inline int largest_of_groups(const RowEntries& x) {
 // residual. The codes of the group will be 0, so the residual keeps its value. This is rare.
 __device__ inline void keep_old(RowEntries& x, bool sent, const OldResidual& old) {
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kRowVectors; ++v) {
     if (of_vector(static_cast<int>(sent), v) != 0) continue;
 #pragma unroll
     for (int e = 0; e < kVectorElements; ++e) x[v][e] = old(v, e);
@@ -84,9 +84,9 @@ __device__ inline void keep_old(RowEntries& x, bool sent, const OldResidual& old
 // Computes the ternary bound of group_of_lane(), up to which a magnitude becomes 0. Returns the
 // mean of the magnitudes above the bound, in units.
 __device__ inline float mean_of_kept(const RowEntries& x, float inverse_unit, float& bound) {
-  uint32_t totals[kVectors], kept[kVectors];
+  uint32_t totals[kRowVectors], kept[kRowVectors];
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kRowVectors; ++v) {
     totals[v] = 0;
     const float factor = of_vector(inverse_unit, v);
 #pragma unroll
@@ -99,7 +99,7 @@ __device__ inline float mean_of_kept(const RowEntries& x, float inverse_unit, fl
   const uint32_t total = reduce_groups(totals, added) - uint32_t{kScaled} * kUnitBitsOfZero;
   bound = __fmul_rn(0.75f, __fmul_rn(static_cast<float>(total), kShare));
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kRowVectors; ++v) {
     totals[v] = kept[v] = 0;
     const float factor = of_vector(inverse_unit, v), bound_of_vector = of_vector(bound, v);
 #pragma unroll
@@ -118,9 +118,9 @@ __device__ inline float mean_of_kept(const RowEntries& x, float inverse_unit, fl
 template <PayloadFormat kFormat>
 __device__ void store_integers(RowEntries& x, float factor, float scale, uint8_t* out) {
   constexpr int kBits = kFormat == PayloadFormat::kInt8 ? 8 : 4;
-  uint32_t words[kVectors];
+  uint32_t words[kRowVectors];
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kRowVectors; ++v) {
     const float factor_of_vector = of_vector(factor, v), scale_of_vector = of_vector(scale, v);
     words[v] = 0;
 #pragma unroll
@@ -134,19 +134,40 @@ __device__ void store_integers(RowEntries& x, float factor, float scale, uint8_t
   const int lane = lane_index();
   if constexpr (kFormat == PayloadFormat::kInt8) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kRowVectors; ++v) {
       __stcs(reinterpret_cast<uint32_t*>(out + column_of(v)), words[v]);
     }
   } else {
     const bool odd = lane % 2 != 0;
 #pragma unroll
-    for (int v = 0; v < kVectors; v += 2) {
+    for (int v = 0; v < kRowVectors; v += 2) {
       const uint32_t other = __shfl_xor_sync(kFullWarp, odd ? words[v] : words[v + 1], 1);
       const uint32_t word = odd ? other | words[v + 1] << 16 : words[v] | other << 16;
       const int column = (v + odd) * kWarpVector + lane / 2 * 8;
       __stcs(reinterpret_cast<uint32_t*>(out + column / 2), word);
     }
   }
+}
+
+// A trit is a ternary code plus 1. The byte of five trits: four, one in each byte of a word, and a
+// fifth. It is the base-3 number with these digits, minus 11111 in base 3 (kFiveOnes). The top byte
+// of the product is the number with the four digits, and no other byte carries into it.
+constexpr uint32_t kPlaces = 1 << 24 | 3 << 16 | 9 << 8 | 27, kFifthPlace = 81, kFiveOnes = 121;
+DCT_HOST_DEVICE constexpr uint8_t ternary_byte(uint32_t four, uint32_t fifth) {
+  return static_cast<uint8_t>((four * kPlaces >> 24) + kFifthPlace * fifth - kFiveOnes);
+}
+constexpr bool is_right_ternary_byte(uint32_t number) {
+  return ternary_byte(
+             number % 3 | number / 3 % 3 << 8 | number / 9 % 3 << 16 | number / 27 % 3 << 24,
+             number / 81) == static_cast<uint8_t>(number - kFiveOnes) &&
+         (number == 0 || is_right_ternary_byte(number - 1));
+}
+static_assert(is_right_ternary_byte(242));
+
+// The byte of the five trits that begin at byte `first` of two words.
+__device__ inline uint8_t ternary_byte(uint32_t low, uint32_t high, uint32_t first) {
+  const uint32_t four = __byte_perm(low, high, 0x3210 + first * 0x1111);
+  return ternary_byte(four, high >> 8 * first & 255);
 }
 
 // Writes ternary codes to `staged`. Five entries share a byte, and two neighboring lanes hold them.
@@ -158,7 +179,7 @@ __device__ inline void stage_ternary(RowEntries& x, float inverse_unit, float bo
   constexpr uint32_t kZeros = 0x01010101;
   constexpr int kGroupBytes = scaled_code_bytes(PayloadFormat::kTernary);
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kRowVectors; ++v) {
     const float factor_of_vector = of_vector(inverse_unit, v),
                 bound_of_vector = of_vector(bound, v), scale_of_vector = of_vector(scale, v);
     uint32_t trits = 0;
@@ -186,14 +207,14 @@ __device__ bool quantize_groups(RowEntries& x, const OldResidual& old, uint8_t* 
   constexpr RowFormat kRowFormat = row_format(kFormat);
   constexpr bool kTernary = kFormat == PayloadFormat::kTernary;
   const int top = largest_of_groups(x);
-  RowQuantizer group(kRowFormat, top, 0.0f, 0.0f);
+  RowQuantizer group(kRowFormat, top, 0.0f);
+  float bound = 0.0f;  // for ternary: magnitudes up to this become 0
   const bool sent = top < static_cast<int>(kFloat32Infinity);
   const bool lost = __any_sync(kFullWarp, !sent) != 0;
   if (lost) keep_old(x, sent, old);
   if constexpr (kTernary) {
-    float bound;
     const float mean = mean_of_kept(x, units_of(top).inverse_unit, bound);
-    group = RowQuantizer(kRowFormat, top, mean, bound);
+    group = RowQuantizer(kRowFormat, top, mean);
   }
   const bool has_codes = sent && group.usable;  // or all codes are 0
   const float scale = has_codes ? to_float(group.scale) : 0.0f;
@@ -201,7 +222,7 @@ __device__ bool quantize_groups(RowEntries& x, const OldResidual& old, uint8_t* 
   uint8_t* const scales = (kTernary ? staged : out) + row_code_bytes(kFormat);
   if (lane_index() % 2 == 0) reinterpret_cast<uint16_t*>(scales)[group_of_lane()] = scale_bits;
   if constexpr (kTernary) {
-    const float bound = has_codes ? group.bound : bits_to_float(kFloat32Infinity);
+    if (!has_codes) bound = bits_to_float(kFloat32Infinity);
     stage_ternary(x, group.factor, bound, scale, staged);
     __syncwarp();
     for (int i = lane_index() * 16; i < row_bytes(kFormat); i += kWarpSize * 16) {
@@ -219,7 +240,7 @@ template <typename Value>
 __device__ bool round_entries(RowEntries& x, const OldResidual& old, uint8_t* out) {
   bool finite = true;
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kRowVectors; ++v) {
     Value sent[kVectorElements];
 #pragma unroll
     for (int e = 0; e < kVectorElements; ++e) {
@@ -232,7 +253,7 @@ __device__ bool round_entries(RowEntries& x, const OldResidual& old, uint8_t* ou
   const bool lost = __any_sync(kFullWarp, !finite) != 0;
   if (!lost) return false;
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kRowVectors; ++v) {
 #pragma unroll
     for (int e = 0; e < kVectorElements; ++e) {
       if (!is_finite(x[v][e])) x[v][e] = old(v, e);

@@ -29,18 +29,18 @@ struct Selected {
   uint32_t rank;   // the wanted key's rank among those with this digit
 };
 
-template <int kThreads>
+template <int kBlockThreads>
 struct RadixSelectShared {
   uint32_t histogram[kBins];
-  uint32_t warp_counts[kThreads / kWarpSize];
+  uint32_t warp_counts[kBlockThreads / kWarpSize];
   Selected selected;
 };
 
 // One pass, by a block. The single thread that finds the digit writes shared.selected. Clears the
 // histogram; each thread reads only the bins that it clears.
-template <int kThreads>
-__device__ void select_digit(uint32_t rank, RadixSelectShared<kThreads>& shared) {
-  constexpr int kThreadBins = kBins / kThreads;
+template <int kBlockThreads>
+__device__ void select_digit(uint32_t rank, RadixSelectShared<kBlockThreads>& shared) {
+  constexpr int kThreadBins = kBins / kBlockThreads;
   // Thread 0 has the highest bins, because ranks count from the largest key.
   const int highest = kBins - 1 - thread_index() * kThreadBins;
   uint32_t bins[kThreadBins], thread_count = 0;
@@ -68,12 +68,12 @@ __device__ void select_digit(uint32_t rank, RadixSelectShared<kThreads>& shared)
 
 // Selects the rank-th largest of the keys of a block, and its rank among equal keys.
 // each_key(visit) must call visit(key) for every key of the thread, the same keys in every pass.
-template <int kKeyBits, int kThreads, typename EachKey>
-__device__ Selected select_key(uint32_t rank, RadixSelectShared<kThreads>& shared,
+template <int kKeyBits, int kBlockThreads, typename EachKey>
+__device__ Selected select_key(uint32_t rank, RadixSelectShared<kBlockThreads>& shared,
                                EachKey each_key) {
   using KeyDigits = Digits<kKeyBits>;
   uint32_t prefix = 0;
-  for (int b = thread_index(); b < kBins; b += kThreads) shared.histogram[b] = 0;
+  for (int b = thread_index(); b < kBins; b += kBlockThreads) shared.histogram[b] = 0;
   for (int pass = 0; pass < KeyDigits::kPasses; ++pass) {
     const Digit digit = KeyDigits::at(pass);
     __syncthreads();

@@ -9,7 +9,7 @@
 
 namespace dct::cuda {
 
-struct Policy {
+struct ScatterPolicy {
   static constexpr int kRanks = 64;    // ranks that are validated together
   static constexpr int kInFlight = 8;  // warp-wide loads issued before the first is used
   static constexpr int kPrefetched =
@@ -19,7 +19,7 @@ struct Policy {
 // The split of a payload block among thread blocks and their warps. A thread block holds the sums
 // of its part in shared memory.
 template <int kWarpsOfBlock, int kPartsOfBlock, int kMinBlocksOfShape>
-struct Shape {
+struct BlockShape {
   static constexpr int kWarps = kWarpsOfBlock, kParts = kPartsOfBlock;
   static constexpr int kMinBlocks = kMinBlocksOfShape, kThreads = kWarps * kWarpSize;
   static constexpr int kPart = kBlock / kParts;         // elements of a thread block
@@ -40,7 +40,7 @@ struct RankBlock {
 // Prefetches up to kPrefetched of `bytes` bytes into the L2 cache.
 __device__ inline void prefetch_entries(const void* entries, uint32_t bytes) {
   const auto* begin = static_cast<const char*>(entries);
-  for (uint32_t at = 0; at < min(bytes, uint32_t{Policy::kPrefetched}); at += kCacheLine) {
+  for (uint32_t at = 0; at < min(bytes, uint32_t{ScatterPolicy::kPrefetched}); at += kCacheLine) {
     prefetch_line(begin + at);
   }
 }
@@ -80,7 +80,7 @@ __device__ int32_t find_entries(const ScatterUnpackArgs& args, const PayloadLayo
 // loaded before the first is used. Lanes past the end load the last position again. By one warp.
 template <typename Shape>
 __device__ bool partition_entries(RankBlock<Shape::kWarps>& rank, int length, int part) {
-  constexpr int kRounds = Policy::kInFlight, kWarps = Shape::kWarps;
+  constexpr int kRounds = ScatterPolicy::kInFlight, kWarps = Shape::kWarps;
   // The warp that owns a position, -1 before the part, or kWarps after it.
   const auto owner = [part](int position) {
     const int warp = position / Shape::kWarpElements - part * kWarps;

@@ -1,7 +1,7 @@
 #pragma once
 
 // Quantized rows: the scale of a row, the code of an entry, and packing of codes into bytes.
-// Integer codes are bytes in two's complement. A sign is 1 if negative. A trit is the code plus 1.
+// Integer codes are bytes in two's complement. A sign is 1 if negative.
 
 #include "../../common/row_layout.h"
 #include "device.cuh"
@@ -9,6 +9,8 @@
 namespace dct::cuda {
 
 constexpr float kUnit = 8388608.0f;  // 2^23: the floats from here to 2^24 are exactly the integers
+
+constexpr float kNeverOverflows = 0x1p120f;  // a code times a smaller scale is finite
 
 // Returns 2^23 plus a byte of a word. A byte permutation has one constant operand, which should
 // be the selector. The shuffle hides the exponent from the compiler, which would otherwise make the
@@ -35,12 +37,11 @@ __device__ inline uint32_t unit_bits(float magnitude) {
 // The quantization parameters of one row.
 struct RowQuantizer {
   float factor;  // an entry is multiplied by this, then rounded or compared
-  float bound;   // for ternary: magnitudes up to this become 0
   BFloat16 scale;
   bool usable;  // if not, all codes are 0
 
   // `mean` is the mean of the kept magnitudes, in units. Only ternary and sign use it.
-  __device__ RowQuantizer(RowFormat format, int top, float mean, float bound) : bound(bound) {
+  __device__ RowQuantizer(RowFormat format, int top, float mean) {
     const bool finite = top < static_cast<int>(kFloat32Infinity);
     const bool integers = format == RowFormat::kInt8 || format == RowFormat::kInt4;
     const Units units = units_of(top);
@@ -54,11 +55,7 @@ struct RowQuantizer {
   template <RowFormat kFormat>
   __device__ uint32_t code(float x) const {
     if constexpr (kFormat == RowFormat::kSign) return x < 0.0f;
-    const float scaled = __fmul_rn(x, factor);
-    if constexpr (kFormat == RowFormat::kTernary) {
-      return scaled > bound ? 2 : scaled < -bound ? 0 : 1;
-    }
-    return float_to_bits(__fadd_rn(scaled, kRoundToInteger)) & 255;
+    return float_to_bits(__fadd_rn(__fmul_rn(x, factor), kRoundToInteger)) & 255;
   }
 };
 
@@ -68,7 +65,7 @@ __device__ inline uint32_t four_bytes(const uint32_t* words, unsigned at) {
 }
 
 // Loads the codes of columns [column, column + N) of a row that begins at byte `row`. N is 4 or 8
-// and divides `column`. Ternary codes are read as trits, one per byte.
+// and divides `column`.
 template <RowFormat kFormat, int N>
 __device__ void load_codes(const uint32_t* words, unsigned row, unsigned column,
                            const UnitFloats& unit_float, float (&codes)[N]) {
@@ -84,38 +81,13 @@ __device__ void load_codes(const uint32_t* words, unsigned row, unsigned column,
 #pragma unroll
     for (int i = 0; i < N; ++i) codes[i] = bits_to_float(float_to_bits(1.0f) | byte >> i << 31);
   } else {
-    constexpr bool kTrits = kFormat == RowFormat::kTernary;
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
-      const unsigned at = row + column + i;
-      const uint32_t word = kTrits ? words[at / 4] : four_bytes(words, at) ^ 0x80808080;  // + 128
+      const uint32_t word = four_bytes(words, row + column + i) ^ 0x80808080;  // codes + 128
 #pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        codes[i + b] = __fsub_rn(unit_float(b, word), kUnit + (kTrits ? 1.0f : 128.0f));
-      }
+      for (int b = 0; b < 4; ++b) codes[i + b] = __fsub_rn(unit_float(b, word), kUnit + 128.0f);
     }
   }
-}
-
-// The byte of five trits: four, one in each byte of a word, and a fifth. It is the base-3
-// number with these digits, minus 11111 in base 3 (kFiveOnes). The top byte of the product is the
-// number with the four digits, and no other byte carries into it.
-constexpr uint32_t kPlaces = 1 << 24 | 3 << 16 | 9 << 8 | 27, kFifthPlace = 81, kFiveOnes = 121;
-DCT_HOST_DEVICE constexpr uint8_t ternary_byte(uint32_t four, uint32_t fifth) {
-  return static_cast<uint8_t>((four * kPlaces >> 24) + kFifthPlace * fifth - kFiveOnes);
-}
-constexpr bool is_right_ternary_byte(uint32_t number) {
-  return ternary_byte(
-             number % 3 | number / 3 % 3 << 8 | number / 9 % 3 << 16 | number / 27 % 3 << 24,
-             number / 81) == static_cast<uint8_t>(number - kFiveOnes) &&
-         (number == 0 || is_right_ternary_byte(number - 1));
-}
-static_assert(is_right_ternary_byte(242));
-
-// The byte of the five trits that begin at byte `first` of two words.
-__device__ inline uint8_t ternary_byte(uint32_t low, uint32_t high, uint32_t first) {
-  const uint32_t four = __byte_perm(low, high, 0x3210 + first * 0x1111);
-  return ternary_byte(four, high >> 8 * first & 255);
 }
 
 // Packs the codes of one byte; code(i) returns the code of its i-th column.
@@ -128,29 +100,8 @@ __device__ uint8_t pack_byte(Code code) {
     if constexpr (kFormat == RowFormat::kInt8) byte = digit;
     if constexpr (kFormat == RowFormat::kInt4) byte = byte << 4 | (digit & 15);
     if constexpr (kFormat == RowFormat::kSign) byte = byte << 1 | digit;
-    if constexpr (kFormat == RowFormat::kTernary) byte = byte * 3 + digit;
   }
-  return static_cast<uint8_t>(kFormat == RowFormat::kTernary ? byte - kFiveOnes : byte);
-}
-
-// Calls store(i, code) for the i-th code of a byte, which may hold any value.
-template <RowFormat kFormat, typename Store>
-__device__ void unpack_byte(uint32_t byte, Store store) {
-  if constexpr (kFormat == RowFormat::kInt8) store(0, byte);
-  if constexpr (kFormat == RowFormat::kTernary) {
-    byte = (byte + kFiveOnes) & 255;
-    byte = byte < 242 ? byte : 242;
-  }
-#pragma unroll
-  for (int i = 0; i < codes_per_byte(kFormat); ++i) {
-    if constexpr (kFormat == RowFormat::kInt4) store(i, ((byte >> 4 * i & 15) ^ 8) - 8);
-    if constexpr (kFormat == RowFormat::kSign) store(i, 1 - 2 * (byte >> i & 1));
-    if constexpr (kFormat == RowFormat::kTernary) {
-      const uint32_t quotient = byte * 171 >> 9;  // byte / 3, for every byte
-      store(i, byte - 3 * quotient);
-      byte = quotient;
-    }
-  }
+  return static_cast<uint8_t>(byte);
 }
 
 }  // namespace dct::cuda

@@ -1,7 +1,7 @@
 #pragma once
 
 // row_quantize for wide rows, with one block per row. The block makes one pass over the row for the
-// largest magnitude, one for each mean and one for the codes. The cache serves all passes after the
+// largest magnitude, one for the mean and one for the codes. The cache serves all passes after the
 // first, unless the rows are too wide for it.
 
 #include "../../common/ops.h"
@@ -62,30 +62,23 @@ struct WideRow {
     return reduce_block(top, larger);
   }
 
-  // The mean of the magnitudes above `bound`, in units.
-  __device__ float mean_above(float inverse_unit, float bound) const {
-    Word total = 0, kept = 0;
+  // The mean magnitude, in units.
+  __device__ float mean_magnitude(float inverse_unit) const {
+    Word total = 0;
     for (int64_t c = thread_index(); c < args.width; c += kThreads) {
-      const float magnitude = fabsf(__fmul_rn((*this)[c], inverse_unit));
-      if (!(magnitude > bound)) continue;
-      total += whole_units(magnitude);
-      ++kept;
+      total += whole_units(fabsf(__fmul_rn((*this)[c], inverse_unit)));
     }
-    return mean_of(reduce_block(total, sum<Word>), reduce_block(kept, sum<Word>));
+    return mean_of(reduce_block(total, sum<Word>), static_cast<Word>(args.width));
   }
 
   template <RowFormat kFormat>
   __device__ void quantize() const {
     const int highest = top();
-    const float inverse_unit = units_of(highest).inverse_unit;
-    float mean = 0.0f, bound = -1.0f;
-    if constexpr (kFormat == RowFormat::kTernary) {
-      bound = __fmul_rn(0.75f, mean_above(inverse_unit, bound));
+    float mean = 0.0f;
+    if constexpr (kFormat == RowFormat::kSign) {
+      mean = mean_magnitude(units_of(highest).inverse_unit);
     }
-    if constexpr (kFormat == RowFormat::kTernary || kFormat == RowFormat::kSign) {
-      mean = mean_above(inverse_unit, bound);
-    }
-    const RowQuantizer quantizer(kFormat, highest, mean, bound);
+    const RowQuantizer quantizer(kFormat, highest, mean);
     constexpr int kCodesPerByte = codes_per_byte(kFormat);
     const int64_t bytes = code_bytes(args.width, kFormat);
     uint8_t* out = args.out + row * row_bytes(args.width, kFormat);
@@ -110,8 +103,6 @@ __global__ void __launch_bounds__(kThreads) row_quantize_wide_kernel(RowQuantize
       return row.quantize<RowFormat::kInt8>();
     case RowFormat::kInt4:
       return row.quantize<RowFormat::kInt4>();
-    case RowFormat::kTernary:
-      return row.quantize<RowFormat::kTernary>();
     default:
       return row.quantize<RowFormat::kSign>();
   }

@@ -1,15 +1,15 @@
 #pragma once
 
-// Scans over a group of kThreads threads: part of a warp, a warp or a block.
+// Scans over a group of kGroup threads: part of a warp, a warp or a block.
 
 #include "device.cuh"
 
 namespace dct::cuda {
 
 // Shared memory for the scan of a block. A scan within a warp needs no shared memory.
-template <int kThreads>
+template <int kGroup>
 struct ScanStorage {
-  int warp_aggregates[(kThreads + kWarpSize - 1) / kWarpSize];
+  int warp_aggregates[(kGroup + kWarpSize - 1) / kWarpSize];
 };
 
 struct ScanResult {
@@ -28,9 +28,9 @@ struct Max {
 
 // All threads of a group must call it, and all groups of a warp. A block may call it again without
 // a barrier.
-template <int kThreads, typename Operation>
-__device__ ScanResult scan(int value, Operation operation, ScanStorage<kThreads>& storage) {
-  constexpr int kLanes = kThreads < kWarpSize ? kThreads : kWarpSize;
+template <int kGroup, typename Operation>
+__device__ ScanResult scan(int value, Operation operation, ScanStorage<kGroup>& storage) {
+  constexpr int kLanes = kGroup < kWarpSize ? kGroup : kWarpSize;
   const int lane = thread_index() % kLanes;
 #pragma unroll
   for (int distance = 1; distance < kLanes; distance *= 2) {
@@ -40,11 +40,11 @@ __device__ ScanResult scan(int value, Operation operation, ScanStorage<kThreads>
   const int previous = __shfl_up_sync(kFullWarp, value, 1);
   ScanResult result = {lane == 0 ? Operation::kIdentity : previous,
                        __shfl_sync(kFullWarp, value, lane_index() | (kLanes - 1))};
-  if constexpr (kThreads > kWarpSize) {
+  if constexpr (kGroup > kWarpSize) {
     if (lane == 0) storage.warp_aggregates[warp_index()] = result.aggregate;
     __syncthreads();
     result.aggregate = Operation::kIdentity;
-    for (int w = 0; w < kThreads / kWarpSize; ++w) {
+    for (int w = 0; w < kGroup / kWarpSize; ++w) {
       if (w == warp_index()) result.exclusive = operation(result.aggregate, result.exclusive);
       result.aggregate = operation(result.aggregate, storage.warp_aggregates[w]);
     }

@@ -9,16 +9,14 @@
 
 namespace dct::cuda {
 
-constexpr int kStagedBytes = sizeof(uint4);  // per vector
-constexpr int kBusyColumns = 32;             // per lane; wider rows have more lanes
-constexpr int kLaneColumns = 40;             // per lane at a time; whole bytes in every format
+constexpr int kLaneColumns = 32;  // per lane at a time
 constexpr int kWarpColumns = kWarpSize * kLaneColumns;
 
 // Number of vectors that hold a warp's rows, including the other bytes in the first and the last
 // vector. Reading codes may read `kOverread` bytes past their first byte.
 template <RowFormat kFormat, int kOverread>
 constexpr int kStagedVectors =
-    (kWarpColumns / codes_per_byte(kFormat) + kScaleBytes + kOverread) / kStagedBytes + 2;
+    (kWarpColumns / codes_per_byte(kFormat) + kScaleBytes + kOverread) / kVectorBytes + 2;
 
 // The division of rows among lanes.
 struct RowLanes {
@@ -26,7 +24,7 @@ struct RowLanes {
   int64_t parts;  // and this many parts, of at most 2^log_lanes * kLaneColumns columns
 
   explicit RowLanes(int64_t width) : log_lanes(1) {
-    while (log_lanes < 5 && (kBusyColumns << log_lanes) < width) ++log_lanes;
+    while (log_lanes < 5 && (kLaneColumns << log_lanes) < width) ++log_lanes;
     parts = (width - 1) / (kLaneColumns << log_lanes) + 1;
   }
 };
@@ -42,7 +40,7 @@ struct Span {
 template <int kVectors, int kOverread>
 struct StagedBytes {
   static constexpr int kLoads = (kVectors + kWarpSize - 1) / kWarpSize;
-  static_assert(kOverread < kStagedBytes);
+  static_assert(kOverread < kVectorBytes);
   uint4 read[kLoads];
   int skip;        // bytes before the span in its first vector
   int begin, end;  // the vectors that are inside the tensor
@@ -51,12 +49,12 @@ struct StagedBytes {
   // loaded.
   __device__ void load(const Span& span, bool at_edge) {
     const uint8_t* source = span.tensor + span.from;
-    skip = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kStagedBytes);
+    skip = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kVectorBytes);
     begin = 0;
     end = vectors(span);
     if (at_edge) {
       begin = span.from < skip ? 1 : 0;
-      const int64_t whole = (span.tensor_bytes - span.from + skip) / kStagedBytes;
+      const int64_t whole = (span.tensor_bytes - span.from + skip) / kVectorBytes;
       end = static_cast<int>(min(whole, int64_t{end}));
     }
 #pragma unroll
@@ -79,8 +77,8 @@ struct StagedBytes {
     if (at_edge && (begin > 0 || end < vectors(span))) {
       const uint8_t* source = span.tensor + (span.from - skip);
       const int64_t length = span.tensor_bytes - span.from + skip;
-      for (int i = lane_index(); i < vectors(span) * kStagedBytes; i += kWarpSize) {
-        if (i >= begin * kStagedBytes && i < end * kStagedBytes) continue;
+      for (int i = lane_index(); i < vectors(span) * kVectorBytes; i += kWarpSize) {
+        if (i >= begin * kVectorBytes && i < end * kVectorBytes) continue;
         reinterpret_cast<uint8_t*>(staged)[i] = i >= skip && i < length ? source[i] : 0;
       }
     }
@@ -90,23 +88,13 @@ struct StagedBytes {
 
  private:
   __device__ int vectors(const Span& span) const {
-    return (skip + span.count + kOverread) / kStagedBytes + 1;
+    return (skip + span.count + kOverread) / kVectorBytes + 1;
   }
 };
 
 // Reads the scale at the end of a row, at any address.
 __device__ inline float scale_at(const uint8_t* bytes) {
   return to_float(BFloat16{static_cast<uint16_t>(bytes[0] | bytes[1] << 8)});
-}
-
-// Unpacks the trits of a row's first `columns` columns, one per byte. By `lanes` lanes.
-__device__ inline void unpack_trits(const uint8_t* row, int columns, int lane, int lanes,
-                                    uint8_t* trits) {
-  for (int i = lane; i * kTrits < columns; i += lanes) {
-    unpack_byte<RowFormat::kTernary>(row[i],
-                                     [&](int k, uint32_t trit) { trits[i * kTrits + k] = trit; });
-  }
-  __syncwarp();
 }
 
 }  // namespace dct::cuda

@@ -24,7 +24,7 @@ __device__ void stage_sums(float4* staging, int vector, const float* sums) {
 template <int kShift>
 __device__ void take_sums(const float4* staging, RowEntries& x) {
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kRowVectors; ++v) {
     const float4 four = staging[place_of<kShift>(v * kWarpSize) + place_of<kShift>(lane_index())];
     memcpy(x[v], &four, sizeof(four));
   }
@@ -43,7 +43,6 @@ __device__ void take_sums(const float4* staging, RowEntries& x) {
 template <PayloadFormat kFormat>
 struct RowSums {
   static constexpr int kRows = 1;
-  static constexpr float kNeverOverflows = 0x1p120f;  // codes times smaller scales are finite
   static constexpr int kLoads = row_code_bytes(kFormat) / (16 * kWarpSize);
   static constexpr int kEach = kRow / kWarpSize / kLoads;        // entries per load
   static constexpr int kInFlight = kLoads > 1 ? 8 / kLoads : 4;  // payloads

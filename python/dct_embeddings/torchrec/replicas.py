@@ -17,6 +17,7 @@ from dct_parallel.exchange.ledger import StepLedger
 from dct_parallel.exchange.plan import plan_bucket
 from dct_parallel.exchange.settings import Settings
 from dct_parallel.formats import require_format
+from dct_parallel.groups import Agreement
 
 from ._torchrec import all_reduce_hook, contexts, uses_relay
 
@@ -148,7 +149,7 @@ class ReplicaDeltas:
 
     def _require_intact(self) -> None:
         for weights in self._weights.values():
-            weights.ledger.require_intact()
+            weights.ledger.read()
 
 
 class _Weights:
@@ -172,8 +173,9 @@ class _Weights:
         self._plan = plan_bucket([_NAME], [numel], settings, ranks)
         self._saved_as = Flat(numel)
         self._layout = f"{numel} elements by {self._plan.transport} between {ranks} replicas"
-        to_compare, device = {"layout": self._layout}, self._tensors[0].device
-        self.ledger = StepLedger(_OP, group, device, settings, to_compare, step_name="sync")
+        values = {"layout": self._layout, **settings.to_compare()}
+        self._agreement = Agreement(_OP, group, self._tensors[0].device, values)
+        self.ledger = StepLedger(_OP, unit="sync")
         for tensor in self._tensors:
             dist.broadcast(tensor, group=group, group_src=0)
         self._reset({})
@@ -186,15 +188,15 @@ class _Weights:
         """Set the weights to those of the last sync plus the mean of all replicas' messages."""
         if self._group.size() == 1:
             return
+        self._agreement.check(_OP)  # after a load, replicas compare their states
         mean = self._flat() - self._base
         if everything:
-            self.ledger.compare(_OP)  # after a load, replicas compare their states
             self._bucket.add_pending(mean)
             mean = dense_mean(mean, mean.dtype, self._group)
             torch._foreach_zero_(self._bucket.residuals())
         else:
-            self.ledger.begin(_OP)
-            self.ledger.sent[0] = self._bucket
+            self.ledger.begin()
+            self.ledger.record("bucket 0", self._bucket)
             self._bucket.reduce(mean)
             self.ledger.finish()
         self._base += mean
@@ -203,8 +205,9 @@ class _Weights:
             tensor.copy_(part.view_as(tensor))
 
     def state(self) -> dict[str, Any]:
-        numbers = {"layout": self._layout, "run_id": self.ledger.run_id, "step": self.ledger.step}
-        return numbers | self._saved_as.saved(self._bucket.states()[_NAME])
+        numbers = {"layout": self._layout, "run_id": self._agreement.run_id}
+        saved = self._saved_as.saved(self._bucket.states()[_NAME])
+        return {**numbers, "step": self.ledger.step, **saved}
 
     def checked(self, saved: object) -> tuple[dict[str, Any], SegmentState]:
         """Return the contents of `saved`. Raise unless they match these tables and replicas."""
@@ -215,7 +218,9 @@ class _Weights:
 
     def resume(self, numbers: Mapping[str, Any], state: SegmentState) -> None:
         """Resume from the current weights and the results of `checked`."""
-        self.ledger.load({**numbers, "world_size": self._group.size()})
+        entry = {**numbers, "world_size": self._group.size()}
+        self._agreement.resume(numbers["step"], entry)
+        self.ledger.restart(numbers["step"])
         self._reset({_NAME: state})
 
     def _flat(self) -> Tensor:

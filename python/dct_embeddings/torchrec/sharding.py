@@ -27,7 +27,7 @@ from torchrec.distributed.embeddingbag import (
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.types import Awaitable, NoWait, ShardingEnv, ShardingType
 
-from dct_parallel.groups import exchange, require_same, timeout_of
+from dct_parallel.groups import compare
 from dct_parallel.rows.reduce_scatter import reduce_scatter_rows_async
 from dct_parallel.rows.transfer import Transfer
 
@@ -137,7 +137,7 @@ class _RowWise(RwPooledEmbeddingSharding):  # type: ignore[misc]
         if device is not None and device.type != "meta":
             op, formats = "compressed_sharders", registry.format.formats(torch.float32)
             settings = {"format": ", ".join(dict.fromkeys(formats))}
-            require_same(op, exchange(op, settings, self._pg, timeout_of(self._pg, device)))
+            compare(op, settings, self._pg, device)
         return _RowWiseDist(self._pg, self.embedding_dims(), registry)
 
 

@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_kernels import checks
 from dct_parallel.collectives import all_gather, dense_mean
-from dct_parallel.exchange.bucket import Bucket, StepResults, run_now
+from dct_parallel.exchange.bucket import Bucket
+from dct_parallel.exchange.ledger import StepLedger
 from dct_parallel.exchange.plan import plan_bucket
 from dct_parallel.exchange.settings import Settings
 
@@ -100,7 +100,7 @@ class MeanOfChanges(Average):
 
     rows: Tensor
     residual: Tensor
-    _keeps_base, _damaged = True, ""
+    _keeps_base = True
 
     def __init__(
         self,
@@ -109,11 +109,11 @@ class MeanOfChanges(Average):
         settings: Settings | None,
     ) -> None:
         super().__init__(weight, group)
-        self._settings = settings
+        self._settings, self._ledger = settings, StepLedger(_OP, unit="sync")
         self._reset(weight)
 
     def sync(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
-        self._require_intact()
+        self._ledger.read()  # raises if an earlier sync failed
         return super().sync(weight, state, everything)
 
     def _average(self, weight: Tensor, changed: Tensor, touched: _Rows, everything: bool) -> None:
@@ -131,30 +131,25 @@ class MeanOfChanges(Average):
             residual = self._exchange(moved.view(-1), self._settings)
             weight[union] += moved
             self.rows, self.residual = union, residual.view_as(moved)
-            self._syncs += 1
 
     def _reset(self, weight: Tensor) -> None:
         """Drop the residual."""
         # New tensors, because views would keep the whole storage alive.
         self.rows = torch.empty(0, dtype=torch.int32, device=weight.device)
         self.residual = weight.new_empty(0, weight.shape[1])
-        self._syncs = 0  # number of syncs since the reset, the seed of samples
+        self._ledger.restart(0)  # syncs since the reset are the seed of samples
 
     def _exchange(self, moved: Tensor, settings: Settings) -> Tensor:
         """Replace `moved` [numel] by its mean over replicas. Return this replica's residual."""
         plan = plan_bucket(["rows"], [moved.numel()], settings, self._group.size())
-        bucket = Bucket(plan, self._group, moved.device, self._syncs, {})
+        bucket = Bucket(plan, self._group, moved.device, self._ledger.step, {})
+        self._ledger.begin()
+        self._ledger.record("the changed rows", bucket)
         bucket.reduce(moved)
-        self._damaged = "; ".join(StepResults({0: bucket}, run_now).read()[0].damaged)
-        self._require_intact()
+        self._ledger.finish()
         pending = torch.zeros_like(moved)
         bucket.add_pending(pending)
         return pending
-
-    def _require_intact(self) -> None:
-        if self._damaged:
-            got = f"{self._damaged}: load a checkpoint"
-            checks.fail(_OP, "every payload", "intact", got, RuntimeError)
 
 
 def _union(rows: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,6 +1,6 @@
 """The buckets of a DDP module. When DDP rebuilds its buckets, each parameter keeps its state."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import cast
 
@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..exchange.bucket import Bucket, Complete, SegmentState
+from ..exchange.bucket import Bucket, SegmentState
+from ..exchange.ledger import StepLedger
 from ..exchange.plan import BucketPlan, log_plan, plan_bucket
 from ..exchange.settings import Settings
-from .node import NodeBucket, Topology
+from .executors import Reduction
+from .node import DenseMean, NodeBucket, Topology
 from .parameters import to_logical, to_physical
 
 
@@ -43,13 +45,14 @@ class Buckets:
         self._parked: dict[str, SegmentState] = {}
         # _loaded: the layouts were loaded, and no step has used them. _resumes: this step does.
         self._loaded = self._resumes = False
+        self._dense = DenseMean(topology)
 
     def begin(self) -> None:
         """Begin a step."""
         self._resumes, self._loaded = self._loaded, False
 
-    def parts(self, index: int, bucket: dist.GradBucket) -> dict[int, list[Parameter]] | None:
-        """Return {number: parameters} of the buckets to reduce instead of DDP's bucket, or None.
+    def reduction(self, bucket: dist.GradBucket, ledger: StepLedger) -> Reduction:
+        """Return what reduces DDP's bucket in the current step, and record it in the ledger.
 
         The first step after a load uses the buckets of the saved run, if DDP's bucket consists of
         whole saved buckets. By default, DDP starts with all parameters in one bucket, and later
@@ -60,21 +63,31 @@ class Buckets:
         Raises:
             ValueError: the hook belongs to a different model.
         """
+        index = bucket.index()
         parameters = cast(list[Parameter], bucket.parameters())  # "tensors", by torch's stubs
-        if index in self._layouts and _same(parameters, self._layouts[index][0]):
-            return None
-        if self._resumes:
-            members = set(parameters)
-            saved = {i: layout[0] for i, layout in self._layouts.items()}
-            parts = {i: part for i, part in saved.items() if members.issuperset(part)}
-            if sum(map(len, parts.values())) == len(parameters):
-                return parts
-        plan = self._new_plan(parameters)
-        self._layouts = {i: known for i, known in self._layouts.items() if i < index}
-        self._layouts[index] = parameters, plan
-        return None
+        if index not in self._layouts or not _same(parameters, self._layouts[index][0]):
+            if self._resumes:
+                members = set(parameters)
+                saved = {i: layout[0] for i, layout in self._layouts.items()}
+                parts = {i: part for i, part in saved.items() if members.issuperset(part)}
+                if sum(map(len, parts.values())) == len(parameters):
+                    reductions = [(part, self._reduction(i, ledger)) for i, part in parts.items()]
+                    return _SavedBuckets(parameters, reductions)
+            plan = self._new_plan(parameters)
+            self._layouts = {i: known for i, known in self._layouts.items() if i < index}
+            self._layouts[index] = parameters, plan
+        return self._reduction(index, ledger)
 
-    def bucket(self, number: int, step: int) -> Bucket:
+    def _reduction(self, number: int, ledger: StepLedger) -> Reduction:
+        """What reduces the saved or current bucket with this number."""
+        compressed = ledger.current.compressed
+        if compressed is None:
+            return self._dense
+        bucket = self._bucket(number, compressed)
+        ledger.record(f"bucket {number}", bucket)
+        return bucket
+
+    def _bucket(self, number: int, step: int) -> Bucket:
         """Return the bucket with this number, created again if its layout has changed."""
         parameters, plan = self._layouts[number]
         known = self._buckets.get(number)
@@ -170,27 +183,35 @@ class Buckets:
         )
 
 
-def reduce_parts(
-    order: Sequence[Tensor],
-    reductions: Sequence[tuple[Sequence[Tensor], Callable[[Tensor], Complete | None]]],
-    buffer: Tensor,
-) -> None:
-    """Reduce DDP's buffer in place, as several buckets of a saved run.
+class _SavedBuckets:
+    """Buckets of a saved run, which together contain the parameters of one DDP bucket.
 
     Args:
-        order: the parameters in the order of `buffer`.
-        reductions: for each saved bucket, its parameters and `Bucket.launch`.
-        buffer: the gradients of all parameters.
+        order: the parameters of DDP's bucket.
+        reductions: for each saved bucket, its parameters and what reduces them.
     """
-    pieces = dict(zip(order, buffer.split([p.numel() for p in order]), strict=True))
-    for parameters, launch in reductions:
-        flat = torch.cat([pieces[p] for p in parameters])
-        complete = launch(flat)
-        if complete is not None:
-            complete()
-        parts = flat.split([p.numel() for p in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            pieces[parameter].copy_(part)
+
+    def __init__(
+        self,
+        order: Sequence[Tensor],
+        reductions: Sequence[tuple[Sequence[Tensor], Reduction]],
+    ) -> None:
+        self._order, self._reductions = order, reductions
+
+    def start(self, buffer: Tensor, inv_scale: Tensor | None = None) -> None:
+        """Start nothing, because buckets that are reduced one by one need less memory."""
+        self._inv_scale = inv_scale
+
+    def finish(self, out: Tensor, scale: Tensor | None = None) -> None:
+        """Replace the gradients of all parameters in `out` by their mean."""
+        pieces = dict(zip(self._order, out.split([p.numel() for p in self._order]), strict=True))
+        for parameters, reduction in self._reductions:
+            flat = torch.cat([pieces[p] for p in parameters])
+            reduction.start(flat, self._inv_scale)
+            reduction.finish(flat, scale)
+            parts = flat.split([p.numel() for p in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                pieces[parameter].copy_(part)
 
 
 def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

@@ -1,124 +1,146 @@
-"""Executors, which run bucket jobs during the backward pass, in the order of submission.
+"""Executors, which reduce buckets during the backward pass, in the order of submission.
 
-Every rank submits the same jobs in the same order, so all ranks issue the same collectives in the
-same order. Callbacks of futures do not guarantee this order, because gloo runs callbacks on its own
-threads in the order in which collectives complete. The order of completion differs between ranks,
-so a collective in a callback can hang.
+Every rank submits the same buckets in the same order, so all ranks issue the same collectives in
+the same order. Callbacks of futures do not guarantee this order, because gloo runs callbacks on its
+own threads in the order in which collectives complete. The order of completion differs between
+ranks, so a collective in a callback can hang.
 """
 
 import queue
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.futures import Future
 
 from .._torch import below_autograd
-from ..exchange.bucket import Complete, Start
-
-_Result = TypeVar("_Result")
+from ..exchange.ledger import Step
 
 EXIT_SECONDS = 5  # after which the other ranks are assumed to be gone
-_Jobs = queue.SimpleQueue[tuple[Start, Any, Future[Any]] | None]  # None ends the thread
+
+
+class Reduction(Protocol):
+    """Replaces gradients by their mean over all ranks, in two calls. See `Bucket`."""
+
+    def start(self, buffer: Tensor, inv_scale: Tensor | None) -> None: ...
+
+    def finish(self, out: Tensor, scale: Tensor | None) -> None: ...
 
 
 class Executor(ABC):
-    """Runs jobs in the order of submission, without gradients."""
+    """Reduces buckets in the order of submission, without gradients."""
 
     @abstractmethod
-    def submit(self, start: Start, result: _Result) -> Future[_Result]:
-        """Return a future that holds `result` once the job is complete, or the job's exception."""
+    def submit(self, reduction: Reduction, buffer: Tensor, step: Step) -> Future[Tensor]:
+        """Return a future of `buffer`, which then holds the mean, or of an exception."""
 
-    def submit_after(self, call: Complete) -> Future[None]:
-        """Run `call` after all earlier jobs are complete."""
-        self.complete()
-        return self.submit(call, None)
+    @abstractmethod
+    def run_after(self, call: Callable[[], None]) -> Future[None] | None:
+        """Run `call` after all earlier reductions. Returns None if it has run."""
 
     def complete(self) -> None:  # noqa: B027  # not abstract
-        """Complete the pending jobs that need the submitting thread. By default there are none."""
+        """Finish the reductions that need the submitting thread. By default there are none."""
 
     @abstractmethod
     def close(self) -> object:
-        """Stop the executor. No job may be submitted afterwards."""
+        """Stop the executor. No bucket may be submitted afterwards."""
 
 
 class InlineExecutor(Executor):
-    """Runs jobs with CPU tensors and one collective each, on the thread of the backward pass.
+    """Reduces buckets with CPU tensors and one collective each, on the thread of the backward pass.
 
-    A job starts when it is submitted, and its message is sent during the backward pass. `complete`
-    completes the jobs in order. No separate thread is used, because it would contend for the GIL.
+    A reduction starts when it is submitted, and its message is sent during the backward pass.
+    `complete` finishes the reductions in order. No separate thread is used, because it would
+    contend for the GIL.
     """
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Complete, Any, Future[Any]]] = []
+        self._pending: list[tuple[Reduction, Tensor, Step, Future[Tensor]]] = []
 
-    def submit(self, start: Start, result: _Result) -> Future[_Result]:
-        done: Future[_Result] = Future()
+    def submit(self, reduction: Reduction, buffer: Tensor, step: Step) -> Future[Tensor]:
+        done: Future[Tensor] = Future()
         with below_autograd():
-            complete = start()
-        if complete is None:
-            done.set_result(result)
-        else:
-            self._pending.append((complete, result, done))
+            reduction.start(buffer, step.inv_scale)
+        self._pending.append((reduction, buffer, step, done))
         return done
+
+    def run_after(self, call: Callable[[], None]) -> None:
+        self.complete()
+        with below_autograd():
+            call()
 
     def complete(self) -> None:
         pending, self._pending = self._pending, []
         with below_autograd():
-            for complete, result, done in pending:
-                complete()
-                done.set_result(result)
+            for reduction, buffer, step, done in pending:
+                reduction.finish(buffer, step.scale)
+                done.set_result(buffer)
 
     def close(self) -> None:
-        """Drop pending jobs. There are none unless a backward pass raised an error."""
+        """Drop pending reductions. There are none unless a backward pass raised an error."""
         self._pending = []
 
 
 class ThreadExecutor(Executor):
-    """Runs jobs with CPU tensors and several collectives each, on a separate thread.
+    """Reduces buckets with CPU tensors and several collectives each, on a separate thread.
 
     Only a separate thread can start the second collective of a bucket during the backward pass, in
-    the same order on every rank. `close()` ends the thread after its last job, as does the garbage
+    the same order on every rank. `close()` ends the thread after its last call, as does the garbage
     collection of the executor. Python's exit also ends the thread.
     """
 
     def __init__(self) -> None:
-        self._jobs: _Jobs = queue.SimpleQueue()
+        self._calls: _Calls = queue.SimpleQueue()
         # A daemon, so that a rank can exit while a collective blocks because other ranks are gone.
-        thread = threading.Thread(target=_serve, args=(self._jobs,), name="dct", daemon=True)
+        thread = threading.Thread(target=_serve, args=(self._calls,), name="dct", daemon=True)
         thread.start()
-        self._end = weakref.finalize(self, _stop, self._jobs, thread)  # also at exit
+        self._end = weakref.finalize(self, _stop, self._calls, thread)  # also at exit
 
-    def submit(self, start: Start, result: _Result) -> Future[_Result]:
-        done: Future[_Result] = Future()
+    def submit(self, reduction: Reduction, buffer: Tensor, step: Step) -> Future[Tensor]:
+        done: Future[Tensor] = Future()
         # DDP reads the future in C++. The C++ code recognizes an exception only if a callback
         # raised it.
         value = done.then(Future.value)
-        self._jobs.put((start, result, done))
+        self._calls.put((_reduce, (reduction, buffer, step), done))
         return value
+
+    def run_after(self, call: Callable[[], None]) -> Future[None] | None:
+        if not self._end.alive:  # closed
+            call()
+            return None
+        done: Future[None] = Future()
+        self._calls.put((call, (), done))
+        return done
 
     def close(self) -> None:
         self._end()
 
 
 class StreamExecutor(Executor):
-    """Queues jobs on a CUDA stream, on the submitting thread.
+    """Queues reductions on a CUDA stream, on the submitting thread.
 
-    Waiting for a job's future makes the current stream wait for the job's stream.
+    Waiting for a future makes the current stream wait for the stream of the executor.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, start: Start, result: _Result) -> Future[_Result]:
+    def submit(self, reduction: Reduction, buffer: Tensor, step: Step) -> Future[Tensor]:
+        return self._queue(_reduce, reduction, buffer, step)
+
+    def run_after(self, call: Callable[[], None]) -> Future[None]:
+        return self._queue(call)
+
+    def _queue(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        done: Future[_Result] = Future(devices=[self._device])
+        done: Future[Any] = Future(devices=[self._device])
         with torch.cuda.stream(self._stream), torch.no_grad(), below_autograd():
-            _finish(start)
-            done.set_result(result)
+            done.set_result(call(*arguments))
         return done
 
     def close(self) -> None:
@@ -126,14 +148,14 @@ class StreamExecutor(Executor):
 
 
 def executor_for(device: torch.device, sends_once: bool) -> Executor:
-    """Return an executor for this device. `sends_once`: whether a job is one collective."""
+    """Return an executor for this device. `sends_once`: whether a bucket has one collective."""
     if device.type == "cuda":
         return StreamExecutor(device)
     return InlineExecutor() if sends_once else ThreadExecutor()
 
 
-def _stop(jobs: _Jobs, thread: threading.Thread) -> None:
-    jobs.put(None)
+def _stop(calls: "_Calls", thread: threading.Thread) -> None:
+    calls.put(None)
     # Python kills daemon threads at exit. If the thread is setting its last future in C++ at that
     # time, the process aborts, so join the thread. The garbage collector may run this function on
     # the thread itself, where join() would raise an error.
@@ -141,23 +163,27 @@ def _stop(jobs: _Jobs, thread: threading.Thread) -> None:
         thread.join(EXIT_SECONDS)
 
 
-def _serve(jobs: _Jobs) -> None:
+def _serve(calls: "_Calls") -> None:
     with torch.no_grad(), below_autograd():
-        while (item := jobs.get()) is not None:
+        while (item := calls.get()) is not None:
             _run(*item)
-            del item  # an idle thread must not keep the last job's tensors or its executor alive
+            del item  # an idle thread must not keep the last tensors or the executor alive
 
 
-def _run(start: Start, result: Any, done: Future[Any]) -> None:
+def _run(call: Callable[..., Any], arguments: tuple[Any, ...], done: Future[Any]) -> None:
     try:
-        _finish(start)
+        result = call(*arguments)
     except Exception as error:
         done.set_exception(error)
     else:
         done.set_result(result)
 
 
-def _finish(start: Start) -> None:
-    complete = start()
-    if complete is not None:
-        complete()
+def _reduce(reduction: Reduction, buffer: Tensor, step: Step) -> Tensor:
+    reduction.start(buffer, step.inv_scale)
+    reduction.finish(buffer, step.scale)
+    return buffer
+
+
+# (call, its arguments, a future of its result). None ends the thread.
+_Calls = queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]] | None]

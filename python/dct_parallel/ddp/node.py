@@ -125,25 +125,21 @@ class NodeBucket(Bucket):
         pending = [self._pending_for_others(name, states) for name in names]
         self._pending: Tensor | None = torch.cat(pending)
 
-    def launch(
-        self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
-    ) -> None:
-        """Call `reduce`. The exchange is then complete, because `reduce` also gathers the parts."""
-        self.reduce(buffer, scale, inv_scale)
-
-    def reduce(
-        self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
-    ) -> None:
-        """Replace this rank's gradients in `buffer` by their mean over all ranks of all nodes."""
+    def start(self, buffer: Tensor, inv_scale: Tensor | None = None) -> None:
         self.begin()
         numel = self.plan.numel
         if self._pending is not None:
             received = self._node.sum_part(self._pending.to(buffer.device))
             self.codec.residual += received[:numel]
             self._pending = None
-        part = self._node.mean_part(buffer)
-        super().reduce(part[:numel], scale, inv_scale)
-        self._node.gather(part, buffer)
+        self._part = self._node.mean_part(buffer)
+        super().start(self._part[:numel], inv_scale)
+
+    def finish(self, out: Tensor, scale: Tensor | None = None) -> None:
+        """Write the mean over all ranks of all nodes into `out`."""
+        super().finish(self._part[: self.plan.numel], scale)
+        self._node.gather(self._part, out)
+        del self._part  # frees its memory
 
     def states(self) -> dict[str, SegmentState]:
         """{name: a copy of the state of the whole parameter, with 0 outside this rank's part}."""
@@ -238,9 +234,23 @@ class Topology:
         self.between, *inside = self._given
         self.node = Node(*inside)
 
-    def reduce_densely(self, buffer: Tensor) -> None:
-        """Replace `buffer` by its mean over all ranks. Messages between nodes are in bfloat16."""
-        part = self.node.mean_part(buffer)
+
+class DenseMean:
+    """Averages a bucket in a dense step. Messages between nodes are in bfloat16.
+
+    Args:
+        topology: an open topology of the ranks to average over.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._node, self._between = topology.node, topology.between
+
+    def start(self, buffer: Tensor, inv_scale: Tensor | None = None) -> None:
+        """Replace `buffer` by its mean over all ranks."""
+        part = self._node.mean_part(buffer)
         with span("dct::exchange_dense"):
-            part.copy_(dense_mean(part, torch.bfloat16, self.between))
-        self.node.gather(part, buffer)
+            part.copy_(dense_mean(part, torch.bfloat16, self._between))
+        self._node.gather(part, buffer)
+
+    def finish(self, out: Tensor, scale: Tensor | None = None) -> None:
+        """Do nothing, because the exchange is complete."""

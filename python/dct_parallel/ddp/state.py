@@ -8,8 +8,6 @@ rank. The host reads the results of a step (damage, overflow) at the end of the 
 """
 
 import warnings
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,23 +22,21 @@ from torch.amp import GradScaler
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
-from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
 from .._torch import NO_PASS, at_end_of_backward, backward_pass, comm_hooks, current_node
 from ..compressor import warn_if_eager
-from ..exchange.bucket import Complete, Start, parameter_stats, run_now
+from ..exchange.bucket import parameter_stats
 from ..exchange.checkpoint import Flat, Run
-from ..exchange.first_step import FirstStep
 from ..exchange.ledger import StepLedger
-from ..exchange.loss_scale import Optimizers, loss_scale_of
+from ..exchange.optimizers import OptimizerChecks, Optimizers, loss_scale_of
 from ..exchange.plan import describe, keeps_owners, plan_table
 from ..exchange.settings import Settings
-from ..groups import sharing_errors
-from .buckets import Buckets, reduce_parts
-from .executors import Executor, executor_for
+from ..groups import Agreement, sharing_errors
+from .buckets import Buckets
+from .executors import executor_for
 from .node import Topology
 from .parameters import device_of, named_parameters
 
@@ -55,8 +51,7 @@ class DCTState:
     Thresholding, data-parallel (arXiv 2010.08899).
 
     Args:
-        ddp: the DDP module, with dense gradients on one CPU or CUDA device. If it does not exist
-            yet, pass None and call `bind` before the first step.
+        ddp: the DDP module, with dense gradients on one CPU or CUDA device.
         density: fraction of the entries of each bucket sent per step, in (0, 1]; default 0.005, or
             1 with quantized formats. 1 % is 0.01.
         format: a name or a torch dtype. "bfloat16" (default) and "float32" send the largest
@@ -77,7 +72,7 @@ class DCTState:
     Attributes:
         step: number of steps taken.
         node_group: the intra-node process group when a mesh is used, else None.
-        copied: whether deepcopy or pickle made this state. Such a copy has only the settings.
+        settings: the settings of the compression.
 
     Raises:
         ValueError, TypeError: an argument is out of range, a parameter cannot be compressed, or
@@ -85,12 +80,10 @@ class DCTState:
         RuntimeError: another rank raised an error, or did not construct its state in time.
     """
 
-    copied = False  # by deepcopy or pickle
-
     @checks.names_keywords
     def __init__(
         self,
-        ddp: DistributedDataParallel | None = None,
+        ddp: DistributedDataParallel,
         *,
         density: float | None = None,
         format: str | torch.dtype | None = None,
@@ -103,76 +96,41 @@ class DCTState:
         refresh_every: int = 1,
     ) -> None:
         op = "DCTState"
-        self._process_group, self._mesh = process_group, mesh
-        with sharing_errors(op, self._group_with(ddp)):
+        group = getattr(ddp, "process_group", None) if process_group is None else process_group
+        with sharing_errors(op, group):
             self.settings = Settings.checked(op, density, format, transport, refresh_every)
             if mesh is not None and process_group is not None:
-                raise ValueError(
-                    f"dct::{op}: process_group must be None with a mesh, got {process_group}"
-                )
-            self._loss_scale = loss_scale_of(op, grad_scaler, optimizer)
+                checks.fail(op, "process_group", "None with a mesh", process_group)
             checks.require_int(op, "start_step", start_step, 0, 2**63 - 1)
+            self._names = named_parameters(ddp)
+            loss_scale = loss_scale_of(op, grad_scaler, optimizer, self._names)
+            device = device_of(self._names)
+            self._topology = Topology(op, group, mesh, device)
+        warn_if_eager(device.type)
         self.start_step = start_step
-        self._in_step = False  # from the first bucket of a backward pass to its end
+        values = {"model": describe(self._names), "mesh": self._topology.layout}
+        values |= {**self.settings.to_compare(), "start_step": str(start_step)}
+        values["grad_scaler"] = "given" if loss_scale else "none"
+        self._agreement = Agreement(op, self._topology.all_ranks, device, values)
+        self._topology.open(self._agreement.run_id)
+        node = self._topology.node
+        self.node_group: dist.ProcessGroup | None = node.group
+        self._buckets = Buckets(self._names, self.settings, self._topology, device)
+        sends_once = not keeps_owners(self.settings, self._topology.between.size())
+        self._executor = executor_for(device, sends_once and node.size == 1)
+        self._optimizers = OptimizerChecks(op, self._names, self.settings, loss_scale)
+        self._ledger = StepLedger(
+            op, start_step, loss_scale, self._optimizers, self._executor.run_after
+        )
+        self._open, self._in_step = True, False  # in a step until the end of its backward pass
         self._next_index = 0
         self._pass = NO_PASS  # the backward pass that has a callback queued for its end
-
-        # Set by `bind`:
-        self._names: dict[Parameter, str] = {}
-        self._topology: Topology
-        self._ledger: StepLedger
-        self.node_group: dist.ProcessGroup | None = None
-        self._buckets: Buckets
-        self._executor: Executor | None = None
-        self._warned = False  # whether `_warn_if_unused` has warned
-        if ddp is not None:
-            self.bind(ddp)
-
-    def bind(self, ddp: DistributedDataParallel) -> None:
-        """Attach a state that was constructed without a DDP module. Call it on every rank.
-
-        Raises:
-            ValueError: the state is already bound. Also the errors of the constructor.
-        """
-        if self.copied:
-            self._require_usable("bind")
-        group = self._group_with(ddp)
-        with sharing_errors("DCTState", group):
-            names = named_parameters(ddp)
-            if self._names:
-                raise ValueError("dct::DCTState: state must be bound to one DDP only, got a second")
-            device = device_of(names)
-            if self._loss_scale is not None:
-                self._loss_scale.watch(names)
-            topology = Topology("DCTState", group, self._mesh, device)
-        warn_if_eager(device.type)
-        self._ledger = StepLedger(
-            "DCTState",
-            topology.all_ranks,
-            device,
-            self.settings,
-            {"model": describe(names), "mesh": topology.layout},
-            self._loss_scale,
-            self.start_step,
-        )
-        self._ledger.first_step = FirstStep("DCTState", names, self.settings, self._loss_scale)
-        topology.open(self._ledger.run_id)
-        self._buckets = Buckets(names, self.settings, topology, device)
-        self._topology, self.node_group = topology, topology.node.group
-        sends_once = not keeps_owners(self.settings, topology.between.size())
-        self._executor = executor_for(device, sends_once and topology.node.size == 1)
-        self._ledger.submit = self._executor.submit_after
-        self._names = names  # bound
         self._hooks = comm_hooks(ddp)
-
-    def _group_with(self, ddp: DistributedDataParallel | None) -> dist.ProcessGroup | None:
-        """The group to average over, or None if only a later DDP module determines the group."""
-        default = getattr(ddp, "process_group", None)
-        return default if self._process_group is None else self._process_group
+        self._warned = False  # whether `_warn_if_unused` has warned
 
     @property
     def step(self) -> int:
-        return self._ledger.step if self._names else 0
+        return self._ledger.step
 
     def close(self) -> None:
         """Wait for the last step, then stop the thread and destroy this state's process groups.
@@ -182,13 +140,12 @@ class DCTState:
         Raises:
             RuntimeError: a payload was damaged. The state is closed nevertheless.
         """
-        if self._executor is not None:
+        if self._open:
+            self._open = False
             self._executor.close()
-            self._executor, self._ledger.submit = None, run_now
             self._topology.close()
-            self._ledger.end_first_step()
-        if self._names:
-            self._finish_last_step("close")
+            self._optimizers.close()
+        self._finish_last_step()
 
     def plan(self) -> str:
         """Return a table of the bytes and the capacity of each bucket in a compressed step.
@@ -197,10 +154,9 @@ class DCTState:
         single bucket, as its last line states. Afterwards the bytes are exact.
 
         Raises:
-            ValueError: the state is not bound yet.
             RuntimeError: this rank received a damaged payload.
         """
-        self._require_usable("plan")
+        self._require_usable()
         device = device_of(self._names)
         plans = self._buckets.plans()
         table = plan_table(plans, device)
@@ -222,10 +178,9 @@ class DCTState:
           Payloads have a fixed size, so every step sends the same number of bytes.
 
         Raises:
-            ValueError: the state is not bound yet.
-            RuntimeError: a payload was damaged.
+            RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
         """
-        self._finish_last_step("stats")
+        self._finish_last_step()
         return self._ledger.stats(self._buckets.plans())
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
@@ -239,10 +194,9 @@ class DCTState:
         call allocates one bucket in float32.
 
         Raises:
-            ValueError: the state is not bound yet.
-            RuntimeError: a payload was damaged.
+            RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
         """
-        self._finish_last_step("parameter_stats")
+        self._finish_last_step()
         return parameter_stats(self._buckets.in_order())
 
     def take_back(self) -> None:
@@ -262,17 +216,17 @@ class DCTState:
         whole group of 64 entries that contains a NaN or Inf is dropped. With a mesh, the entries of
         all ranks of the node at the same position are dropped. If several backward passes were
         exchanged, the call takes back all of them, because DDP accumulates them. A second call, or
-        a call after a GradScaler skipped the step, does nothing. After a failed exchange, the call
-        does not wait for the other ranks.
+        a call after a GradScaler skipped the step, does nothing.
 
         Raises:
-            ValueError: the state is not bound yet, or ranks have taken different steps.
-            RuntimeError: a payload was damaged, or a rank did not call this within the group's
-                timeout. Nothing was taken back.
+            ValueError: ranks have taken different steps.
+            RuntimeError: a payload was damaged, an exchange failed, or a rank did not call this
+                within the group's timeout. Nothing was taken back.
         """
-        self._require_usable("take_back")
-        self._ledger.compare_step("take_back")
-        self._finish_last_step("take_back")
+        self._require_usable()
+        self._ledger.read()
+        self._agreement.check_step("take_back", self.step)
+        self._finish_last_step()
         self._ledger.take_back()
 
     def state_dict(self) -> dict[str, Any]:
@@ -284,16 +238,13 @@ class DCTState:
         pass this result instead of the state.
 
         Raises:
-            ValueError: the state is not bound yet.
-            RuntimeError: a payload was damaged, or an exchange failed. After a failed exchange,
-                call `take_back` first, to return the entries of this step to the residuals.
+            RuntimeError: a payload was damaged, or an exchange failed. After a failed exchange, the
+                residuals lack the entries that were sent, so load an earlier checkpoint.
         """
-        self._require_usable("state_dict")
-        self._ledger.require_exchanged("state_dict")
-        self._finish_last_step("state_dict")
+        self._finish_last_step()
         return self._run().save(
             self._buckets.states(),
-            run_id=self._ledger.run_id,
+            run_id=self._agreement.run_id,
             step=self.step,
             buckets=self._buckets.names(),
         )
@@ -307,15 +258,15 @@ class DCTState:
 
         Raises:
             ValueError: the dict has a different version, density, number of ranks, mesh, rank or
-                model; or a value is missing, not finite, or has a wrong type or shape; or this
-                state is not bound yet.
+                model; or a value is missing, not finite, or has a wrong type or shape.
             TypeError: `state` is not a state dict.
             RuntimeError: this state received a damaged payload. Load into a new state.
         """
-        self._require_usable("load_state_dict")
+        self._require_usable()
         entry, states = self._run().find(state)
         self._buckets.load(states, entry["buckets"])  # first, because it may raise
-        self._ledger.load(entry)
+        self._agreement.resume(entry["step"], entry)
+        self._ledger.restart(entry["step"])
         self._in_step = False
 
     def _run(self) -> Run:
@@ -326,60 +277,45 @@ class DCTState:
             "local_size": self._topology.node.size,
         }
         sizes = {name: Flat(parameter.numel()) for parameter, name in self._names.items()}
-        return Run("rank", self._ledger.rank, self.settings.format, same, sizes)
+        return Run("rank", self._agreement.rank, self.settings.format, same, sizes)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy only the settings, because process groups and threads cannot be copied."""
-        kept = {"settings": self.settings, "start_step": self.start_step, "node_group": None}
-        return {**kept, "copied": True, "_names": {}, "_executor": None}
+        return {"settings": self.settings, "start_step": self.start_step, "_open": False}
 
-    def _require_usable(self, op: str) -> None:
-        if self.copied:
-            raise ValueError(
-                f"dct::{op}: state must be made by DCTState(ddp), got a copy, which has only the "
-                "settings: make a new one"
-            )
-        if not self._names:
-            raise ValueError(
-                f"dct::{op}: state must be bound to its DDP by state.bind(ddp), got an unbound one"
-            )
+    def _require_usable(self) -> None:
+        if not hasattr(self, "_ledger"):
+            rule = "made for its DDP (write DCTState(ddp, ...) for a copied ddp, and register it)"
+            checks.fail("DCTState", "state", rule, "a copy, which has only the settings")
         self._ledger.require_intact()
 
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if not isinstance(bucket, dist.GradBucket):
-            raise TypeError(
-                "dct::dct_hook: bucket must be a torch.distributed.GradBucket, got "
-                f"{checks.shown(bucket)}, as with torch._dynamo's optimize_ddp='python_reducer'"
-            )
-        if self._executor is None:
-            self._require_usable("dct_hook")
-            raise ValueError("dct::dct_hook: state must be open, got a closed one")
+            got = f"{checks.shown(bucket)}, as with torch._dynamo's optimize_ddp='python_reducer'"
+            rule = "a torch.distributed.GradBucket"
+            checks.fail("dct_hook", "bucket", rule, got, TypeError)
+        if not self._open:
+            self._require_usable()
+            checks.fail("dct_hook", "state", "open", "a closed one")
         # Detached, because create_graph=True gives the buffer a graph, and the hook overwrites it.
         index, buffer = bucket.index(), bucket.buffer().detach()
         increment_version(buffer)
         # DDP passes its buckets in order, so an index that is not higher than the last one belongs
         # to a new backward pass.
         if not self._in_step or index < self._next_index:
-            self._begin_step()
+            self._agreement.check("dct_hook")
+            self._ledger.begin()
+            self._buckets.begin()
+            self._in_step, self._pass = True, NO_PASS
         self._next_index = index + 1
-        parts = self._buckets.parts(index, bucket)
-        if parts is None:
-            job: Start = partial(self._launch(index), buffer)
-        else:
-            launches = [(parameters, self._launch(number)) for number, parameters in parts.items()]
-            job = partial(reduce_parts, bucket.parameters(), launches, buffer)
-        mean = self._executor.submit(self._ledger.watch(job), buffer)
+        reduction = self._buckets.reduction(bucket, self._ledger)
+        mean = self._executor.submit(reduction, buffer, self._ledger.current)
         self._await_end(bucket)
         return mean
 
-    def _begin_step(self) -> None:
-        self._ledger.begin("dct_hook")
-        self._buckets.begin()
-        self._in_step, self._pass = True, NO_PASS
-
     def _await_end(self, bucket: dist.GradBucket) -> None:
         """Call `_end_pass` at the end of the backward pass that this bucket belongs to."""
-        if current_node() is None and self._executor is not None:
+        if current_node() is None:
             self._executor.complete()  # because DDP waits for this bucket next
         backward = backward_pass()
         if backward == NO_PASS:  # DDP.join calls the hook outside of a backward pass
@@ -390,22 +326,13 @@ class DCTState:
             at_end_of_backward(self._end_pass)
 
     def _end_pass(self, nested: bool) -> None:
-        if self._executor is not None:
-            self._executor.complete()
+        self._executor.complete()
         if self._in_step and not nested:  # called twice if passes are nested
             self._in_step = False
             self._ledger.end()
 
-    def _launch(self, number: int) -> Callable[[Tensor], Complete | None]:
-        """Return a function that starts to reduce the flat gradients of a bucket in this step."""
-        if self._ledger.packed < 0:
-            return self._topology.reduce_densely
-        self._ledger.sent[number] = bucket = self._buckets.bucket(number, self._ledger.packed)
-        scale, inv_scale = self._ledger.scales
-        return partial(bucket.launch, scale=scale, inv_scale=inv_scale)
-
-    def _finish_last_step(self, op: str) -> None:
-        self._require_usable(op)
+    def _finish_last_step(self) -> None:
+        self._require_usable()
         self._warn_if_unused()
         self._ledger.finish()
 
@@ -426,9 +353,25 @@ class DCTState:
 def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average a bucket of gradients over all ranks with compression: a DDP communication hook.
 
-    Register it with `ddp.register_comm_hook(state, dct_hook)`. The hook overwrites the bucket with
-    the mean, which is deterministic and bitwise the same on every rank. Entries that are not sent
-    stay in the state's residual. With torch.compile, DDP's Python reducer is not supported.
+    Register it with `ddp.register_comm_hook(state, dct_hook)`. Steps before `start_step` average
+    the bucket in bfloat16. Every later step computes:
+
+    1. At the first bucket of a backward pass: add the entries of the last step back to the
+       residuals if a GradScaler skipped that step.
+    2. Sample the entries of residual + gradient, and take as the threshold the value that the
+       fraction `density` of the samples reaches. With density 1 there is no threshold.
+    3. Pack the entries of residual + gradient that reach the threshold into a payload, up to its
+       capacity. What the payload lacks is the new residual: other entries, and rounding errors.
+    4. Send the payload to all ranks (transport "all_gather"). Or send each range of the bucket to
+       its owner, which averages the range and packs the mean as in steps 2 and 3, with a residual
+       of its own, and sends it to all ranks ("reduce_scatter").
+    5. Overwrite the bucket with the mean of all payloads, summed in float32 in rank order.
+    6. At the end of the backward pass: read whether payloads of the *previous* step were damaged,
+       and start to copy this information about the current step to the host.
+
+    The mean is deterministic and bitwise the same on every rank. With a mesh of nodes, step 2
+    begins with the mean over the ranks of a node. Source: Dynamic Communication Thresholding (arXiv
+    2010.08899). With torch.compile, DDP's Python reducer is not supported.
 
     Args:
         state: the open DCTState of this DDP module.
@@ -439,13 +382,11 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
 
     Raises:
         TypeError: `state` is not a DCTState, or `bucket` is not a GradBucket.
-        ValueError: `state` is closed, not bound, or belongs to a different model.
-        RuntimeError: this rank received a damaged payload in an earlier step. The weights lack
-            that payload or its damaged blocks, so load a checkpoint into a new state.
+        ValueError: `state` is closed, a copy, or belongs to a different model.
+        RuntimeError: in an earlier step, this rank received a damaged payload or an exchange
+            failed. The weights lack sent entries, so load a checkpoint into a new state.
     """
     if not isinstance(state, DCTState):
-        raise TypeError(
-            "dct::dct_hook: state must be a DCTState, as in "
-            f"ddp.register_comm_hook(DCTState(ddp), dct_hook), got {checks.shown(state)}"
-        )
+        rule = "a DCTState, as in ddp.register_comm_hook(DCTState(ddp), dct_hook)"
+        checks.fail("dct_hook", "state", rule, checks.shown(state), TypeError)
     return state._reduce(bucket)

@@ -13,9 +13,10 @@ from torch.distributed import ReduceOp
 from dct_kernels import checks
 
 from ..formats import require_format
-from ..groups import exchange, require_group, require_same, timeout_of
-from .bucket import Bucket, StepResults, run_now
+from ..groups import compare, require_group
+from .bucket import Bucket
 from .plan import plan_bucket
+from .results import StepResults, run_now
 from .settings import FORMATS, Settings
 
 _OP = "all_reduce_compressed"
@@ -48,7 +49,7 @@ class CompressedWork:
                 self._bucket.finish(self._flat, self._scale)
             if self._has_residual:
                 self._bucket.merge_owned()
-            damaged = StepResults({0: self._bucket}, run_now).read()[0].damaged
+            damaged = StepResults({"": self._bucket}, run_now).read()[""].damaged
             if damaged:
                 got = "; ".join(damaged)
                 self._error = f"dct::{_OP}: every payload must be intact, got {got}"
@@ -149,7 +150,7 @@ def _compare(values: dict[str, Any], group: dist.ProcessGroup, device: torch.dev
     """Raise on every rank if `values` differ. Return if this rank has compared equal values."""
     known = _compared.setdefault(group, set())
     if tuple(values.values()) not in known:
-        require_same(_OP, exchange(_OP, values, group, timeout_of(group, device)))
+        compare(_OP, values, group, device)
         known.add(tuple(values.values()))
 
 

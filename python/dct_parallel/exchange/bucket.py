@@ -1,19 +1,17 @@
-"""Buckets. Each bucket packs, exchanges and unpacks one flat tensor in place."""
+"""Buckets. Each bucket packs a flat tensor, sends it, and unpacks the mean of all ranks."""
 
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from .._torch import span
 from .plan import BucketPlan
 from .reduce_scatter import ReduceScatter
-from .results import ExchangeResult, HostCopy
+from .results import ExchangeResult
 from .transport import AllGather, Transport
 
 
@@ -49,12 +47,6 @@ def parameter_stats(buckets: Iterable["Bucket"]) -> dict[str, dict[str, float]]:
     }
 
 
-Complete = Callable[[], None]  # completes an exchange that was launched
-# Performs an exchange, or launches it and returns a function that completes it.
-Start = Callable[[], Complete | None]
-Submit = Callable[[Callable[[], None]], Future[None] | None]
-
-
 class Bucket:
     """The codec and the transport of one bucket.
 
@@ -67,8 +59,7 @@ class Bucket:
 
     Attributes:
         transports: {name: class}. Simulations override it.
-        words: int32 tensors on the device, the results of the last exchange for `transport.result`.
-            The next exchange overwrites the tensors. Empty during an exchange and if it has failed.
+        words: see `Exchange`. The next exchange overwrites the tensors.
     """
 
     transports: Mapping[str, type[Transport]] = {
@@ -94,29 +85,15 @@ class Bucket:
         self._packed = False  # whether the current exchange has packed its entries
         self._first_step = step
 
-    def launch(
+    def reduce(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
-    ) -> Complete | None:
-        """Start to replace this rank's gradients in `buffer` by their mean over the group.
+    ) -> None:
+        """Replace this rank's gradients in `buffer` by their mean over the group.
 
         Args:
             buffer: float32, bfloat16 or float16 [numel], in units of `scale`.
             scale, inv_scale: a GradScaler's scale and its inverse, or None.
-
-        Returns:
-            A function that completes the exchange, or None if it is already complete. Other buckets
-            may be launched before the function is called.
         """
-        self.start(buffer, inv_scale)
-        if self.transport.sends_once:
-            return partial(self.finish, buffer, scale)
-        self.finish(buffer, scale)
-        return None
-
-    def reduce(
-        self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
-    ) -> None:
-        """Replace this rank's gradients in `buffer` by their mean. Arguments as for `launch`."""
         self.start(buffer, inv_scale)
         self.finish(buffer, scale)
 
@@ -124,6 +101,7 @@ class Bucket:
         """Pack `buffer` and start to send the payload. `buffer` may be overwritten afterwards.
 
         Call `finish` before the next `start`, because all exchanges use the same payload memory.
+        Other buckets may be started before `finish` if the transport sends once.
         """
         self.begin()
         with span("dct::pack"):
@@ -139,8 +117,10 @@ class Bucket:
         """Write the mean of all ranks' payloads into `out`."""
         self.words = self.transport.finish(out, scale)
 
+    def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
+        return self.transport.result(words)
+
     def take_back(self) -> None:
-        """Return the entries of the last exchange to the residual, for a step that is dropped."""
         if self._packed:
             self.transport.take_back()
 
@@ -207,51 +187,3 @@ class Bucket:
             name: dict(zip(columns, row, strict=True))
             for name, row in zip(self.plan.names, rows, strict=True)
         }
-
-
-def run_now(call: Callable[[], None]) -> None:
-    call()
-
-
-class StepResults:
-    """The results of the exchanges of one step, copied to the host together.
-
-    On CUDA, a kernel concatenates the words of all buckets, and one asynchronous copy transfers
-    them to pinned memory. `read` blocks until the copy is done.
-
-    Args:
-        buckets: {number: bucket}.
-        submit: runs a function after the exchanges, possibly later.
-    """
-
-    def __init__(self, buckets: Mapping[int, Bucket], submit: Submit) -> None:
-        self._buckets = sorted(buckets.items())
-        self._exchanged: list[tuple[int, Transport, int]] = []  # bucket, transport, rows of words
-        self._words: HostCopy | None = None
-        self._posted = submit(self._post)
-
-    def _post(self) -> None:
-        words: list[Tensor] = []
-        for number, bucket in self._buckets:
-            if bucket.words:  # empty if the exchange raised an error
-                # Expand a status [n] to [n, 2], the width of the words of a header.
-                words += [w if w.dim() == 2 else w.unsqueeze(1).expand(-1, 2) for w in bucket.words]
-                rows = sum(map(len, bucket.words))
-                self._exchanged.append((number, bucket.transport, rows))
-        if words:
-            with span("dct::read_back"):
-                self._words = HostCopy(torch.cat(words))
-
-    def wait_posted(self) -> None:
-        """Wait until the words are copied from the payloads. On CUDA the current stream waits."""
-        if self._posted is not None:
-            self._posted.wait()
-
-    def read(self) -> dict[int, ExchangeResult]:
-        """Return {number: the result of the exchange}. Waits for the exchanges."""
-        self.wait_posted()
-        rows, results, start = self._words.tolist() if self._words else [], {}, 0
-        for number, transport, length in self._exchanged:
-            results[number] = transport.result(rows[start : start + length])
-            start += length
-        return results

@@ -2,13 +2,16 @@
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from dct_kernels.layout import FLAG_NON_FINITE, FLAG_OVERFLOW
+
+from .._torch import span
 
 RECENT_STEPS = 100
 
@@ -31,6 +34,27 @@ class ExchangeResult(NamedTuple):
     payloads: int  # number of payloads
 
 
+# The result of an exchange that raised an error on this rank, or that was never completed.
+_FAILED = ExchangeResult(["a failed exchange"], False, [], 0, 0, 0)
+
+
+class Exchange(Protocol):
+    """A bucket, or any other sender of messages whose results are read once per step.
+
+    Attributes:
+        words: int32 tensors on the device, [n] or [n, 2], the results of the last exchange. Empty
+            during an exchange and if it has failed.
+    """
+
+    words: Sequence[Tensor]
+
+    def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
+        """Return the result. `words` are the rows of the tensors in `words`, on the host."""
+
+    def take_back(self) -> None:
+        """Return the entries of the last exchange to the residual, for a step that is dropped."""
+
+
 class HostCopy:
     """An asynchronous copy of a tensor to the host. `tolist` waits for the copy."""
 
@@ -46,6 +70,57 @@ class HostCopy:
         if self._copied is not None:
             self._copied.synchronize()
         return self._host.tolist()
+
+
+class StepResults:
+    """The results of the exchanges of one step, copied to the host together.
+
+    On CUDA, a kernel concatenates the words of all exchanges, and one asynchronous copy transfers
+    them to pinned memory. `read` blocks until the copy is done.
+
+    Args:
+        exchanges: {name for error messages: exchange}.
+        run_after: runs a function after the exchanges, possibly later. It returns None if the
+            function is done.
+    """
+
+    def __init__(self, exchanges: Mapping[str, Exchange], run_after: "RunAfter") -> None:
+        self._exchanges, self._rows = dict(exchanges), dict.fromkeys(exchanges, 0)
+        self._words: HostCopy | None = None
+        self._posted = run_after(self._post)
+
+    def _post(self) -> None:
+        words: list[Tensor] = []
+        for name, exchange in self._exchanges.items():
+            # Expand a status [n] to [n, 2], the width of the words of a header.
+            words += [w if w.dim() == 2 else w.unsqueeze(1).expand(-1, 2) for w in exchange.words]
+            self._rows[name] = sum(map(len, exchange.words))
+        if words:
+            with span("dct::read_back"):
+                self._words = HostCopy(torch.cat(words))
+
+    def wait_posted(self) -> None:
+        """Wait until the words are copied from the payloads. On CUDA the current stream waits."""
+        if self._posted is not None:
+            self._posted.wait()
+
+    def read(self) -> dict[str, ExchangeResult]:
+        """Return {name: the result of the exchange}. Waits for the exchanges."""
+        self.wait_posted()
+        words, results, start = self._words.tolist() if self._words else [], {}, 0
+        for name, exchange in self._exchanges.items():
+            end = start + self._rows[name]
+            results[name] = exchange.result(words[start:end]) if end > start else _FAILED
+            start = end
+        return results
+
+
+RunAfter = Callable[[Callable[[], None]], Future[None] | None]
+
+
+def run_now(call: Callable[[], None]) -> None:
+    """The `run_after` of exchanges that are complete."""
+    call()
 
 
 def header_words(payloads: Tensor) -> Tensor:

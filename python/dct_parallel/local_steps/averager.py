@@ -19,7 +19,7 @@ from ..exchange.checkpoint import Flat, Run, States
 from ..exchange.ledger import StepLedger
 from ..exchange.plan import log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
-from ..groups import sharing_errors
+from ..groups import Agreement, sharing_errors
 from ..user_warnings import warn_user
 from .weights import FlatWeights, shard_groups
 
@@ -111,17 +111,11 @@ class DCTAverager(ModelAverager):
         self.wire_bytes = self._plan.wire_bytes
         self._device = self._weights.device
         to_compare = {**self._weights.to_compare(), **self._run_settings}
+        to_compare |= self._settings.to_compare()
         shard_group = self._weights.shard_group
         self._shard_groups = () if shard_group is None else (shard_group,)
-        self._ledger = StepLedger(
-            _OP,
-            group,
-            self._device,
-            self._settings,
-            to_compare,
-            step_name="averaging",
-            shards=shard_group,
-        )
+        self._agreement = Agreement(_OP, group, self._device, to_compare, shard_group)
+        self._ledger = StepLedger(_OP, unit="averaging")
         self._weights.broadcast_from_first_rank(group)
         self._base = self._weights.read()
         self._unaveraged = 0  # steps since the last averaging
@@ -135,7 +129,8 @@ class DCTAverager(ModelAverager):
     def step(self, step: int) -> None:
         checks.require_int(_OP, "step", step, 0, 2**31 - 1)
         if step != self._step:  # ModelAverager's constructor sets 0 before the ledger exists
-            self._ledger.resume_at(step // self.period, step)
+            self._agreement.resume(step)
+            self._ledger.restart(step // self.period)
             self._step = step
 
     @torch.no_grad()
@@ -192,7 +187,7 @@ class DCTAverager(ModelAverager):
         self._ledger.require_intact()
         self._weights.require_same("flush")
         self._compare("flush")
-        self._ledger.compare_step("flush")
+        self._agreement.check_step("flush", self._ledger.step)
         pending = self._weights.change_from(self._start(self._base))
         self._bucket.add_pending(pending)
         with self._collective("flush"):
@@ -253,7 +248,7 @@ class DCTAverager(ModelAverager):
             name: SegmentState(state.residual, state.owner, base.to("cpu", copy=True))
             for (name, state), base in parts
         }
-        numbers = {"run_id": self._ledger.run_id, "step": self.step}
+        numbers = {"run_id": self._agreement.run_id, "step": self.step}
         return self._run().save(states, **numbers, unaveraged=self._unaveraged)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -282,7 +277,8 @@ class DCTAverager(ModelAverager):
                 "with step_ahead (or flush, and start a new averager), got all_gather"
             )
         self._step = entry["step"]
-        self._ledger.load(entry, self.step // self.period)
+        self._agreement.resume(self.step, entry)
+        self._ledger.restart(self.step // self.period)
         self._bucket = self._new_bucket(states)
         bases = [base for name in self._plan.names if (base := states[name].base) is not None]
         self._base = torch.cat(bases).to(self._device)
@@ -297,7 +293,7 @@ class DCTAverager(ModelAverager):
         ranks = {"world_size": self.process_group.size(), "local_size": 1}
         same = {**self._run_settings, "density": self._settings.density, **ranks}
         parameters = {name: Flat(numel) for name, numel in sizes}
-        return Run("rank", self._ledger.rank, self._settings.format, same, parameters)
+        return Run("rank", self._agreement.rank, self._settings.format, same, parameters)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -314,24 +310,25 @@ class DCTAverager(ModelAverager):
         """Average the weights. On an error, restore the last base and keep changes as residual."""
         moved = self._weights.change_from(self._start(self._base))
         self._compare("average_parameters")
-        self._ledger.begin("average_parameters", self.step // self.period)
-        base = None
+        self._ledger.begin(self.step // self.period)
+        base, non_finite = None, False
         try:
-            self._ledger.sent[0] = self._bucket
+            self._ledger.record("bucket 0", self._bucket)
             with self._collective("average_parameters"):
                 self._bucket.start(moved)
             del moved  # `start` has added it to the residual, and the mean needs as much memory
             base = self._receive()
             start = self._start(base)  # may run out of memory, so compute it before ranks agree
-            self._agree()
-            if self._ledger.non_finite:
+            non_finite = self._ledger.non_finite or not self._weights.all_representable(base)
+            non_finite = self._agree(non_finite)
+            if non_finite:
                 raise RuntimeError(
                     f"dct::average_parameters: weights at averaging {self.step // self.period} "
                     f"must be finite on every rank, got {self._weights.cause(base)}"
                 )
         except BaseException:
             self._ledger.take_back()
-            if base is not None and self._ledger.non_finite:
+            if base is not None and non_finite:
                 self._drop_overflow(base)
             self._weights.write(self._start(self._base))
             raise
@@ -340,9 +337,14 @@ class DCTAverager(ModelAverager):
         self._unaveraged = 0
 
     def _compare(self, op: str) -> None:
-        """Call `StepLedger.compare`. Warn if all ranks have equal gradients, as with DDP."""
-        digests = self._ledger.compare(op, self._weights.gradient_digest)
-        if len(digests) > 1 and set(digests) == {digests[0]} != {0}:
+        """Compare the run and step. Warn if all ranks have equal gradients, as with DDP."""
+        if not self._agreement.check(op):
+            return
+        group, timeout = self.process_group, groups.timeout_of(self.process_group, self._device)
+        values = {"gradients": self._weights.gradient_digest()}
+        found = groups.gather_values(op, values, group, timeout)
+        digests = {values["gradients"] for values in found.values()}
+        if len(found) > 1 and len(digests) == 1 and digests != {0}:
             warn_user(
                 "DCT: gradients are the same on all ranks, so every rank reads the same data, or "
                 "DistributedDataParallel still averages gradients and nothing is saved: train the "
@@ -361,20 +363,17 @@ class DCTAverager(ModelAverager):
         mean = torch.empty_like(self._base)
         with self._collective("average_parameters"):
             self._bucket.finish(mean)
-        self._ledger.look()
-        base = mean.add_(self._base)
-        self._ledger.non_finite |= not self._weights.all_representable(base)
-        return base
+        self._ledger.finish()
+        return mean.add_(self._base)
 
-    def _agree(self) -> None:
-        """Wait until all ranks have received all payloads, and reduce the non-finite flag.
+    def _agree(self, non_finite: bool) -> bool:
+        """Wait until all ranks have received all payloads. Return whether any is `non_finite`.
 
-        A rank that received a damaged payload raises first, so no rank applies this averaging.
+        A rank that received a damaged payload has raised, so no rank applies this averaging.
         """
-        self._ledger.require_intact()
         dimensions = self.process_group, *self._shard_groups
         with self._collective("average_parameters"):
-            self._ledger.non_finite = any_rank(self._ledger.non_finite, self._device, *dimensions)
+            return any_rank(non_finite, self._device, *dimensions)
 
     @contextlib.contextmanager
     def _collective(self, op: str) -> Iterator[None]:

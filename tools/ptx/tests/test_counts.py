@@ -119,10 +119,10 @@ def cost(kernel, *arguments):
     executor().load(*toolkit.ptx([build.HERE / "counted.cu"]))
     loaded = SYMBOLS[kernel]
 
-    def call(ops):
+    def call(ops, _):
         executor().launch(loaded, 1, 32, *arguments)
 
-    found = counting.count(Case(kernel, "", 1, 0, call))
+    found = counting.count(Case(kernel, "", 1, 0, 1, call), 1)
     return found.kernels[0], machine_code.machine_code(executor().text(loaded), loaded)
 
 

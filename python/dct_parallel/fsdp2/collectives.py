@@ -1,0 +1,164 @@
+"""Quantized collectives between the shards of a module, which FSDP2 calls instead of torch's."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from dct_kernels import checks
+
+from .._torch import fsdp_divide_factor, fsdp_gathered_dtypes, fsdp_reduced_dtype, span
+from ..collectives import all_gather, all_gather_bytes
+from ..exchange.results import ExchangeResult
+from .messages import MessageLayout, message_layout
+
+if TYPE_CHECKING:
+    from .units import Unit
+
+
+class _Collective:
+    """Implements FSDP2's interface of collectives (`allocate` and `__call__`), and `Exchange`.
+
+    torch's collective is used if messages would not be smaller, and for a tensor that does not
+    match the layout of the unit, because it contains other parameters or is for other ranks.
+
+    Args:
+        unit: the module whose weights or gradients are sent.
+        default: torch's collective.
+        format: the format of messages, or None to use torch's collective.
+        count: counts the bytes that this rank sends.
+    """
+
+    _trained: ClassVar[bool]  # whether messages contain only parameters that require grad
+    _least_itemsize: ClassVar[int]  # of the dense collective that messages are compared with
+
+    def __init__(
+        self, unit: "Unit", default: Any, format: str | None, count: Callable[[int], None]
+    ) -> None:
+        self._unit, self._default, self._format, self._count = unit, default, format, count
+        self._ranks = dist.get_process_group_ranks(unit.shard_group())
+        # int32 [number of ranks], not 0 for ranks that have sent a damaged message. Empty before
+        # the first message.
+        self.words: Sequence[Tensor] = ()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        tensor: Tensor = self._default.allocate(size, dtype=dtype, device=device)
+        return tensor
+
+    def message_bytes(self) -> int:
+        """The bytes that this rank sends to each other rank in the next exchange."""
+        dtypes = self._dtypes()  # of the parameters
+        if len({*dtypes}) == 1 and (layout := self._layout(dtypes[0])) is not None:
+            return layout.nbytes(dtypes[0])
+        parts = zip(self._unit.layout(self._trained), dtypes, strict=True)
+        return sum(numel * dtype.itemsize for (numel, _), dtype in parts)
+
+    def _dtypes(self) -> Sequence[torch.dtype]:
+        """The dtype in which torch's collective sends each parameter."""
+        raise NotImplementedError
+
+    def _layout(self, dtype: torch.dtype) -> MessageLayout | None:
+        """The layout of messages for parts of this dtype, or None to use torch's collective."""
+        parameters = self._unit.layout(self._trained)
+        if self._format is None or not parameters or dtype not in checks.FLOATS:
+            return None
+        layout = message_layout(parameters, self._format)
+        dense = layout.numel * max(dtype.itemsize, self._least_itemsize)
+        is_smaller = len(self._ranks) > 1 and layout.nbytes(dtype) < dense
+        return layout if is_smaller else None
+
+    def _record(self, status: Tensor) -> None:
+        self.words = [status.maximum(self.words[0]) if self.words else status]
+
+    def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
+        """Return the damaged messages, given the rows of `words` on the host."""
+        senders = zip(self._ranks, words, strict=True)
+        damaged = [f"status {status} from rank {rank}" for rank, (status, _) in senders if status]
+        return ExchangeResult(damaged, False, [], 0, 0, 0)
+
+    def take_back(self) -> None:
+        """Do nothing, because there is no residual."""
+
+
+class WeightGather(_Collective):
+    """The all-gather of the weights of a module.
+
+    Every rank unpacks all shards from messages, including its own shard, so weights are bitwise
+    equal on all ranks.
+    """
+
+    _trained, _least_itemsize = False, 1
+
+    def _dtypes(self) -> Sequence[torch.dtype]:
+        return fsdp_gathered_dtypes(self._unit.group)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        layout, dtype = self._layout(input_tensor.dtype), input_tensor.dtype
+        if layout is None or layout.numel != input_tensor.numel():
+            self._count(all_gather_bytes(input_tensor.nbytes, group.size()))
+            work: dist.Work | None = self._default(output_tensor, input_tensor, group, async_op)
+            return work
+        with span("dct::gather_weights"):
+            message = input_tensor.new_zeros(layout.nbytes(dtype), dtype=torch.uint8)
+            layout.pack(input_tensor, message, dtype)
+            messages = message.new_empty(len(self._ranks), len(message))
+            self._count(all_gather_bytes(len(message), len(self._ranks)))
+            all_gather(messages, message, group)
+            shards = zip(messages.split(1), output_tensor.view(len(self._ranks), -1), strict=True)
+            self._record(torch.cat([layout.unpack(*shard, dtype) for shard in shards]))
+        return None
+
+
+class GradientReduceScatter(_Collective):
+    """The reduce-scatter of the gradients of a module, as an all-to-all of messages.
+
+    The owner of a shard sums the messages of all ranks in rank order, in float32. So messages are
+    compared with a dense collective in float32.
+    """
+
+    _trained, _least_itemsize = True, 4
+
+    def _dtypes(self) -> Sequence[torch.dtype]:
+        dtype = fsdp_reduced_dtype(self._unit.group)
+        return [] if dtype is None else [dtype] * len(self._unit.layout(trained=True))
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp | ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        layout, dtype = self._layout(output_tensor.dtype), input_tensor.dtype
+        if layout is None or layout.numel != output_tensor.numel():
+            self._count(all_gather_bytes(output_tensor.nbytes, group.size()))
+            work: dist.Work | None = self._default(output_tensor, input_tensor, group, op, async_op)
+            return work
+        with span("dct::reduce_gradients"):
+            ranks = len(self._ranks)
+            messages = input_tensor.new_zeros(ranks, layout.nbytes(dtype), dtype=torch.uint8)
+            for part, message in zip(input_tensor.view(ranks, -1), messages, strict=True):
+                layout.pack(part, message, dtype)
+            received = torch.empty_like(messages)
+            self._count(all_gather_bytes(messages.shape[1], ranks))
+            dist.all_to_all_single(received, messages, group=group)
+            self._record(layout.unpack(received, output_tensor, dtype, self._scale(op)))
+        return None
+
+    def _scale(self, op: ReduceOp | ReduceOp.RedOpType) -> float:
+        if op == ReduceOp.SUM:
+            return 1.0
+        factor = fsdp_divide_factor(self._unit.group)  # with PREMUL_SUM
+        if op == ReduceOp.AVG:
+            factor = len(self._ranks)
+        return 1 / (factor or 1)
