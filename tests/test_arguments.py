@@ -59,7 +59,7 @@ def _valid_arguments():
         "dct_hook": {"state": state, "bucket": None},
         "DCTAverager": {"module": nn.Linear(4, 4)},
         averager.load_state_dict: {"state": {}},
-        "dct_fully_shard_hook": {"model": sharded, "mesh": mesh},
+        "dct_fully_shard_hook": {"model": more, "mesh": mesh},
         replicas.load_state_dict: {"state": {}},
         "compress_fully_shard": {"model": more},
         replicas.load_merged: {"folder": "no folder"},
