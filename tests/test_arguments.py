@@ -56,7 +56,6 @@ def _valid_arguments():
         compressor.unpack: {"payloads": payloads, "out": out},
         compressor.pack_mean: {"payloads": payloads},
         "DCTState": {"ddp": ddp},
-        state.bind: {"ddp": ddp},
         state.load_state_dict: {"state": {}},
         "dct_hook": {"state": state, "bucket": None},
         "DCTAverager": {"module": nn.Linear(4, 4)},
