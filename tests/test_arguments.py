@@ -54,7 +54,6 @@ def _valid_arguments():
         "Compressor": {"numel": 8},
         compressor.pack: {"grad": out},
         compressor.unpack: {"payloads": payloads, "out": out},
-        compressor.pack_mean: {"payloads": payloads},
         "DCTState": {"ddp": ddp},
         state.load_state_dict: {"state": {}},
         "dct_hook": {"state": state, "bucket": None},
