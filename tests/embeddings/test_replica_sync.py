@@ -344,8 +344,8 @@ def test_a_damaged_payload_raises(rank, transport, sender, settings):
     sync = ReplicaSync(bags, optimizer=optimizer, transport=transport, **settings)
     _train(bags, optimizer, 0, rank)
     module.all_gather = damaging
-    rule = "every payload of sync 0 must be intact"
-    with pytest.raises(RuntimeError, match=rf"{rule}, got status \d+ from rank {sender}"):
+    text = rf"every payload of sync 0 must be intact, got status \d+ from rank {sender}"
+    with pytest.raises(RuntimeError, match=text):
         sync.step()
     module.all_gather = gather
     for call in (sync.sync, sync.flush):  # later calls also raise

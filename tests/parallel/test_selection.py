@@ -102,6 +102,7 @@ def test_ranks_without_a_range_send_to_all_owners(rank):
     nbytes = payload_layout(*sizes, capacity, torch.bfloat16, 4).nbytes
     assert sent == (owners - (rank < owners) + 3) * nbytes
     assert state.stats()["wire_bytes"] == 6 * nbytes
+    assert f" {owners * capacity:,} " in state.plan()
 
 
 @on_ranks(2)
