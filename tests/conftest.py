@@ -40,6 +40,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
+def pytest_collection_finish():
+    """Exclude all modules from garbage collection, which otherwise takes 0.3 s for `one_rank`."""
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     """With DCT_REQUIRE_NVCC=1, tests fail instead of being skipped if nvcc or a tool is missing."""

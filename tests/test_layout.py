@@ -1,6 +1,7 @@
 """Imports between modules, calls of torch without dtype or device, and the content of a wheel."""
 
 import ast
+import graphlib
 import inspect
 import os
 import subprocess
@@ -64,6 +65,22 @@ def test_a_package_imports_only_packages_before_it():
         level = PACKAGES.index(name.partition(".")[0])
         above = {t for t in targets if PACKAGES.index(t.partition(".")[0]) > level}
         assert not above, f"{name} imports {above}"
+
+
+def test_modules_do_not_import_each_other_in_a_cycle():
+    """Imports inside functions and for type checkers count, because a reader follows them too.
+
+    A module that imports a module of a package does not import the package's __init__.py.
+    """
+    graph = {}
+    for name, (within, tree) in MODULES.items():
+        found = [(f"{source}.{imported}", source) for source, imported in _imports(tree, within)]
+        targets = {next((m for m in pair if m in MODULES), name) for pair in found}
+        graph[name] = targets - {name}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 # {package: {folder: other folders that it may import}}. Other modules may import no folder.

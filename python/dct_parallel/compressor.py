@@ -137,7 +137,6 @@ class Compressor:
         # The slices of a row into which `_to_send` copies the two halves of the payload.
         self._cuts = slice(self._layout.positions), slice(row.positions, row.nbytes)
         self._sampled = False
-        self._mean: Tensor | None = None  # the buffer of `pack_mean`
 
     def pack(self, grad: Tensor, inv_scale: Tensor | None = None) -> Tensor:
         """Add `grad` to the residual, and pack the entries that reach the threshold.
@@ -157,10 +156,8 @@ class Compressor:
         """
         checks.require_tensor("Compressor.pack", "grad", grad, checks.FLOATS)
         if grad.shape != self.residual.shape:
-            raise ValueError(
-                f"dct::Compressor.pack: grad must have shape [{len(self.residual)}], got "
-                f"{list(grad.shape)}"
-            )
+            rule, got = f"shape [{len(self.residual)}]", list(grad.shape)
+            checks.fail("Compressor.pack", "grad", rule, got, verb="have")
         _require_scale("Compressor.pack", "inv_scale", inv_scale)
         if self.density < 1:
             self._sample(grad, inv_scale)
@@ -197,24 +194,10 @@ class Compressor:
         checks.require_type("Compressor.unpack", "out", out, Tensor, "a tensor")
         _require_scale("Compressor.unpack", "out_scale", out_scale)
         if len(payloads) == 0:
-            raise ValueError("dct::Compressor.unpack: payloads must have at least 1 payload, got 0")
+            checks.fail("Compressor.unpack", "payloads", "at least 1 payload", 0, verb="have")
         if self._row is not None:
             payloads = torch.cat([payloads[..., cut] for cut in self._cuts], dim=-1)
         return self._unpack(payloads, out, out_scale)
-
-    def pack_mean(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
-        """Pack the mean of P payloads, as the owner of a range does.
-
-        Args:
-            payloads: uint8 [P, nbytes], as for `unpack`.
-
-        Returns:
-            The status of `unpack`, int32 [P], and `payload`.
-        """
-        if self._mean is None:
-            self._mean = torch.empty_like(self.residual)
-        status = self.unpack(payloads, self._mean)
-        return status, self.pack(self._mean)
 
     def take_back(self, mean: Tensor | None = None) -> None:
         """Return the last payload's values to the residual, as if they had not been sent.
@@ -225,7 +208,7 @@ class Compressor:
         header. The call allocates `numel` float32.
 
         Args:
-            mean: the mean that `pack_mean` packed, which is subtracted from the residual; or None.
+            mean: what the last `pack` added to the residual, to be subtracted again; or None.
         """
         # If both flags of a header are set, unpacking writes a NaN to the first element.
         self.payload[..., FLAGS_BYTE].zero_()

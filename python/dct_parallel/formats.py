@@ -17,13 +17,9 @@ def require_format(
     Raises an error unless the name is in `formats`. `why` is appended to the rule in the error.
     """
     if not isinstance(format, (str, torch.dtype)):
-        raise TypeError(
-            f"dct::{op}: {arg} must be a string or a torch.dtype, got {checks.shown(format)}"
-        )
+        checks.fail(op, arg, "a string or a torch.dtype", checks.shown(format), TypeError)
     name = next((name for name, dtype in DTYPES.items() if dtype == format), str(format))
     if name not in formats:
-        raise ValueError(
-            f"dct::{op}: {arg} must be {checks.either([repr(known) for known in formats]) + why}, "
-            f"got {format!r}"
-        )
+        rule = checks.either([repr(known) for known in formats]) + why
+        checks.fail(op, arg, rule, repr(format))
     return name

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dct_kernels import __version__
+from dct_kernels import __version__, checks
 
 from ._torch import new_gloo_group
 from ._torch import timeout_of as timeout_of
@@ -51,14 +51,11 @@ def require_group(
     Raises an error if this rank is not in the group, or if the group was destroyed.
     """
     if group is None and not dist.is_initialized():
-        raise ValueError(
-            f"dct::{op}: {arg} must be a process group if torch.distributed is not initialized "
-            "(call init_process_group first), got None"
-        )
+        rule = "a process group if torch.distributed is not initialized (call init_process_group "
+        checks.fail(op, arg, rule + "first)", None)
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
-        rule = "a process group that this rank is in"
-        raise ValueError(f"dct::{op}: {arg} must be {rule}, got {group!r}")
+        checks.fail(op, arg, "a process group that this rank is in", repr(group))
     if not exists(group):
         raise ValueError(f"dct::{op}: {arg} must exist, got one that was destroyed")
     return group

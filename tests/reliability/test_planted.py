@@ -1,6 +1,5 @@
 """Random programs find planted defects and report them."""
 
-import random
 import threading
 
 import pytest
@@ -10,41 +9,13 @@ from dct_parallel import Compressor
 from reliability import programs
 from reliability.pool import Failed, Pool
 
-_SHAPES = [(), (130,), (40, 33, "t"), (900,)]
-_OPTIONS = {"format": "bfloat16", "density": 0.02}
-SETTINGS = {
-    "hook": {
-        "ranks": 2,
-        "shapes": _SHAPES,
-        "frozen": [],
-        "options": _OPTIONS | {"start_step": 0},
-        "bucket_mb": 0.004,
-        "view": False,
-        "scale": None,
-    },
-    "averager": {
-        "ranks": 2,
-        "shapes": _SHAPES,
-        "dtypes": ["float32"] * len(_SHAPES),
-        "frozen": [],
-        "options": _OPTIONS | {"period": 5},
-    },
-    "fsdp2": {
-        "mesh": (2, 1),
-        "units": [[(130,), (40, 33)], [(900,)]],
-        "frozen": False,
-        "options": _OPTIONS | {"start_step": 0},
-        "scale": None,
-    },
-}
-
 
 def _forgets_an_entry():
     pack = Compressor.pack
 
     def planted(self, *args):
         payload = pack(self, *args)
-        self.residual[7] = 0
+        self.residual[7:8] = 0
         return payload
 
     Compressor.pack = planted
@@ -65,17 +36,14 @@ def _differs():
     Compressor.unpack = planted
 
 
-def _hangs():
-    if dist.get_rank() == 1:
+def _hangs(rank):
+    if rank == 1:
         threading.Event().wait()
 
 
-def _planted(rank, plant, entry_point):
+def _planted(rank, plant, entry_point, settings, calls):
     plant()
-    draw = random.Random(1)
-    draw_step = programs.module_of(entry_point).draw_step
-    calls = [("step", draw_step(draw, 2)) for _ in range(20)]
-    programs.play(rank, entry_point, SETTINGS[entry_point], calls)
+    programs.play(rank, entry_point, settings, calls)
 
 
 def _parameters(entry_point, plant, text, large=True):
@@ -96,14 +64,18 @@ def _parameters(entry_point, plant, text, large=True):
     ],
 )
 def test_programs_find_planted_defects(entry_point, plant, text):
+    """One of the first programs for two ranks fails."""
+    drawn = (programs.draw_program(entry_point, number, 0) for number in range(40))
     with Pool(2) as pool, pytest.raises(Failed, match=text):
-        pool.call(_planted, plant, entry_point)
+        for ranks, *program in drawn:
+            if ranks == 2:
+                pool.call(_planted, plant, entry_point, *program)
 
 
 def test_hanging_rank_is_reported():
     with Pool(2) as pool:
         with pytest.raises(Failed, match="rank 1 did not return"):
-            pool.call(_planted, _hangs, "averager", seconds=2)
+            pool.call(_hangs, seconds=2)
         assert pool.call(max, 1) == [1, 1]  # in new processes
 
 

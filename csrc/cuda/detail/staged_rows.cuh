@@ -11,12 +11,15 @@ namespace dct::cuda {
 
 constexpr int kLaneColumns = 32;  // per lane at a time
 constexpr int kWarpColumns = kWarpSize * kLaneColumns;
+constexpr int kMostWarpRows = kWarpSize / 2;  // each has a scale
 
 // Number of vectors that hold a warp's rows, including the other bytes in the first and the last
 // vector. Reading codes may read `kOverread` bytes past their first byte.
 template <RowFormat kFormat, int kOverread>
 constexpr int kStagedVectors =
-    (kWarpColumns / codes_per_byte(kFormat) + kScaleBytes + kOverread) / kVectorBytes + 2;
+    (kWarpColumns / codes_per_byte(kFormat) + kMostWarpRows * kScaleBytes + kOverread) /
+        kVectorBytes +
+    2;
 
 // The division of rows among lanes.
 struct RowLanes {

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from dct_kernels import checks
+
 from ..exchange.bucket import Bucket, SegmentState
 from ..exchange.ledger import StepLedger
 from ..exchange.plan import BucketPlan, log_plan, plan_bucket
@@ -140,10 +142,8 @@ class Buckets:
         """
         flat = [name for bucket in names for name in bucket]
         if len(set(flat)) < len(flat) or set(flat) - set(self._names.values()):
-            raise ValueError(
-                "dct::load_state_dict: buckets must be lists of parameters of this model, each at "
-                f"most once, got {', '.join(flat)}"
-            )
+            rule = "lists of parameters of this model, each at most once"
+            checks.fail("load_state_dict", "buckets", rule, ", ".join(flat))
         self._buckets.clear()
         parameters = {name: parameter for parameter, name in self._names.items()}
         self._loaded, saved = True, [[parameters[name] for name in bucket] for bucket in names]
@@ -156,10 +156,8 @@ class Buckets:
 
     def _new_plan(self, parameters: Sequence[Parameter]) -> BucketPlan:
         if any(parameter not in self._names for parameter in parameters):
-            raise ValueError(
-                "dct::dct_hook: state must be made from the DDP that the hook is registered with"
-                ", got a bucket of a different model"
-            )
+            rule = "made from the DDP that the hook is registered with"
+            checks.fail("dct_hook", "state", rule, "a bucket of a different model")
         return self._plan_of(parameters)
 
     def node_bytes(self) -> int:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dct_kernels import checks
+
 from .. import groups
 from .._torch import span
 from ..collectives import all_gather, all_reduce_bytes, dense_mean, reduce_scatter
@@ -204,13 +206,9 @@ class Topology:
             ranks = mesh.mesh.flatten().tolist()
             expected = dist.get_process_group_ranks(self.all_ranks)
             if sorted(ranks) != sorted(expected):
-                raise ValueError(
-                    f"dct::{op}: mesh must have the ranks of ddp, {expected}, got {ranks}"
-                )
+                checks.fail(op, "mesh", f"the ranks of ddp, {expected}", ranks, verb="have")
             if mesh.device_type != device.type:
-                raise ValueError(
-                    f"dct::{op}: mesh must be on {device.type} like ddp, got {mesh.device_type}"
-                )
+                checks.fail(op, "mesh", f"on {device.type} like ddp", mesh.device_type)
         # The CPU needs separate groups, because collectives of the executor's thread must not
         # interleave with collectives of the main thread. The executor on CUDA has no thread.
         self._separate = device.type == "cpu"

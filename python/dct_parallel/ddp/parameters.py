@@ -29,10 +29,8 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
             rule += " (wrap the module in one first)"
         checks.fail("DCTState", "ddp", rule, checks.shown(ddp), TypeError)
     if expects_sparse_gradients(ddp):
-        raise ValueError(
-            "dct::DCTState: gradients of ddp must be dense (build embeddings with sparse=False), "
-            "got sparse ones"
-        )
+        rule = "dense (build embeddings with sparse=False)"
+        checks.fail("DCTState", "gradients of ddp", rule, "sparse ones")
     reduced = reduced_parameters(ddp)  # not by name: DDP may ignore one name of a tied weight
     named = ddp.module.named_parameters()
     names = {parameter: unwrapped(name) for name, parameter in named if parameter in reduced}
@@ -40,7 +38,7 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
         checks.require_dtype("DCTState", f"parameter {name}", parameter.dtype, checks.FLOATS)
     device = device_of(names)
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"dct::DCTState: ddp must be on the CPU or on CUDA, got {device}")
+        checks.fail("DCTState", "ddp", "on the CPU or on CUDA", device)
     return names
 
 

@@ -158,20 +158,17 @@ def _require(tensor: Tensor, residual: Tensor | None) -> None:
     checks.require_type(_OP, "tensor", tensor, Tensor, "a tensor")
     for name, given in {"tensor": tensor, "residual": residual}.items():
         if type(given) not in (Tensor, nn.Parameter, type(None)) and isinstance(given, Tensor):
-            raise TypeError(
-                f"dct::{_OP}: {name} must be a plain tensor (for a DTensor, pass to_local()), got "
-                f"{type(given).__name__}"
-            )
+            rule = "a plain tensor (for a DTensor, pass to_local())"
+            checks.fail(_OP, name, rule, type(given).__name__, TypeError)
     if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"dct::{_OP}: tensor must be on the CPU or CUDA, got {tensor.device}")
+        checks.fail(_OP, "tensor", "on the CPU or CUDA", tensor.device)
     checks.require_tensor(_OP, "tensor", tensor, checks.FLOATS, (tensor.dim(),))
     if residual is None:
         return
     like, shape = ("tensor", tensor), list(tensor.shape)
     checks.require_type(_OP, "residual", residual, Tensor, "a tensor or None")
     if residual.shape != tensor.shape:
-        raise ValueError(
-            f"dct::{_OP}: residual must have shape {shape}, like tensor, got {list(residual.shape)}"
-        )
+        rule = f"shape {shape}, like tensor"
+        checks.fail(_OP, "residual", rule, list(residual.shape), verb="have")
     checks.require_tensor(_OP, "residual", residual, (torch.float32,), (len(shape),), like)
     checks.memory(_OP, {"tensor": tensor, "residual": residual}, {})

@@ -132,12 +132,11 @@ class LossScale:
         self._notes = None
         skipped = [self._stepped.get(key, _SKIPPED).tolist()[0] for key in handled]
         if any(skipped) and not all(skipped):
-            raise RuntimeError(
-                f"dct::{self._op}: parameters must have one optimizer, or optimizers that the "
-                f"GradScaler skips together, got {len(skipped)}, of which it skipped "
-                f"{skipped.count(True)}; nothing was taken back: call take_back() if no gradient "
-                "of the last step was applied, otherwise load a checkpoint"
-            )
+            rule = "one optimizer, or optimizers that the GradScaler skips together"
+            got = f"{len(skipped)}, of which it skipped {skipped.count(True)}; nothing was taken "
+            got += "back: call take_back() if no gradient of the last step was applied, otherwise "
+            got += "load a checkpoint"
+            checks.fail(self._op, "parameters", rule, got, RuntimeError, "have")
         return any(skipped)
 
     def _record_step(self, optimizer: Optimizer) -> None:

@@ -59,12 +59,6 @@ class Quantized:
         status: Tensor = _dequantize_sum(payloads, out, self._format, 1 / len(payloads), out_scale)
         return status
 
-    def pack_mean(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Compressor.pack_mean`."""
-        mean = torch.empty_like(self.residual)
-        status = self.unpack(payloads, mean)
-        return status, self.pack(mean)
-
     def take_back(self, mean: Tensor | None = None) -> None:
         """See `Compressor.take_back`."""
         sent = torch.empty_like(self.residual)

@@ -143,7 +143,9 @@ class ReduceScatter(Transport):
     def _compress_mean(self) -> tuple[Tensor, Tensor]:
         """Pack the mean of this rank's range. Returns the status of each sender and the payload."""
         if len(self._arrived):
-            status, packed = self._owner.pack_mean(self._arrived)
+            mean = torch.empty_like(self._owner.residual)
+            status = self._owner.unpack(self._arrived, mean)
+            packed = self._owner.pack(mean)
         else:  # an empty range
             status, packed = self._no_status, self._owner.pack(self._owner.residual)
         self._packed = True

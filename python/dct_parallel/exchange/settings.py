@@ -9,7 +9,7 @@ import dataclasses
 
 import torch
 
-from dct_kernels import quantized_payload_bytes
+from dct_kernels import checks, quantized_payload_bytes
 from dct_kernels.layout import payload_layout
 
 from ..compressor import Compressor, check_settings, default_capacity
@@ -59,7 +59,7 @@ class Settings:
         """
         if transport not in (None, *TRANSPORTS):
             rule = f"None, {' or '.join(map(repr, TRANSPORTS))}"
-            raise ValueError(f"dct::{op}: transport must be {rule}, got {transport!r}")
+            checks.fail(op, "transport", rule, repr(transport))
         named = format is not None
         format = require_format(op, "format", FORMAT if format is None else format, FORMATS)
         is_quantized = format in quantized.QUANTIZED_FORMATS
@@ -67,10 +67,8 @@ class Settings:
             density = 1.0 if is_quantized else DENSITY
         check_settings(op, density, refresh_every)
         if is_quantized and density < 1:
-            raise ValueError(
-                f"dct::{op}: density must be 1 with format {format}, which sends all entries, got "
-                f"{density}"
-            )
+            rule = f"1 with format {format}, which sends all entries"
+            checks.fail(op, "density", rule, density)
         if density == 1 and not named:
             warn_user(
                 f"DCT: density is a fraction, and 1 sends all entries in {FORMAT}; 1 % is 0.01. "

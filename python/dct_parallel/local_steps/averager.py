@@ -195,7 +195,7 @@ class DCTAverager(ModelAverager):
             overflows = not self._weights.all_representable(base)
             overflows = any_rank(overflows, self._device, *self._shard_groups)
         if overflows:
-            raise RuntimeError("dct::flush: weights must be finite on every rank, got NaN or Inf")
+            checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
         torch._foreach_zero_(self._bucket.residuals())
         self._base = base
         self._weights.write(base)
@@ -272,10 +272,9 @@ class DCTAverager(ModelAverager):
         owned = any(s.owner is not None and s.owner.any() for s in states.values())
         if self._step_ahead and owned and self._plan.transport == "all_gather":
             # Loading would add the owner's residual to this rank's residual but not to its weights.
-            raise ValueError(
-                "dct::load_state_dict: transport must be reduce_scatter, as in the saved run, "
-                "with step_ahead (or flush, and start a new averager), got all_gather"
-            )
+            rule = "reduce_scatter, as in the saved run, with step_ahead "
+            rule += "(or flush, and start a new averager)"
+            checks.fail("load_state_dict", "transport", rule, "all_gather")
         self._step = entry["step"]
         self._agreement.resume(self.step, entry)
         self._ledger.restart(self.step // self.period)
@@ -296,10 +295,8 @@ class DCTAverager(ModelAverager):
         return Run("rank", self._agreement.rank, self._settings.format, same, parameters)
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            f"dct::{_OP}: an averager must not be copied or pickled (save its state_dict()), got "
-            "a copy"
-        )
+        rule = "be copied or pickled (save its state_dict())"
+        checks.fail(_OP, "an averager", rule, "a copy", TypeError, "not")
 
     def _new_bucket(self, states: States) -> Bucket:
         group, averagings = self.process_group, self._ledger.step
@@ -322,10 +319,9 @@ class DCTAverager(ModelAverager):
             non_finite = self._ledger.non_finite or not self._weights.all_representable(base)
             non_finite = self._agree(non_finite)
             if non_finite:
-                raise RuntimeError(
-                    f"dct::average_parameters: weights at averaging {self.step // self.period} "
-                    f"must be finite on every rank, got {self._weights.cause(base)}"
-                )
+                what = f"weights at averaging {self.step // self.period}"
+                rule, got = "finite on every rank", self._weights.cause(base)
+                checks.fail("average_parameters", what, rule, got, RuntimeError)
         except BaseException:
             self._ledger.take_back()
             if base is not None and non_finite:

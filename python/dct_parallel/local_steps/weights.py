@@ -68,14 +68,9 @@ def require_mesh(op: str, module: nn.Module) -> DeviceMesh | None:
             shard = _imported("torch.distributed.tensor", "Shard")
             if more or other != mesh or type(placement) is not shard:
                 got = f"{parameter.placements} on {other}"  # type: ignore[attr-defined]
-                raise ValueError(
-                    f"dct::{op}: parameter {unwrapped(name)} must be {rule}, got {got}"
-                )
+                checks.fail(op, f"parameter {unwrapped(name)}", rule, got)
         elif parameter.requires_grad:
-            raise ValueError(
-                f"dct::{op}: parameter {unwrapped(name)} must be {rule}, got one that is not "
-                "sharded"
-            )
+            checks.fail(op, f"parameter {unwrapped(name)}", rule, "one that is not sharded")
     return mesh
 
 
@@ -84,11 +79,9 @@ def require_replicas(op: str, group: dist.ProcessGroup, mesh: DeviceMesh) -> Non
     others = set(dist.get_process_group_ranks(mesh.get_group())) - {dist.get_rank()}
     shared = sorted(others & set(dist.get_process_group_ranks(group)))
     if shared:
-        raise ValueError(
-            f"dct::{op}: process_group must be the ranks with the same shard, such as "
-            f'mesh["replicate"].get_group(), got a group with {", ".join(map(str, shared))}, of '
-            "other shards of the same replica"
-        )
+        rule = 'the ranks with the same shard, such as mesh["replicate"].get_group()'
+        got = f"a group with {', '.join(map(str, shared))}, of other shards of the same replica"
+        checks.fail(op, "process_group", rule, got)
 
 
 def _sharded(module: nn.Module) -> dict[str, Any]:
@@ -127,14 +120,12 @@ class FlatWeights:
 
     def __init__(self, op: str, module: nn.Module, group: dist.ProcessGroup) -> None:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"dct::{op}: module must be an nn.Module, got {checks.shown(module)}")
+            checks.fail(op, "module", "an nn.Module", checks.shown(module), TypeError)
         if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
-            raise TypeError(
-                f"dct::{op}: module must be trained without DistributedDataParallel, which "
-                "averages all gradients (do not wrap it: train the module itself; if a framework "
-                "wraps it, train under ddp.no_sync() and pass ddp.module), got "
-                f"{type(module).__name__}"
-            )
+            rule = "trained without DistributedDataParallel, which averages all gradients (do not "
+            rule += "wrap it: train the module itself; if a framework wraps it, train under "
+            rule += "ddp.no_sync() and pass ddp.module)"
+            checks.fail(op, "module", rule, type(module).__name__, TypeError)
         self._module = module
         self.shard, self.shard_group = WHOLE, None
         mesh = require_mesh(op, module)
@@ -147,16 +138,14 @@ class FlatWeights:
                 self.shard += f", cut along {', '.join(map(str, dims))}"
         self.names, self.frozen = self._named(trained=True), self._named(trained=False)
         if not self.names:
-            raise ValueError(f"dct::{op}: module must have parameters that require grad, got none")
+            checks.fail(op, "module", "parameters that require grad", "none", verb="have")
         for parameter, name in self.names.items():
             checks.require_dtype(op, f"parameter {name}", parameter.dtype, checks.FLOATS)
         devices = {local(parameter).device for parameter in self.names | self.frozen}
         self.device = next(iter(devices))
         if len(devices) > 1 or self.device.type not in ("cpu", "cuda"):
-            raise ValueError(
-                f"dct::{op}: module must be on one device, the CPU or CUDA, got "
-                f"{', '.join(sorted(map(str, devices)))}"
-            )
+            got = ", ".join(sorted(map(str, devices)))
+            checks.fail(op, "module", "on one device, the CPU or CUDA", got)
         self.sizes = tuple(local(parameter).numel() for parameter in self.names)
 
     @property
@@ -176,11 +165,9 @@ class FlatWeights:
         names = now | self.names
         different = [names[parameter] for parameter in now.keys() ^ self.names.keys()]
         if different:
-            raise ValueError(
-                f"dct::{op}: module must have the same parameters that require grad as when this "
-                f"averager was made, got a difference in {', '.join(sorted(set(different)))}: "
-                "make a new averager"
-            )
+            rule = "the same parameters that require grad as when this averager was made"
+            got = f"a difference in {', '.join(sorted(set(different)))}: make a new averager"
+            checks.fail(op, "module", rule, got, verb="have")
 
     @torch.no_grad()
     def broadcast_from_first_rank(self, group: dist.ProcessGroup) -> None:
