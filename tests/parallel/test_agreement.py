@@ -66,6 +66,8 @@ def test_ranks_compare_steps_set_by_post_local_sgd(rank):
         if error is None:
             optimizer.step()
             assert averager.step == steps[rank] + 2
+            averager.step = 20  # the statistics stay
+            assert averager.stats()["density"] == 1
             assert_same(torch.cat([p.flatten() for p in model.parameters()]))
             continue
         with pytest.raises(ValueError, match=f"dct::average_parameters: step {MUST} {error}"):

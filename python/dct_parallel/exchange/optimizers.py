@@ -208,6 +208,7 @@ class OptimizerChecks:
         self._seen = False  # whether an optimizer has stepped
         # All parameters, and one of each optimizer after the optimizers have stepped, to save time.
         self._watched = list(self._parameters)
+        self._versions = -1
         self.forget_step()
         alive, check = weakref.ref(self), torch.compiler.disable(OptimizerChecks._check)
 
