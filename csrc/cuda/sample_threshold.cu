@@ -15,7 +15,8 @@ namespace {
 
 struct SamplePolicy {
   static constexpr int kSelectThreads = 512;
-  static constexpr int kThreadKeys = 8;  // 16 sectors in flight per thread
+  static constexpr int kThreadKeys = 8;   // 16 sectors in flight per thread
+  static constexpr int kThreadLoads = 4;  // vectors of gathered keys in flight per thread
   static constexpr int64_t kMostInRegisters = kSelectThreads * kThreadKeys;
   static constexpr int kGatherMinBlocks = 4;  // a thread has one sample
 };
@@ -89,14 +90,23 @@ __global__ void __launch_bounds__(SamplePolicy::kSelectThreads)
   const Samples samples(args, blockIdx.x);
   const auto* vectors = reinterpret_cast<const uint4*>(keys + samples.range * keys_per_range(args));
   write_threshold(args, samples, [&](auto visit) {
-#pragma unroll 4
-    for (int64_t v = thread_index(); v < padded_keys(samples.count) / 4;
-         v += SamplePolicy::kSelectThreads) {
-      const uint4 four = vectors[v];
-      visit(four.x);
-      visit(four.y);
-      visit(four.z);
-      visit(four.w);
+    constexpr int kLoads = SamplePolicy::kThreadLoads;
+    constexpr int kStep = SamplePolicy::kSelectThreads;
+    const int64_t count = padded_keys(samples.count) / 4;
+    for (int64_t first = thread_index(); first < count; first += kLoads * kStep) {
+      uint4 loaded[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int64_t v = first + i * kStep;
+        loaded[i] = v < count ? vectors[v] : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        visit(loaded[i].x);
+        visit(loaded[i].y);
+        visit(loaded[i].z);
+        visit(loaded[i].w);
+      }
     }
   });
 }
@@ -122,8 +132,9 @@ __global__ void __launch_bounds__(SamplePolicy::kSelectThreads)
     const float scale = load_scale(args.inv_scale);
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
-      if (i * SamplePolicy::kSelectThreads + thread_index() >= samples.count) break;
-      keys[i] = magnitude_key(accumulate(residual[i], grad[i], scale));
+      if (i * SamplePolicy::kSelectThreads + thread_index() < samples.count) {
+        keys[i] = magnitude_key(accumulate(residual[i], grad[i], scale));
+      }
     }
   }
   write_threshold(args, samples, [&](auto visit) {

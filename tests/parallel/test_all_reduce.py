@@ -88,15 +88,15 @@ def test_invalid_arguments_change_nothing(rank):
 def test_ranks_compare_each_combination_of_arguments_once(rank):
     """Equal arguments are compared once. If size, dtype or format differ, every call raises."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    compared, exchanged = [], all_reduce.exchange
+    compared, compare = [], all_reduce.compare
 
     def counted(op, values, *args):
         compared.append(values)
-        return exchanged(op, values, *args)
+        return compare(op, values, *args)
 
     same = "must be the same on every rank, got"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(all_reduce, "exchange", counted)
+        patch.setattr(all_reduce, "compare", counted)
         for numel, dtype, format, text in (
             (1000, torch.float32, "float32", None),
             (1000 + 1000 * rank, torch.float32, "int8", f"numel {same} 1000 on rank 0, 2000 on"),

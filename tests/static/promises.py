@@ -96,7 +96,7 @@ PROMISES = {
     "row_dequantize_kernel": Promise(wide_loads=3, wide_stores=1, in_flight={STREAMS: 3}),
     # Loads a warp's rows of two messages, or of four if a lane loads one vector per message.
     "row_dequantize_sum_kernel": Promise(
-        wide_loads=4, wide_stores=5, in_flight={STREAMS: 4}, fuses=True
+        wide_loads=4, wide_stores=4, in_flight={STREAMS: 4}, fuses=True
     ),
 }
 

@@ -62,10 +62,9 @@ class _Collective:
 
     def _layout(self, dtype: torch.dtype) -> MessageLayout | None:
         """The layout of messages for parts of this dtype, or None to use torch's collective."""
-        parameters = self._unit.layout(self._trained)
-        if self._format is None or not parameters or dtype not in checks.FLOATS:
+        if self._format is None or dtype not in checks.FLOATS:
             return None
-        layout = message_layout(parameters, self._format)
+        layout = message_layout(self._unit.layout(self._trained), self._format)
         dense = layout.numel * max(dtype.itemsize, self._least_itemsize)
         is_smaller = len(self._ranks) > 1 and layout.nbytes(dtype) < dense
         return layout if is_smaller else None
