@@ -14,7 +14,6 @@ from bench.cost_model import (
     Kernels,
     Link,
     Model,
-    Step,
     all_gather,
     all_reduce,
     all_to_all,
@@ -128,20 +127,3 @@ def test_recommendations_and_losses_are_those_of_the_guide(optimizer, ranks, cap
     row = rf"^\| `{re.escape(fastest)}` \| (?:{name}|the same),.* (\S+ ± \S+) \|$"
     figures = re.findall(r"[+-][\d.]+ ± [\d.]+", loss)
     assert figures and set(figures) <= set(re.findall(row, GUIDE, re.M))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "taken"),
-    [
-        ((1.0, 0.9, 0.8, 0.4), "local"),
-        ((1.0, 0.9, 0.88, 0.86), "bf16"),
-        ((1.0, 0.98, 0.97, 0.96), "dense"),
-    ],
-    ids=["ours", "bf16 is as fast", "dense is as fast"],
-)
-def test_the_simplest_of_equally_fast_methods_is_chosen(seconds, taken):
-    names = ("dense", "bf16", "dct", "local")
-    steps = {n: Step(s, 0.0, 0.0, 0.0, 5e4) for n, s in zip(names, seconds, strict=True)}
-    assert scale.best(steps) == taken
-    helps = scale.sentence(2, 1e9, steps, 0.005).startswith("It helps: ")
-    assert helps == (taken in ("dct", "local"))

@@ -20,6 +20,7 @@ from support.ranks import (
     assert_same_states,
     batch,
     entry,
+    integers,
     mlp,
     on_ranks,
     run_ranks,
@@ -110,6 +111,38 @@ SMALL = {"bucket_cap_mb": 0.02}
 )
 def test_resumed_run_is_bitwise_equal(make, ranks, options, tmp_path):
     run_ranks(_check_resume, ranks, make, options, tmp_path)
+
+
+SAVED_BUCKETS = [  # parameters of the saved buckets, names of the exchanges in the first step
+    ([[0], [1], [2], [3], [4], [5]], [f"saved bucket {index}" for index in (4, 5, 2, 3, 0, 1)]),
+    ([[1, 3], [4], [5], [2, 0]], ["saved bucket 1", "saved bucket 2", "bucket 1", "bucket 2"]),
+    ([[4, 5], [0, 2], [3, 1]], ["bucket 0", "bucket 1", "bucket 2"]),
+]
+
+
+@pytest.mark.parametrize(
+    "transport, executor", [("all_gather", "Inline"), ("reduce_scatter", "Thread")]
+)
+@on_ranks(2)
+def test_first_steps_after_a_load_lose_nothing(rank, transport, executor):
+    """DDP has buckets of parameters [4, 5], [2, 3] and [0, 1], other than the saved buckets."""
+    sizes = (4096,) * 6
+    settings = {"density": 0.05, "start_step": 0, "transport": transport}
+    numbers = [torch.cat(integers(sizes, step, rank)) for step in range(5)]
+    saving = Hook(sizes, **settings)
+    for step in range(2):
+        saving.step(numbers[step])
+    for saved, names in SAVED_BUCKETS:
+        point, file = Hook(sizes, bucket_cap_mb=2**-5, unused=True, **settings), saving.file()
+        entry(file["dct"])["buckets"] = [[f"p.{index}" for index in bucket] for bucket in saved]
+        point.load(file)
+        assert type(point.state._executor).__name__ == f"{executor}Executor"
+        for step in range(2, 5):
+            point.step(numbers[step])
+            exchanges, mean = [*point.state._ledger._exchanges], rank_sum(sum(numbers[: step + 1]))
+            found = saving.applied + point.applied + point.pending()
+            assert torch.equal(found, mean.double() / 2)
+            assert exchanges == (names if step == 2 else ["bucket 0", "bucket 1", "bucket 2"])
 
 
 def _assert_near(now, before):

@@ -19,8 +19,9 @@ class Hook:
 
     local_size = None  # ranks per node, or shards per replica in `Sharded`
 
-    def __init__(self, sizes, bucket_cap_mb=25, fused=False, **settings):
-        self.model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=bucket_cap_mb)
+    def __init__(self, sizes, bucket_cap_mb=25, fused=False, unused=False, **settings):
+        options = {"bucket_cap_mb": bucket_cap_mb, "find_unused_parameters": unused}
+        self.model = DistributedDataParallel(Dictated(sizes), **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, fused=fused)
         settings = {"optimizer": self.optimizer, **settings}
         self.state = meshed_state(self.model, self.local_size, **settings)

@@ -42,8 +42,11 @@ class Buckets:
         self._names, self._device = names, device
         self._settings = settings
         self._node, self._group = topology.node, topology.between
+        # Keys are DDP's indices. The key of a saved bucket is its number minus the number of saved
+        # buckets, so that a bucket of DDP does not replace it in the same step.
         self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
         self._buckets: dict[int, Bucket] = {}
+        self._saved = 0  # number of saved buckets
         self._parked: dict[str, SegmentState] = {}
         # _loaded: the layouts were loaded, and no step has used them. _resumes: this step does.
         self._loaded = self._resumes = False
@@ -68,44 +71,54 @@ class Buckets:
         index = bucket.index()
         parameters = cast(list[Parameter], bucket.parameters())  # "tensors", by torch's stubs
         if index not in self._layouts or not _same(parameters, self._layouts[index][0]):
-            if self._resumes:
-                members = set(parameters)
-                saved = {i: layout[0] for i, layout in self._layouts.items()}
-                parts = {i: part for i, part in saved.items() if members.issuperset(part)}
-                if sum(map(len, parts.values())) == len(parameters):
-                    reductions = [(part, self._reduction(i, ledger)) for i, part in parts.items()]
-                    return _SavedBuckets(parameters, reductions)
+            if self._resumes and (parts := self._saved_parts(parameters)):
+                reductions = [(part, self._reduction(key, ledger)) for key, part in parts.items()]
+                return _SavedBuckets(parameters, reductions)
             plan = self._new_plan(parameters)
-            self._layouts = {i: known for i, known in self._layouts.items() if i < index}
+            self._replace(index, parameters)
             self._layouts[index] = parameters, plan
         return self._reduction(index, ledger)
 
-    def _reduction(self, number: int, ledger: StepLedger) -> Reduction:
-        """What reduces the saved or current bucket with this number."""
+    def _saved_parts(self, parameters: Sequence[Parameter]) -> dict[int, list[Parameter]]:
+        """{key: parameters} of the saved buckets that together contain these parameters.
+
+        Empty if there are none, or if a single one contains the parameters in the same order.
+        """
+        members = set(parameters)
+        parts = {key: part for key, (part, _) in self._layouts.items() if members.issuperset(part)}
+        whole = sum(map(len, parts.values())) == len(parameters)
+        return {} if not whole or any(_same(part, parameters) for part in parts.values()) else parts
+
+    def _replace(self, index: int, parameters: Sequence[Parameter]) -> None:
+        """Park the states of the buckets that had this index or any of these parameters.
+
+        No such bucket is in use, because a step passes each index and each parameter once.
+        """
+        members = set(parameters)
+        for key, (others, _) in list(self._layouts.items()):
+            if key == index or not members.isdisjoint(others):
+                del self._layouts[key]
+                if (bucket := self._buckets.pop(key, None)) is not None:
+                    self._parked |= bucket.states()
+
+    def _reduction(self, key: int, ledger: StepLedger) -> Reduction:
+        """What reduces the saved or current bucket with this key."""
         compressed = ledger.current.compressed
         if compressed is None:
             return self._dense
-        bucket = self._bucket(number, compressed)
-        ledger.record(f"bucket {number}", bucket)
-        return bucket
+        if key not in self._buckets:
+            self._buckets[key] = self._new_bucket(*self._layouts[key], compressed)
+        what = f"bucket {key}" if key >= 0 else f"saved bucket {key + self._saved}"
+        ledger.record(what, self._buckets[key])
+        return self._buckets[key]
 
-    def _bucket(self, number: int, step: int) -> Bucket:
-        """Return the bucket with this number, created again if its layout has changed."""
-        parameters, plan = self._layouts[number]
-        known = self._buckets.get(number)
-        if known is not None and known.plan is plan:
-            return known
-        # Buckets before this one are unchanged and may be in use. So this bucket and the later
-        # buckets together contain the same parameters as before, in a different order.
-        for later in [i for i in self._buckets if i >= number]:
-            self._parked |= self._buckets.pop(later).states()
+    def _new_bucket(self, parameters: list[Parameter], plan: BucketPlan, step: int) -> Bucket:
         sizes = {self._names[p]: p.numel() for p in parameters}
         states = {name: self._parked.pop(name) for name in sizes if name in self._parked}
-        in_node = self._node.size > 1
-        make = partial(NodeBucket, self._node, sizes) if in_node else Bucket
-        made = self._buckets[number] = make(plan, self._group, self._device, step, states)
         log_plan("DCTState", plan, self._device)
-        return made
+        if self._node.size == 1:
+            return Bucket(plan, self._group, self._device, step, states)
+        return NodeBucket(self._node, sizes, plan, self._group, self._device, step, states)
 
     def in_order(self) -> list[Bucket]:
         """All buckets. The list is empty before compression starts and directly after a load."""
@@ -147,7 +160,9 @@ class Buckets:
         self._buckets.clear()
         parameters = {name: parameter for parameter, name in self._names.items()}
         self._loaded, saved = True, [[parameters[name] for name in bucket] for bucket in names]
-        self._layouts = {i: (bucket, self._plan_of(bucket)) for i, bucket in enumerate(saved)}
+        self._saved = len(saved)
+        numbered = enumerate(saved, -len(saved))
+        self._layouts = {key: (bucket, self._plan_of(bucket)) for key, bucket in numbered}
         self._parked = {
             name: states[name].map(partial(to_physical, parameter=parameter))
             for parameter, name in self._names.items()

@@ -51,11 +51,11 @@ class Executor(ABC):
 
 
 class InlineExecutor(Executor):
-    """Reduces buckets with CPU tensors and one collective each, on the thread of the backward pass.
+    """Reduces buckets with CPU tensors on the thread of the backward pass.
 
     A reduction starts when it is submitted, and its message is sent during the backward pass.
-    `complete` finishes the reductions in order. No separate thread is used, because it would
-    contend for the GIL.
+    `complete` finishes the reductions in order, including the collectives that `finish` starts. No
+    separate thread is used, because it would contend for the GIL.
     """
 
     def __init__(self) -> None:
