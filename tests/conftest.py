@@ -78,7 +78,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--triton-cases",
         type=int,
-        default=3,
+        default=2,
         help="maximum number of cases per test of Triton's kernels, interpreted or executed as "
         "PTX; with 8 or more, tests with many launches also run; 0 runs all cases",
     )

@@ -29,7 +29,7 @@ def _valid_arguments():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from DeviceMesh and FSDP
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-        hooked, sharded, more = (fully_shard(nn.Linear(4, 4), mesh=mesh["shard"]) for _ in range(3))
+        hooked, more = (fully_shard(nn.Linear(4, 4), mesh=mesh["shard"]) for _ in range(2))
     plan, weight = dct_embeddings.plan_shards([8], 1), nn.Parameter(torch.ones(8, 4))
     bags = dct_embeddings.ShardedEmbeddingBags([torch.ones(8, 4)], plan, mesh)
     rows = dct_embeddings.FeatureRows(torch.ones(8, 1))

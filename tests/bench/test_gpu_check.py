@@ -1,11 +1,13 @@
-"""bench/gpu/check.py: stages that pass, fail, hang or cannot start; a run without a GPU."""
+"""bench/gpu without a GPU: a dry run of check.py, and the patches of variants.py."""
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from ptx import toolkit
+
+from bench.gpu import variants
 
 GPU = Path(__file__).parents[2] / "bench" / "gpu"
 
@@ -15,52 +17,6 @@ def check(monkeypatch):
     monkeypatch.syspath_prepend(str(GPU))
     yield __import__("check")
     del sys.modules["check"]
-
-
-def stage(check, name, program, limit=60.0, tool="PYTHON"):
-    return check.Stage(name, limit, "", (tool, "-c", program, "OUT"))
-
-
-def _has_ended(pid):
-    """Whether a killed process ends within 10 s. A zombie counts as ended."""
-    for _ in range(100):
-        try:
-            if Path("/proc", pid, "stat").read_text().split()[2] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def test_every_stage_runs_and_is_summarized(check, tmp_path, capsys):
-    child = "import subprocess, sys; child = subprocess.Popen(['sleep', '60'])"
-    wait = f"{child}; print(child.pid, flush=True); child.wait()"
-    touch = "import pathlib, sys; pathlib.Path(sys.argv[1], 'x.json').touch(); print('done\\n')"
-    stages = [
-        stage(check, "passes", touch),
-        stage(check, "fails", "print('so far'); raise SystemExit('what is wrong')"),
-        stage(check, "hangs", wait, limit=2.0),
-        stage(check, "lacks", "", tool="no-such-tool"),
-        stage(
-            check, "after", "import dct_kernels, dct_parallel, support.ranks; print('all found')"
-        ),
-    ]
-    out = tmp_path / "new" / "out"
-    assert check.run(stages, out, limit=60.0) == 2
-    summary = json.loads((out / "summary.json").read_text())
-    pid = (out / "hangs.log").read_text().split()[0]
-    assert [(each["stage"], each["status"], each["message"]) for each in summary] == [
-        ("passes", "passed", "done"),
-        ("fails", "failed", "what is wrong"),
-        ("hangs", "stopped", f"after 2 s, at: {pid}"),
-        ("lacks", "skipped", "no-such-tool is not installed"),
-        ("after", "passed", "all found"),
-    ]
-    assert _has_ended(pid)
-    assert (out / "x.json").exists() and "so far" in (out / "fails.log").read_text()
-    table = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in table] == [each["stage"] for each in summary]
 
 
 def test_a_dry_run_finds_a_mistyped_argument(check, tmp_path):
@@ -82,3 +38,16 @@ def test_a_dry_run_finds_a_mistyped_argument(check, tmp_path):
 def test_a_dry_run_of_the_whole_plan(check, tmp_path):
     plan = [check.dry(each) for each in check.STAGES if each.name in check.PLAN]
     assert check.run(plan, tmp_path, limit=3600) == 0
+
+
+def test_every_patch_replaces_text_and_a_wrong_one_is_refused(tmp_path):
+    for i, variant in enumerate(variants.VARIANTS.values()):
+        folder = variants.patched(toolkit.CSRC, variant, tmp_path / f"{i}")
+        for where, old, new in variant.patches:
+            left = [path.read_text().count(old) for path in folder.glob(where)]
+            assert sum(left) == 0 or old in new
+    wrong = variants.Variant((), (("**/mask_pack.cu", "no such text", ""),))
+    with pytest.raises(
+        ValueError, match=r"must replace a text of .*mask_pack.cu, got 'no such text'"
+    ):
+        variants.patched(toolkit.CSRC, wrong, tmp_path / "wrong")

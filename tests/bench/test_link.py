@@ -1,23 +1,16 @@
 """bench.link end to end: on loopback, and in network namespaces if root can create them."""
 
-import contextlib
 import fcntl
 import json
 import os
 import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
 from bench import link
-from bench.cli import UsageError
 from bench.network import namespaces
-from bench.network.namespaces import Namespaces
-from bench.network.report import merge, render
-from support.programs import ROOT, started
 
 SMALL = ["--hash-size", "300", "--batch-size", "16", "--steps", "15", "--modes"]
 SMALL += ["dense,dct,hybrid-format-dedup"]
@@ -87,64 +80,3 @@ def test_namespaces(tmp_path):
         headers = 66 * cell["packets"]
         assert cell["wire_bytes"] == pytest.approx(cell["payload_bytes"] + headers, rel=0.05)
     assert _ours() == []
-
-
-@pytest.mark.large
-def test_sharded_modes_send_fewer_bytes(tmp_path):
-    """A step gathers 6 blocks of width 384 twice (kept: once), and the other parameters once.
-
-    The token embedding and the head have 97 rows each, which are padded to 98.
-    """
-    modes = "fsdp-torch,fsdp-int8,fsdp-int8-kept"
-    given = ["--steps", "15", "--modes", modes, "--loopback", "--out", str(tmp_path)]
-    assert link.main(given) == 0
-    cells = json.loads((tmp_path / "link.json").read_text())["cells"]
-    unquantized, int8, kept = (cell["payload_bytes"] for cell in cells)
-    blocks, rest = 6 * (12 * 384**2 + 13 * 384), (2 * 98 + 64 + 2) * 384 + 98
-    assert unquantized == 3 * blocks + 2 * rest  # a rank sends half of the elements, 2 bytes each
-    # int8 has 66 bytes per 64 elements, and 1 % of the parameters are small and not quantized.
-    assert unquantized / 1.95 < int8 < unquantized / 1.9
-    assert kept == pytest.approx(int8 * (2 * blocks + 2 * rest) / (3 * blocks + 2 * rest), rel=1e-3)
-
-
-@needs_root
-def test_the_next_run_removes_the_namespaces_of_a_killed_run(tmp_path):
-    with _running(tmp_path) as process:
-        process.kill()
-        process.wait()
-    assert len(_ours()) == 3
-    with Namespaces(2), pytest.raises(UsageError, match="another run is active"), Namespaces(2):
-        pass
-    assert _ours() == []
-
-
-@contextlib.contextmanager
-def _running(folder):
-    """A run of bench.link that has created its namespaces and would take minutes."""
-    command = [sys.executable, "-m", "bench.link", "--rates", "1mbit", "--out", str(folder)]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    with started(command, cwd=ROOT, **pipes) as process:
-        deadline = time.monotonic() + 60
-        while len(_ours()) < 3:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        yield process
-
-
-def _measured(seconds, wire):
-    """A record of steps that took `seconds`, with `wire` bytes in each."""
-    steps = len(seconds)
-    counted = {"payload_bytes": 1000 * steps, "wire_bytes": wire * steps, "packets": 2 * steps}
-    return counted | {"seconds": seconds}
-
-
-def test_a_step_takes_as_long_as_its_slowest_rank():
-    rounds = [
-        [_measured([0.001, 0.002], 1132), _measured([0.003, 0.001], 1132)],
-        [_measured([0.004], 1132), _measured([0.005], 1132)],
-    ]
-    cell = merge(2, 1e9, "dct", rounds, 1)
-    assert cell["steps"] == 3 and cell["step_ms"][1] == pytest.approx(3.0)  # median of (3, 2, 5)
-    run = {"links": [], "cells": [cell]}
-    assert "| DCT | 1,000 | 1,132 | 1.000 | 2 |" in " ".join(render(run).split())  # 1000 + 2 * 66
-    assert merge(2, None, "dct", rounds, 2)["wire_bytes"] == 1132 / 2  # two ranks share a counter

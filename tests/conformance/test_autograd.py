@@ -175,16 +175,6 @@ def test_mutating_an_argument_that_requires_grad_raises(entry, op, arg):
         call(**args)
 
 
-@pytest.mark.parametrize(
-    ("op", "arg"), [(op, arg) for op in WRITTEN for arg in sorted(WRITTEN[op])]
-)
-def test_vmap_of_a_mutating_op_raises(op, arg):
-    args = arguments(op)
-    batch = torch.stack([args[arg]] * 2)
-    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
-        torch.vmap(lambda tensor: getattr(torch.ops.dct, op)(**args | {arg: tensor}))(batch)
-
-
 def test_mutating_a_tensor_saved_for_backward_raises_in_backward():
     weight = torch.ones(100, requires_grad=True)
     args = arguments("mask_pack")

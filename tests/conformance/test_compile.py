@@ -159,31 +159,6 @@ def test_forward_and_backward(backend):
     assert torch.equal(gradients[1] != 0, gradients[0] != 0)
 
 
-class StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(x):
-        return row_dequantize(row_quantize(x, "int4"), x.shape[1], "int4", x.dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return row_dequantize(row_quantize(grad, "sign"), grad.shape[1], "sign", grad.dtype)
-
-    setup_context = staticmethod(lambda ctx, inputs, output: None)
-
-
-def test_quantized_rows_in_a_custom_function():
-    """Dynamo traces a custom backward function."""
-    x = samples.normal(320).view(5, 64)
-    expected = StraightThrough.backward(None, 2 * StraightThrough.forward(x))
-
-    def loss(x):
-        return StraightThrough.apply(x).square().sum()
-
-    leaf = x.clone().requires_grad_()
-    torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf).backward()
-    assert torch.equal(leaf.grad, expected)
-
-
 def test_invalid_arguments_raise_while_tracing():
     def wrong(x):
         return row_pack(x, 99, torch.float32)

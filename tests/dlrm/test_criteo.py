@@ -1,4 +1,4 @@
-"""The reader of Criteo's layout: values, missing values, malformed lines, compression, ranks."""
+"""Generated rows, and the reader of Criteo's layout: values, malformed lines, ranks."""
 
 import gzip
 import math
@@ -11,7 +11,6 @@ import torch
 from criteo_lines import INTS, line, write_rows
 from dlrm.data import criteo, synthetic
 from dlrm.data.features import CARDINALITIES, Rows, table_rows
-from dlrm.errors import UsageError
 
 ROWS = table_rows(100)
 
@@ -21,6 +20,16 @@ def _write(tmp_path, *lines, name="rows.tsv"):
     content = "".join(text + "\n" for text in lines)
     path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
     return path
+
+
+def test_generated_rows_match_the_published_results():
+    """The first 1,000 rows of seed 0 have these sums. A row depends only on seed and number."""
+    block = synthetic.Generator(0).rows(np.arange(1000))
+    assert (block.labels.sum(), block.ints.sum(), block.values.sum()) == (257, 4306512, 858050)
+    assert block.probability.sum() == pytest.approx(242.8818492)
+    part = synthetic.Generator(0).rows(np.arange(9, 3, -1))
+    np.testing.assert_array_equal(part.values, block.values[9:3:-1])
+    np.testing.assert_array_equal(part.labels, block.labels[9:3:-1])
 
 
 def test_values_of_a_row(tmp_path):
@@ -44,10 +53,7 @@ def test_values_of_a_row(tmp_path):
     "text, reason",
     [
         ("", "must have 40 fields, got 1"),
-        (line() + "\t", "must have 40 fields, got 41"),
         (line(label="2"), "label must be 0 or 1, got '2'"),
-        (line(label=""), "label must be 0 or 1, got ''"),
-        (line(ints=["1.5", *INTS[1:]]), "field 1 must be an integer, got '1.5'"),
         (line(ints=[*INTS[:12], "x" * 99]), f"field 13 must be an integer, got '{'x' * 20}'"),
     ],
 )
@@ -74,30 +80,3 @@ def test_generated_rows_are_read_back(tmp_path, monkeypatch, name, world_size):
         assert torch.equal(rows.labels, whole.labels[indices])
         assert torch.equal(rows.ints, whole.ints[indices])
         assert torch.equal(rows.ids, whole.ids[indices])
-
-
-def test_unreadable_files_raise(tmp_path):
-    empty = _write(tmp_path)
-    with pytest.raises(UsageError, match=r"rows\.tsv must have rows, got an empty file"):
-        criteo.check_file(empty)
-    with pytest.raises(UsageError, match=r"none\.tsv must be a file, got a path that does not ex"):
-        criteo.check_file(tmp_path / "none.tsv")
-    with pytest.raises(UsageError, match="must be a file, got a folder"):
-        criteo.check_file(tmp_path)
-    commas = _write(tmp_path, line().replace("\t", ","))
-    with pytest.raises(UsageError, match=r"must be tab-separated, got a line that looks comma-sep"):
-        criteo.check_file(commas)
-
-
-@pytest.mark.parametrize("damage", ["truncated", "corrupt"])
-def test_a_damaged_gzip_file_raises(tmp_path, damage):
-    path = write_rows(tmp_path / "rows.tsv.gz", seed=0, rows=300)
-    content = bytearray(path.read_bytes())
-    if damage == "truncated":
-        content = content[: len(content) // 2]
-    else:
-        content[len(content) // 2 : len(content) // 2 + 64] = bytes(64)
-    path.write_bytes(content)
-    criteo.check_file(path)  # checks only the beginning
-    with pytest.raises(UsageError, match="must be readable to its end"):
-        criteo.read(path, ROWS)

@@ -1,19 +1,9 @@
-"""DLRM: sizes, initialization, and the interaction compared with a loop."""
+"""DLRM: the logits compared with a loop."""
 
 import pytest
 import torch
 
-from dlrm.data.features import table_rows
 from dlrm.models.dlrm import DLRM
-
-
-def test_parameters_of_the_kaggle_setup():
-    rows = table_rows(2000)
-    model = DLRM(rows, 16, [512, 256, 64], [512, 256])
-    bottom = 13 * 512 + 512 + 512 * 256 + 256 + 256 * 64 + 64 + 64 * 16 + 16
-    top = 367 * 512 + 512 + 512 * 256 + 256 + 256 * 1 + 1
-    parameters = sum(p.numel() for p in model.parameters())
-    assert parameters == 16 * sum(rows) + bottom + top == 16 * 31187 + 475_985
 
 
 def test_logits_match_a_loop():

@@ -1,17 +1,14 @@
 """Runs on ranks: split models compared with replicated ones, seeds, optimizers, errors."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dlrm import loop, training
+from dlrm import loop
 from dlrm.arguments import parse
 from dlrm.data import dataset
-from dlrm.errors import RankError, UsageError
 from dlrm.launch import launch
 from dlrm.models.dlrm import BOTTOM, DLRM, TOP
 from dlrm.scores import score
@@ -79,58 +76,3 @@ def test_training_matches_an_optimizer_of_torch(one_rank):
     np.testing.assert_allclose(result.record.loss, [loss.item() for loss in losses], rtol=1e-5)
     probability = torch.sigmoid(model(data.test.ints, data.test.ids)).detach().numpy()
     assert result.scores == pytest.approx(score(data.test.labels.numpy(), probability), rel=1e-5)
-
-
-def test_the_split_is_the_same_for_any_number_of_ranks(one_rank):
-    numbers = np.arange(50_000)
-    test, validation = dataset.split(numbers)
-    assert test.mean() == pytest.approx(0.2, abs=0.01)
-    assert validation.mean() == pytest.approx(0.1, abs=0.01) and not (test & validation).any()
-    share = dataset.split(numbers[1::3])
-    np.testing.assert_array_equal(share, (test[1::3], validation[1::3]))
-
-
-FILES = {"rows": ["0" + "\t1" * 39] * 400, "junk": ["no row"] * 50}
-REFUSED = [
-    (["--rows", "150"], r"--rows must be enough for more than 2 steps .*, got 1 steps"),
-    (["--rows", "1500", "--lr", "1e30"], r"--lr and .* got a loss of (nan|inf) in step \d"),
-    (["--data", "some"], r"some must have at most 1% mal.* 5 of 405 lines malformed \(line 1"),
-    (["--data", "junk"], r"junk must have a row in Criteo's layout, got 50 of 50 lines malformed"),
-    (["--data", "rows"], r"the test rows must have labels 0 and 1, got 0 ones in \d+ rows"),
-]
-
-
-@pytest.mark.parametrize(("given", "text"), REFUSED)
-def test_unusable_rows_and_rates_raise(one_rank, tmp_path, monkeypatch, given, text):
-    monkeypatch.chdir(tmp_path)
-    for name, lines in (FILES | {"some": FILES["junk"][:5] + FILES["rows"]}).items():
-        (tmp_path / name).write_text("\n".join(lines))
-    with pytest.raises(UsageError, match=text):
-        _run(*given)
-
-
-def _fail_on_rank_one(how):
-    if dist.get_rank() == 1:
-        if how == "dies":
-            os._exit(7)
-        raise UsageError("--rows must be odd") if how == "usage" else RuntimeError("no such luck")
-    dist.barrier()  # rank 0 would block here
-
-
-@pytest.mark.parametrize(
-    ("how", "kind", "text"),
-    [
-        ("usage", UsageError, r"^--rows must be odd$"),
-        ("fails", RankError, r"(?s)^rank 1 failed:.*_fail_on_rank_one.*Error: no such luck$"),
-        ("dies", RankError, r"^rank 1 failed: process 1 terminated with exit code 7$"),
-    ],
-)
-def test_a_failed_rank_ends_the_others(how, kind, text):
-    with pytest.raises(kind, match=text):
-        launch(_fail_on_rank_one, 2, how)
-
-
-def test_different_weights_raise(monkeypatch):
-    monkeypatch.setattr(training, "from_all_ranks", lambda value, group: ["a", value, "b"])
-    with pytest.raises(RuntimeError, match=r"all ranks, got different ones on ranks \[2\]"):
-        training.require_equal_weights("a")

@@ -181,51 +181,6 @@ class _Replica:
             assert torch.allclose(weight, expected, rtol=0, atol=near)
 
 
-def _flush_while_accumulating(replica):
-    for step in range(6):
-        replica.zero_grad()
-        replica.forward()
-        replica.backward()
-        if step % 2:
-            replica.flush()  # before a checkpoint
-        replica.forward()
-        replica.backward()
-        replica.step()
-
-
-def _prefetch(replica):
-    replica.forward()
-    for _ in range(6):
-        replica.zero_grad()
-        replica.forward()  # looks up the next batch
-        replica.backward()
-        replica.step()
-
-
-def _skipped_steps(replica):
-    for step in range(6):
-        replica.zero_grad()
-        replica.forward()
-        replica.backward()
-        replica.forward()
-        if step % 3 == 1:
-            replica.skip()
-        replica.backward()
-        replica.step()
-
-
-OTHERS = [(name, FORMATS[number]) for name in ("rowwise", "delayed") for number in (0, 3, 5)]
-
-
-@pytest.mark.parametrize("loop", [_flush_while_accumulating, _prefetch, _skipped_steps])
-@on_ranks(2)
-def test_rows_changed_after_a_sync_are_in_the_next_sync(rank, loop):
-    for name, settings in [("sgd", settings) for settings in FORMATS] + OTHERS:
-        replica = _Replica(rank, name, settings)
-        loop(replica)
-        replica.check()
-
-
 CALLS = ["forward", "backward", "step", "zero_grad", "skip", "sync", "flush", "evaluate", "abort"]
 KINDS = [
     (name, number, bool(which & 1), bool(which & 2))  # sparse, dedup

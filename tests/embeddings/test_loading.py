@@ -1,7 +1,6 @@
 """A wrong state raises and changes nothing, in all modules and optimizers for embeddings."""
 
 import copy
-import re
 import warnings
 
 import pytest
@@ -18,7 +17,6 @@ from dct_embeddings import (
     MomentumScaledRowWiseAdagrad,
     RowWiseAdagrad,
     ShardedEmbeddingBags,
-    merge_feature_rows,
     plan_shards,
 )
 from support.ranks import on_ranks, shard_mesh
@@ -119,34 +117,15 @@ def test_a_refused_state_changes_nothing(rank, make):
     refuses([1], "state must be a .*, got list")
     if isinstance(loader, nn.Module):
         refuses({**state, "more": torch.ones(1)}, "got also more")
+        nested = {f"0.{name}": value for name, value in state.items()}
+        with pytest.raises(TypeError, match="must be a plain dense tensor"):
+            nn.Sequential(loader).load_state_dict({**nested, f"0.{name}": state[name].to("meta")})
     assert refused > 20
     now = loader.state_dict()
     assert all(torch.equal(_get(now, path), _get(before, path)) for path in _paths(before))
     loader.load_state_dict(state)
     now = loader.state_dict()
     assert all(torch.equal(_get(now, path), _get(state, path)) for path in _paths(state))
-
-
-@on_ranks(1)
-def test_a_refused_state_of_a_submodule_changes_nothing(rank):
-    model, other = nn.Sequential(_layer(0)), nn.Sequential(_layer(7))
-    before = copy.deepcopy(model.state_dict())
-    wrong = {**other.state_dict(), "0.operators.1.weight": torch.ones(4, 3, device="meta")}
-    text = (
-        r"dct::EquivalentSubstitution: state\['operators.1.weight'\] must be a plain dense tensor"
-    )
-    with pytest.raises(TypeError, match=text):
-        model.load_state_dict(wrong)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-@on_ranks(1)
-def test_merging_states_without_data_raises(rank):
-    state = _trained_layer(0).rows.state_dict()
-    for name in state:
-        text = rf"states\[0\]\['{name}'\] must be a plain dense tensor"
-        with pytest.raises(TypeError, match=text):
-            merge_feature_rows([{**state, name: state[name].to("meta")}])
 
 
 def test_settings_in_a_state_are_checked():
@@ -159,13 +138,8 @@ def test_settings_in_a_state_are_checked():
     ):
         with pytest.raises(ValueError, match=f"dct::MomentumScaledRowWiseAdagrad: {text}"):
             optimizer.load_state_dict({**saved, "param_groups": [{**group, **change}]})
-    for damaged, text in (
-        ({**saved, "state": {0: 5}}, "state[0] must be a dict, got 5"),
-        ({**saved, "param_groups": [5]}, "param_groups[0] must be a dict, as in a"),
-        ({**saved, "param_groups": [{**group, "params": [[0], 1]}]}, "must be a list of integers"),
-    ):
-        with pytest.raises(TypeError, match=re.escape(text)):
-            optimizer.load_state_dict(damaged)
+    with pytest.raises(TypeError, match=r"state\[0\] must be a dict, got 5"):
+        optimizer.load_state_dict({**saved, "state": {0: 5}})
     less = {name: value for name, value in group.items() if name != "scale"}
     with pytest.raises(ValueError, match=r"param_groups\[0\] must have .*, got no scale"):
         optimizer.load_state_dict({**saved, "param_groups": [less]})

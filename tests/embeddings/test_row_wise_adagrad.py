@@ -208,17 +208,13 @@ def _table(dtype=torch.float32, shape=(4, 2)):
     return nn.Parameter(torch.zeros(shape, dtype=dtype))
 
 
-PARAMS = "params must be tensors or parameter groups, got 5"
 SCALED = "dct::MomentumScaledRowWiseAdagrad: "
 
 
 @pytest.mark.parametrize(
     ("optimizer", "params", "settings", "error", "text"),
     [
-        (MomentumScaledRowWiseAdagrad, 5, {"scale": 1}, TypeError, SCALED + PARAMS),
-        (RowWiseAdagrad, [_table()], {"lr": 0.0}, ValueError, "lr must be finite and above 0"),
         (RowWiseAdagrad, [_table()], {"lr": math.nan}, ValueError, "lr must be finite and a"),
-        (RowWiseAdagrad, [_table()], {"eps": 0}, ValueError, "eps must be finite and above 0"),
         (
             *(RowWiseAdagrad, [_table(), _table(torch.bfloat16)], {}, TypeError),
             r"dct::RowWiseAdagrad: params\[1\] must be float32 or float64, got bfloat16",
@@ -242,11 +238,6 @@ def test_refused_groups_and_weights_are_not_added():
     optimizer = RowWiseAdagrad([_table()])
     with pytest.raises(TypeError, match="must be float32 or float64"):
         optimizer.add_param_group({"params": [_table(torch.float16)]})
-    assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": [_table()], "lr": 0.5})
-    added = optimizer.param_groups[1]["params"][0]
-    assert optimizer.to_average(added).tolist() == [0, 0, 0, 0]
-    for call in (optimizer.to_average, lambda weight: optimizer.averaged(weight, torch.arange(4))):
-        with pytest.raises(ValueError, match="weight must be one of params, got a different"):
-            call(_table())
-        assert len(optimizer.state) == 2
+    with pytest.raises(ValueError, match="weight must be one of params, got a different"):
+        optimizer.to_average(_table())
+    assert len(optimizer.param_groups) == len(optimizer.state) == 1

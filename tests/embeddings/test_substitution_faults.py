@@ -9,7 +9,6 @@ import torch.distributed as dist
 from dct_embeddings import (
     DynamicFeatureRows,
     EquivalentSubstitution,
-    FactorizationMachine,
     FeatureRows,
     FirstLayer,
     LinearTerms,
@@ -47,12 +46,7 @@ class Odd(SubstituteOperator):
 def test_partial_results_must_have_a_row_per_sample(rank):
     """The layer checks the shape of the partial results of a user's operator."""
     ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])
-    for function, got in (
-        (lambda pooled: pooled.sum((1, 2)), "(2,)"),
-        (lambda pooled: pooled, "(2, 2, 3)"),
-        (lambda pooled: pooled[:1].flatten(1), "(1, 6)"),
-        (lambda pooled: None, "()"),
-    ):
+    for function, got in ((lambda pooled: pooled, "(2, 2, 3)"), (lambda pooled: None, "()")):
         layer = _of(FeatureRows(torch.randn(10, 3)), [Odd(function)])
         text = f"{OWNER}Odd.partial must return a tensor [2, m], got {got}"
         _refused(text, lambda layer=layer: layer(ids, lengths))
@@ -63,18 +57,11 @@ def _of(rows, operators=(), aggregate="reduce_scatter"):
 
 
 @on_ranks(1)
-def test_errors_name_the_argument(rank):
-    rows, layer, ids = FeatureRows(torch.randn(10, 3)), _layer(), torch.tensor([3, 9])
+def test_wrong_ids_and_lengths_raise(rank):
+    layer, ids = _layer(), torch.tensor([3, 9])
     lengths = torch.tensor([[1, 0], [0, 1]])
-    for text, operators in (
-        ("operators must have at least one, got none", []),
-        ("operators[1] must use columns of", [LinearTerms(), FactorizationMachine(2, first=2)]),
-    ):
-        _refused(text, lambda operators=operators: _of(rows, operators))
-    _refused("weight must have shape [rows, d] with", lambda: FeatureRows(torch.zeros(0, 3)))
     for text, *wrong in (
         ("ids[1] must be in [0, 9], got 10", ids + 1, lengths),
-        ("ids[0] must be in [0, 9], got -1", ids - 4, lengths),
         ("ids[0] must be in [0, 9], got 92", torch.tensor([2**63 - 1, 0]), lengths),
         ("ids must have 2 elements like lengths, got 1", ids[:1], lengths),
         ("lengths must be at least 0, got -1", ids, 2 - 3 * lengths),
@@ -120,8 +107,6 @@ def test_operators_and_rows_must_be_the_same_on_all_ranks(rank):
     aggregate = ("reduce_scatter", "all_reduce")[rank]
     _refused("aggregate must be the same on every rank", lambda: _of(rows, pair, aggregate))
     for name, values in (
-        ("width", (3, 0)),
-        ("dtype", (torch.float32, torch.float64)),
         ("bound", (0.1, 0.2)),
         ("seed", (0, 1)),
     ):
@@ -183,29 +168,18 @@ def test_all_ranks_raise_if_inputs_differ(rank):
         (lambda: together(ids - rank, lengths), f"checksum of the batch{same}"),
         (lambda: together(ids, lengths.flip(0) if rank else lengths), "checksum of the batch"),
     ):
-        with pytest.raises(ValueError, match=re.escape(text or OWNER)):
-            call()
+        _refused(text or OWNER, call)
     text = "every rank must accept its input, got an error on rank 1: see the output there"
     for of in (layer, together):
         wrong = "ids[0] must be in [0, 9], got 10" if rank else text
         _refused(OWNER + wrong, lambda of=of: of(ids + 7 * rank, lengths))
+    dynamic = _of(DynamicFeatureRows(3, 50), [LinearTerms()])
+    dynamic.train(rank == 0)  # in evaluation mode, a rank would create no rows for new features
+    _refused(f"training{same}True on rank 0, False on rank 1", lambda: dynamic(ids, lengths))
+    assert len(dynamic.rows) == 0
     with torch.set_grad_enabled(rank == 0):
         _refused("gradients must be the same on every rank", lambda: layer(ids, lengths))
     sum(result.sum() for result in layer(ids, lengths)).backward()
-
-
-@on_ranks(2)
-def test_training_mode_must_be_the_same_on_all_ranks(rank):
-    """In evaluation mode, a rank would create no rows for the new features that it owns."""
-    layer = _of(DynamicFeatureRows(3, 50), [LinearTerms()])
-    ids, lengths = torch.arange(40), torch.full((1, 40), 1)
-    layer.train(rank == 0)
-    text = "training must be the same on every rank, got True on rank 0, False on rank 1"
-    _refused(OWNER + text, lambda: layer(ids, lengths))
-    assert len(layer.rows) == 0
-    layer.train()
-    (result,) = layer(ids, lengths)
-    assert result.all() and 0 < len(layer.rows) < 40
 
 
 @on_ranks(2)
@@ -219,9 +193,6 @@ def test_first_layers_must_fit_rows_and_fields(rank):
     _refused(text, lambda: layer(ids, lengths), TypeError)
     layer.operators.double()
     _refused(f"{owner}lengths must have 2 fields, got 1", lambda: layer(ids, lengths.view(1, 4)))
-    others = "every rank must accept its input, got an error on rank 1: see the output there"
-    text = f"{owner}lengths must have 2 fields, got 1" if rank else OWNER + others
-    _refused(text, lambda: layer(ids, lengths.view(1, 4) if rank else lengths))
     assert len(rows) == 0
     layer(ids, lengths)
     made = torch.tensor(len(rows))

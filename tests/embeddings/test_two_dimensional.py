@@ -194,13 +194,10 @@ def _two_tables():
 def test_wrong_plans_and_tables_raise(rank):
     mesh, two = shard_mesh(1, 2), _two_tables()
     for text, plan in (
-        ("row of table 1 once, got rows 2 to 3 on no rank", [[(0, 0, 4)], [(1, 0, 2)]]),
         ("row of table 1 once, got rows 0 to 3 on no rank", [[(0, 0, 3)], [(0, 3, 4)]]),
         ("got rows 1 to 2 on rank 0", [[(0, 0, 3)], [(0, 1, 4), (1, 0, 4)]]),
         (r"plan\[1\]\[0\]\.end must be in \[1, 4\], got 5", [[(0, 0, 4)], [(1, 0, 5)]]),
-        ("plan must have 2 elements, one for each .* got 4", PLAN * 2),
         (r"plan\[1\] must have at least one shard", [PLAN[0], []]),
-        (r"plan\[1\]\[0\] must be a shard: .* got \(0, 1\)", [PLAN[0], [(0, 1)]]),
         ("plan must be the same on every rank, got .* on rank", PLAN[:: 1 - 2 * rank]),
     ):
         _refused(SHARDS + ".*" + text, lambda plan=plan: ShardedEmbeddingBags(two, plan, mesh))
@@ -228,14 +225,12 @@ def test_wrong_settings_of_a_sync_raise(rank):
     few = "weight of bags, with a density or a quantized format, must be float32"
     for text, optimizer, settings, error in (
         ("every must be the same on .* 1 on rank 0, 2 on", sgd, {"every": 1 + rank}, ValueError),
-        ("be plain SGD, .* got Adam", torch.optim.Adam([bags.weight]), {}, TypeError),
         ("optimizer must be plain SGD,", momentum, {}, TypeError),
         ("optimizer must be plain SGD,", decay, {}, TypeError),
         ("optimizer must train the weight of bags", foreign, {}, ValueError),
         ("be 1 with format int8", sgd, {"density": 0.1, "format": "int8"}, ValueError),
         ("density must be the same on", sgd, {"density": 0.1 * (1 + rank)}, ValueError),
         ("format must be the same on", sgd, {"format": ["int8", "int4"][rank]}, ValueError),
-        (few, of_wide, {"density": 0.1}, TypeError),
         (few, of_wide, {"format": "int4"}, TypeError),
     ):
         given = {"optimizer": optimizer} | settings
@@ -294,10 +289,7 @@ def test_wrong_ids_and_lengths_raise(rank):
     below = r"ids\[0\] must be in \[0, 3\], .* table 0, got -1"
     cases = [
         (r"ids\[1\] must be in \[0, 3\], the rows of table 1, got 4", [3, 4, 1], LENGTHS),
-        (r"ids\[2\] must be in \[0, 3\], .* table 1, got 9", [3, 0, largest], LENGTHS),
-        (below, IDS - 4, LENGTHS),
         (below if rank == 0 else other, IDS - 4 * (rank == 0), LENGTHS),
-        (elements.format(4), IDS, LENGTHS + LENGTHS % 2),
         (elements.format(4) if rank == 0 else other, IDS, LENGTHS if rank else more),
         *((elements.format(int(long.double().sum())), IDS, long) for long in (wraps, turns, more)),
         ("lengths must be at least 0, got -1", IDS, negative),
@@ -357,9 +349,5 @@ def test_plans_by_hand():
     ]
     with pytest.raises(ValueError, match=r"rows\[1\] must be at least 3, one for each rank, got 2"):
         plan_shards([7, 2], 3, row_wise=[1])
-    with pytest.raises(ValueError, match="rows must have at least 3 tables, one for each rank, or"):
-        plan_shards([7, 2], 3)
     with pytest.raises(ValueError, match=r"row_wise\[0\] must be in \[0, 1\], got 2"):
         plan_shards([7, 2], 1, [2])
-    with pytest.raises(ValueError, match=r"rows must have at least 1 tables, .* got 0"):
-        plan_shards([], 1, [0])

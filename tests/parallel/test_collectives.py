@@ -5,18 +5,15 @@ import threading
 import time
 import warnings
 import weakref
-from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dct_parallel import DCTState, collectives, dct_hook
+from dct_parallel import collectives
 from dct_parallel.ddp.executors import InlineExecutor, ThreadExecutor
 from dct_parallel.exchange.ledger import Step
-from support.ranks import Dictated, mlp, on_ranks, run_ranks
+from support.ranks import on_ranks
 from wire_meter import WireMeter
 
 
@@ -153,56 +150,3 @@ def test_meter_counts_bytes_per_rank(rank):
         dist.all_reduce(torch.ones(100), group=subgroup)
         assert meter.take() == (400 if dist.get_rank() in (0, 1) else 0)
     assert {name: getattr(dist, name, None) for name in calls} == originals
-
-
-BOTTOM, TOP = (13, 512, 256, 64, 16), (367, 512, 256, 1)
-LAYERS = [*pairwise(BOTTOM), *pairwise(TOP)]
-DLRM = [size for inputs, outputs in LAYERS for size in (inputs * outputs, outputs)]
-TABLES = [20_000 * 16, 3_000 * 16, 24 * 16]
-
-
-def _bytes_of_one_step(rank, sizes, compressed):
-    model = DDP(Dictated(sizes))
-    if compressed:
-        state = DCTState(model)  # density 0.5 %, bfloat16
-        model.register_comm_hook(state, dct_hook)
-    else:
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-    grads = [torch.randn(size) for size in sizes]
-    with WireMeter() as meter:
-        for _ in range(4):
-            meter.take()
-            model(*grads).backward()
-        if compressed:
-            assert state.stats()["wire_bytes"] == meter._bytes
-            assert f"{meter._bytes:,}" in state.plan()
-        return meter.take(), len(state._buckets.in_order()) if compressed else 0
-
-
-@pytest.mark.parametrize("sizes", [DLRM, DLRM + TABLES], ids=["mlp", "mlp and tables"])
-def test_dlrm_sends_150_times_fewer_bytes_than_float32(sizes):
-    (dense, _), _ = run_ranks(_bytes_of_one_step, 2, sizes, False)
-    (sent, buckets), (same, _) = run_ranks(_bytes_of_one_step, 2, sizes, True)
-    assert dense == 4 * sum(sizes)
-    assert sent == same
-    # An entry has 2 + 2 bytes. Each bucket adds a header and one start per 16,384 elements. Starts,
-    # positions and values are padded to multiples of 16 bytes.
-    least = 4 * 1.25 * 0.005 * sum(sizes)
-    framing = 64 * buckets + 4 * (sum(sizes) / 16384 + 2 * buckets) + 3 * 16 * buckets
-    assert least < sent <= least + framing + 4 * buckets
-    assert dense / sent >= 150
-
-
-@on_ranks(1)
-def test_meter_restores_ddp(rank):
-    """After the meter exits, DDP works and the meter counts nothing."""
-    with WireMeter() as meter:
-        pass
-    model = DDP(mlp())
-    model(torch.ones(2, 64)).sum().backward()
-    assert meter.take() == 0
-
-
-def test_meter_requires_a_process_group():
-    with pytest.raises(TypeError, match=r"group must be a process group .*, got 3"):
-        WireMeter(3)

@@ -1,8 +1,5 @@
 """compress_fully_shard: non-finite values, corrupted messages, killed ranks, and invalid calls."""
 
-import os
-import signal
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +14,7 @@ from dct_parallel import compress_fully_shard
 from dct_parallel.exchange import results
 from dct_parallel.fsdp2 import collectives
 from support.compressed_shards import Net, computed_weights, full_weights, loss_of, sharded
-from support.ranks import assert_same, mlp, on_ranks, run_ranks, set_timeout, shard_mesh
+from support.ranks import assert_same, mlp, on_ranks, shard_mesh
 
 # Formats of weights and gradients. Weights have no int4.
 FORMATS = (("int8", "int8"), ("int8", "int4"), ("bfloat16", "bfloat16"))
@@ -199,22 +196,6 @@ def test_collectives_do_not_synchronize_the_host(rank):
         torch.ones(1).item()
 
 
-def _killed(rank):
-    set_timeout(5)
-    model = sharded()
-    compress_fully_shard(model)
-    for step in range(3):
-        if (rank, step) == (2, 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-        _step(model, step, rank)
-
-
-def test_surviving_ranks_raise_after_a_kill():
-    text = r"exit codes \[1, 1, -9\](.|\n)*((closed|reset) by peer|Timed out)"
-    with pytest.raises(RuntimeError, match=text):
-        run_ranks(_killed, 3)
-
-
 @on_ranks(2)
 def test_unsupported_models_and_arguments_raise(rank):
     mesh = shard_mesh(2, 1)
@@ -229,12 +210,8 @@ def test_unsupported_models_and_arguments_raise(rank):
     refuses(ValueError, text, model, weights="int4")
     text = "gradients must be 'float32', 'bfloat16', 'int8' or 'int4', got 'ternary'"
     refuses(ValueError, text, model, gradients="ternary")
-    text = "gradients must be a string or a torch.dtype, got 8"
-    refuses(TypeError, text, model, gradients=8)
     text = "weights must be the same on every rank, got int8 on rank 0, bfloat16 on rank 1"
     refuses(ValueError, text, model, weights=("int8", "bfloat16")[rank])
-    text = "gradients must be the same on every rank, got None on rank 0, int8 on rank 1"
-    refuses(ValueError, text, model, gradients=(None, "int8")[rank])
     for changed in (nn.Linear(70, 62), nn.Linear(70, 61).requires_grad_(False)):
         different = Net()
         if rank == 1:

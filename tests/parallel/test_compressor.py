@@ -167,17 +167,6 @@ def test_all_nonzero_entries_pass_if_most_are_zero():
     assert c.threshold.tolist() == [largest(grads(1000, 0), 100)]
 
 
-def test_density_1_sends_everything_without_sampling():
-    c = Compressor(1000, density=1, value_dtype=torch.float32)
-    assert c.capacity == 1000
-    for step in range(5):
-        grad = grads(1000, step)
-        c.pack(grad)
-        assert torch.equal(sent_by(c), grad)
-        assert c.threshold.tolist() == [0.0]
-        assert c.residual.count_nonzero() == 0
-
-
 def test_take_back_restores_the_residual_exactly():
     c = Compressor(200, density=0.1, capacity=20)
     c.pack(grads(200, 0))

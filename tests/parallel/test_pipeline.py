@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from oracle import rows as oracle
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -108,24 +107,3 @@ def test_density_1_equals_dense_and_bytes_match_the_formula(rank, schedule):
         with_positions = positions[case] if rank == 0 else 0  # only values are sent back
         # In the first step, pipelining also sends descriptions of its messages.
         assert sent[1:] == [ROWS * (size * k + with_positions)] * (STEPS - 1)
-
-
-@on_ranks(2)
-def test_meter_counts_point_to_point_messages(rank):
-    """The meter counts each message of send, isend and batch_isend_irecv once."""
-    other, x = 1 - rank, torch.ones(100)
-    with WireMeter() as meter:
-        if rank == 0:
-            dist.send(x, other)
-            assert meter.take() == 400
-            dist.isend(x, other).wait()
-            assert meter.take() == 400
-        else:
-            for _ in range(2):
-                dist.recv(torch.empty(100), other)
-            assert meter.take() == 0
-        ops = [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, torch.empty(100), other)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        assert meter.take() == 400
-    dist.P2POp(dist.isend, x, other)  # accepts only the original isend

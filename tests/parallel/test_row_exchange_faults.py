@@ -4,7 +4,6 @@ import gc
 import os
 import re
 import weakref
-from datetime import timedelta
 
 import pytest
 import torch
@@ -66,7 +65,6 @@ def test_errors_name_the_argument(rank):
         (all_to_all_rows, (x[0], [4]), ValueError, "x must be 2-D, got 1-D"),
         (all_to_all_rows, (x, [-4]), ValueError, "splits[0] must be in [0, "),
         (all_to_all_rows, (x, [4], [1, 3]), ValueError, "output_splits must have"),
-        (all_to_all_rows, (x.double(), [4]), TypeError, "x must be float32"),
         (all_to_all_rows, (x[:, :0], [4]), ValueError, "x must have at least 1 column"),
         (all_gather_rows, (x, [9]), ValueError, "x must have width 9 like widths, got 8"),
         (all_gather_rows, (x, [8, 8]), ValueError, "widths must have 1 elements"),
@@ -114,15 +112,3 @@ def test_autograd_graph_does_not_keep_its_group(rank):
     assert kept() is None
     with pytest.raises(RuntimeError, match="must exist until the backward pass"):
         y.sum().backward()
-
-
-@on_ranks(2)
-def test_stalled_rank_raises_at_the_timeout_of_the_group(rank):
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["given up"])  # rank 1 stays alive but does not call the collective
-        return
-    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
-        all_to_all_rows(torch.randn(2, 8), [1, 1], format=HALF, group=group)
-    store.set("given up", "")

@@ -25,19 +25,6 @@ from .common import (
     with_same_scale,
 )
 
-_WRONG = [
-    "rank",
-    "density",
-    "period",
-    "ahead",
-    "missing",
-    "nan",
-    "type",
-    "hook's",
-    "copy",
-    "frozen",
-]
-
 
 def draw(draw):
     """Draw a random program. Return (maximum number of ranks, settings, calls)."""
@@ -72,8 +59,6 @@ def _call(draw, most):
         return ("flush",)
     if roll < 0.86:
         return ("resize", draw.randint(1, most))
-    if roll < 0.92:
-        return ("wrong", draw.choice(_WRONG))
     if roll < 0.94:
         return ("unfreeze",)
     return ("check",)
@@ -181,41 +166,6 @@ class Runner:
     def unfreeze(self):
         self._frozen = []
         self._restart(self._ranks)
-
-    def wrong(self, kind):
-        """An invalid call must raise and change nothing."""
-        saved = self._averager.state_dict()
-        entry, before = self._entry(), digest(saved)
-        name = max(entry["parameters"], key=lambda n: entry["parameters"][n]["residual"].numel())
-        part = entry["parameters"][name]
-        if kind == "nan" and not part["residual"].numel():
-            return  # no parameter has elements
-        broken = part | {"residual": part["residual"] * torch.nan}
-        changed = {
-            "rank": ("77", entry),
-            "density": (str(self.rank), entry | {"density": 0.123}),
-            "period": (str(self.rank), entry | {"period": 99}),
-            "ahead": (str(self.rank), entry | {"step_ahead": not entry["step_ahead"]}),
-            "missing": (str(self.rank), entry | {"parameters": {}}),
-            "nan": (
-                str(self.rank),
-                entry | {"parameters": entry["parameters"] | {name: broken}},
-            ),
-            "hook's": (str(self.rank), {k: v for k, v in entry.items() if k != "period"}),
-        }
-        frozen = self._parameters[-1]
-        with refused(ValueError, TypeError):
-            if kind == "copy":
-                copy.deepcopy(self._averager)
-            elif kind == "type":
-                self._averager.load_state_dict(7)
-            elif kind == "frozen":
-                frozen.requires_grad_(False)
-                self._averager.flush()
-            else:
-                self._averager.load_state_dict({**saved, "ranks": dict([changed[kind]])})
-        frozen.requires_grad_(True)
-        assert digest(self._averager.state_dict()) == before
 
     def check(self):
         stats = self._averager.stats()

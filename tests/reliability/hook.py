@@ -14,7 +14,6 @@ from .common import (
     TRANSPORTS,
     Odd,
     broadcast_from_rank_0,
-    digest,
     draw_format,
     draw_shapes,
     flat,
@@ -23,8 +22,6 @@ from .common import (
     refused,
 )
 from .gradients import GradientRunner, draw_step, folder
-
-_WRONG = ["rank", "density", "missing", "nan", "type", "version", "merge", "hook"]
 
 
 def draw(draw):
@@ -58,8 +55,6 @@ def _call(draw, most):
         return ("resize", draw.randint(1, most), draw.choice(TRANSPORTS), draw.random() < 0.2)
     if roll < 0.83:
         return ("move", draw.choice(TRANSPORTS), draw.choice(["new", "dcp"]))
-    if roll < 0.88:
-        return ("wrong", draw.choice(_WRONG))
     if roll < 0.91:
         return ("unfreeze",)
     return ("check",)
@@ -146,36 +141,6 @@ class Runner(GradientRunner):
         with refused(ValueError):
             self._state.load_state_dict(saved)
         self._reset_account()
-
-    def wrong(self, kind):
-        """An invalid call must raise and change nothing."""
-        saved = self._state.state_dict()
-        (entry,) = saved["ranks"].values()
-        before = digest(saved)
-        name = max(entry["parameters"], key=lambda n: entry["parameters"][n]["residual"].numel())
-        part = entry["parameters"][name]
-        broken = part | {"residual": part["residual"] * torch.nan}
-        changed = {
-            "rank": {**saved, "ranks": {"77": entry}},
-            "density": {**saved, "ranks": {str(self.rank): entry | {"density": 0.123}}},
-            "missing": {**saved, "ranks": {str(self.rank): entry | {"parameters": {}}}},
-            "nan": {
-                **saved,
-                "ranks": {
-                    str(self.rank): entry | {"parameters": entry["parameters"] | {name: broken}}
-                },
-            },
-            "type": 7,
-            "version": {**saved, "version": 5},
-        }
-        with refused(ValueError, TypeError):
-            if kind == "merge":
-                merge_states([saved, saved])
-            elif kind == "hook":
-                dct_hook(self._ddp, None)
-            else:
-                self._state.load_state_dict(changed[kind])
-        assert digest(self._state.state_dict()) == before
 
     # Helpers
 

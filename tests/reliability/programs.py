@@ -1,11 +1,11 @@
 """Random programs that call the public API.
 
 Programs contain steps, skipped steps, accumulation, take_back, flush, checkpoints, changes of the
-number of ranks, NaN, overflow and invalid calls. After each program, all finite contributions of
+number of ranks, NaN and overflow. After each program, all finite contributions of
 ranks are in the weights or pending, except entries that are lost with a non-finite one. Each entry
 is compared with float64 sums, up to float32 rounding. Replicas are bitwise identical. Unless
 `refresh_every` is above 1, a run that resumes from a checkpoint is bitwise identical to an
-uninterrupted run. Invalid calls raise an error of this package and change nothing.
+uninterrupted run.
 
 A program consists of settings and a list of calls of `Runner` methods. To repeat a program:
 

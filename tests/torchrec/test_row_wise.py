@@ -2,19 +2,17 @@
 
 import itertools
 import math
-import os
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_ranks, set_timeout
+from support.ranks import run_ranks
 
 pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
 
 from bags import (
     MEANS,
-    SHARED,
     SUMS,
     TABLES,
     initial_weights,
@@ -27,8 +25,6 @@ from bags import (
 )
 from models import prepare
 from torchrec.distributed.sharding_plan import row_wise
-
-from dct_parallel.rows import reduce_scatter
 
 EPS = 1e-6  # TorchRec adds EPS to the divisor, which is 1 for sums
 
@@ -145,56 +141,3 @@ def _without_rows(rank):
 
 def test_a_rank_without_rows_of_a_table():
     run_ranks(_without_rows, 4)
-
-
-def _damaged(rank):
-    """Messages have no checksum. A damaged row has wrong numbers, and other rows are unchanged."""
-    prepare()
-    sizes = (4, 3)
-    dmp = on_ranks({f"t{i}": row_wise() for i in range(3)}, sharders_of("int4"), SUMS)
-    inputs = to_features(make_inputs(0, sizes)[rank], False, False)
-    intact = dmp(inputs).detach()
-    start = reduce_scatter.start_all_to_all
-
-    def damaging(*arguments):
-        receive = start(*arguments)
-
-        def damaged():
-            message = receive()
-            message[0] = torch.arange(len(message[0]))  # sample 0's first piece, from rank 0
-            return message
-
-        return damaged
-
-    reduce_scatter.start_all_to_all = damaging
-    damaged = dmp(inputs)
-    assert not torch.equal(damaged[0, :SHARED], intact[0, :SHARED])
-    damaged[0, :SHARED] = intact[0, :SHARED]
-    assert torch.equal(damaged, intact)
-
-
-def test_a_damaged_row_changes_no_other_row():
-    run_ranks(_damaged, 2)
-
-
-def _dies(rank, when):
-    prepare()
-    dmp = on_ranks({f"t{i}": row_wise() for i in range(3)}, sharders_of("int4"))
-    features = to_features(make_inputs(0, (4, 4))[rank], False, False)
-    dmp(features)
-    set_timeout(20)
-    dist.barrier()
-    if rank == 1 and when == "forward":
-        reduce_scatter.start_all_to_all = lambda *arguments: os._exit(7)
-    found = dmp(features)
-    if rank == 1:
-        os._exit(7)
-    found.sum().backward()
-
-
-@pytest.mark.parametrize(("when", "named"), [("forward", "wait"), ("backward", "wait|all_gather")])
-def test_the_other_rank_raises_when_a_rank_dies(when, named):
-    with pytest.raises(
-        RuntimeError, match=rf"(?s)exit codes \[1, 7\].*reduce_scatter.py.*({named})"
-    ):
-        run_ranks(_dies, 2, when)

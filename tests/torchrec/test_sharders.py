@@ -11,9 +11,6 @@ pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make
 from bags import (
     SUMS,
     TABLES,
-    Bags,
-    fill_tables,
-    initial_weights,
     local_shards_of,
     make_inputs,
     on_ranks,
@@ -21,11 +18,9 @@ from bags import (
     sharders_of,
     to_features,
 )
-from models import BAG, BATCH, CPU, ROWS, batch, parallel, prepare, train
+from models import BAG, BATCH, ROWS, batch, parallel, prepare, train
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import (
     column_wise,
     data_parallel,
@@ -35,7 +30,6 @@ from torchrec.distributed.sharding_plan import (
 )
 
 from dct_embeddings.torchrec import compressed_sharders
-from dct_parallel import RowFormat
 from wire_meter import WireMeter
 
 
@@ -132,49 +126,3 @@ def _within_nodes(rank):
 
 def test_only_rows_between_nodes_are_quantized():
     run_ranks(_within_nodes, 4, timeout=300)
-
-
-def _planned(rank):
-    """A plan by TorchRec's planner with four kinds of sharding on four ranks."""
-    prepare()
-    tables = ((40, 64, "SUM"), (90, 32, "MEAN"), (30, 128, "SUM"), (7, 64, "SUM"))
-    kinds = ["row_wise", "table_wise", "column_wise", "data_parallel"]
-    constraints = {
-        f"t{i}": ParameterConstraints(sharding_types=[kind], min_partition=64)
-        for i, kind in enumerate(kinds)
-    }
-    topology = Topology(4, "cpu", local_world_size=4)
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    sharders = compressed_sharders(format="float32")
-    plan = planner.collective_plan(Bags(tables=tables), sharders, dist.group.WORLD)
-    found = {name: part.sharding_type for name, part in plan.plan["bags"].items()}
-    assert found == dict(zip(constraints, kinds, strict=True))
-    results = []
-    for given in ([EmbeddingBagCollectionSharder()], sharders, compressed_sharders()):
-        model = Bags(tables=tables)
-        dmp = DistributedModelParallel(model, device=CPU, plan=plan, sharders=given)
-        fill_tables(dmp, initial_weights(tables))
-        results.append(_steps(dmp, (5, 5, 5, 5), 3, tables))
-    expected, floats, quantized = results
-    torch.testing.assert_close(floats, expected, rtol=1e-6, atol=2e-6)
-    error = quantized[0][0] - expected[0][0]
-    assert 0 < error.norm() < 0.2 * expected[0][0].norm()
-
-
-def test_a_plan_of_the_planner_trains_like_torchrec():
-    run_ranks(_planned, 4, timeout=300)
-
-
-def test_errors_name_the_argument():
-    for given, error, text in [
-        ({"format": "int5"}, ValueError, "dct::compressed_sharders: format must be 'float32', "),
-        ({"format": 4}, TypeError, "dct::compressed_sharders: format must be a string or a"),
-        (
-            {"format": RowFormat(density=0.1)},
-            ValueError,
-            r"dct::compressed_sharders: format must be without a density \(all entries are sent\)",
-        ),
-        ({"width": 64}, TypeError, "width"),
-    ]:
-        with pytest.raises(error, match=text):
-            compressed_sharders(**given)

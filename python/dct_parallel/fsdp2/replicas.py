@@ -92,6 +92,10 @@ def dct_fully_shard_hook(
         units = _pieces_by_unit(model, units_of(OP, model), mesh)
         parameters = [piece.parameter for pieces in units.values() for piece in pieces]
         loss_scale = loss_scale_of(OP, grad_scaler, optimizer, parameters)
+        for unit in units:
+            if fsdp_hook(unit.group) not in (None, _closed):
+                rule = f"no all-reduce hook on module {unit.name}"
+                checks.fail(OP, "model", rule, "one", verb="have")
     return FullyShardState(units, mesh, settings, loss_scale, start_step)
 
 
@@ -106,10 +110,6 @@ def _pieces_by_unit(
         checks.fail(OP, "every parameter", "sharded by fully_shard", ", ".join(loose))
     if not found:
         checks.fail(OP, "model", "parameters that require grad", "none", verb="have")
-    for unit in found:
-        if fsdp_hook(unit.group) not in (None, _closed):
-            rule = f"no all-reduce hook on module {unit.name}"
-            checks.fail(OP, "model", rule, "one", verb="have")
     return found
 
 

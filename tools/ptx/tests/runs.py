@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import torch
 from conformance import samples
 
-from dct_kernels import payload_layout, quantized_payload_bytes, reference
-from dct_kernels.layout import QUANTIZED_CODES
+from dct_kernels import payload_layout, reference
 
 from ..backend import Executor
 
@@ -43,22 +42,11 @@ def scatter_unpack(backend):
 
 def sample_threshold(backend):
     """Calls with more samples than registers hold, with fewer, and with three ranges."""
-    grad, residual = samples.normal(30000), torch.zeros(30000)
+    grad, residual, scale = samples.normal(30000), samples.normal(30000, seed=1), torch.tensor(0.3)
     return tuple(
-        backend.sample_threshold(grad, residual, 0.01, ranges, samples)
-        for ranges, samples in ((1, 5000), (1, 4000), (3, 5000))
+        backend.sample_threshold(grad, residual, 0.01, ranges, most, inv_scale=scale)
+        for ranges, most in ((1, 5000), (1, 4000), (3, 5000))
     )
-
-
-def quantize_pack(backend):
-    numel, scale, results = 2 * 1024 + 77, torch.tensor([0.3]), []
-    for format in QUANTIZED_CODES:
-        residual, grad = samples.normal(numel, seed=9), samples.normal(numel)
-        residual[1500] = torch.nan
-        payload = torch.zeros(quantized_payload_bytes(numel, format), dtype=torch.uint8)
-        backend.quantize_pack(residual, grad, payload, format, scale)
-        results += [residual, payload]
-    return results
 
 
 def row_pack(backend):

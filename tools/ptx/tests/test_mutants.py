@@ -44,7 +44,7 @@ MUTANTS = {
     ),
     "no store to shared memory": Mutant(runs.row_unpack, r"st\.shared\.v4.*;", "", UNINITIALIZED),
     "a fused multiply-add": Mutant(
-        runs.quantize_pack,
+        runs.sample_threshold,
         r"mul\.rn\.f32 (%f\d+), (.*);\nadd\.rn\.f32 (%f\d+), (%f\d+), \1;",
         r"fma.rn.f32 \3, \2, \4;",
         WRONG,
