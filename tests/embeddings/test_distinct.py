@@ -26,14 +26,3 @@ def test_gradients_are_summed_in_sample_order():
         rows = torch.zeros(3, 1, requires_grad=True)
         repeat(rows, inverse).backward(torch.tensor(grads).view(4, 1, 1))
         assert rows.grad.tolist() == [[5.0], [total], [0.0]]
-
-
-@pytest.mark.parametrize("rows", [0, 9])
-def test_repeat_equals_indexing(rows):
-    rows = torch.randn(rows, 4, dtype=torch.float64, requires_grad=True)
-    inverse = torch.randint(0, 9, (6 if len(rows) else 0, 3))
-    assert torch.equal(repeat(rows, inverse), rows[inverse])
-    grad = torch.randn(len(inverse), 3, 4, dtype=torch.float64)
-    (expected,) = torch.autograd.grad(rows[inverse], rows, grad)
-    (summed,) = torch.autograd.grad(repeat(rows, inverse), rows, grad)
-    torch.testing.assert_close(summed, expected, rtol=1e-14, atol=1e-14)

@@ -1,6 +1,7 @@
 """Rows created in training equal rows created before training. Also: checkpoints and errors."""
 
 import copy
+import math
 import re
 
 import pytest
@@ -276,6 +277,7 @@ def test_rows_of_another_rank_raise_unless_the_state_is_merged(rank):
 
 @on_ranks(1)
 def test_wrong_ids_and_states_raise_and_change_nothing(rank):
+    _refused("bound must be in [0, 3.4e+38], got nan", lambda: DynamicFeatureRows(1, 3, math.nan))
     rows = DynamicFeatureRows(1, 3)
     numbers = torch.tensor([0, 5, 2**31 - 1])
     assert torch.equal(rows.initial(numbers.int()), rows.initial(numbers))

@@ -140,4 +140,7 @@ def test_settings_in_a_state_are_checked():
             optimizer.load_state_dict({**saved, "param_groups": [{**group, **change}]})
     with pytest.raises(TypeError, match=r"state\[0\] must be a dict, got 5"):
         optimizer.load_state_dict({**saved, "state": {0: 5}})
+    less = {name: value for name, value in group.items() if name != "scale"}
+    with pytest.raises(ValueError, match=r"param_groups\[0\] must have .*, got no scale"):
+        optimizer.load_state_dict({**saved, "param_groups": [less]})
     assert optimizer.param_groups[0]["lr"] == group["lr"]

@@ -232,3 +232,12 @@ SCALED = "dct::MomentumScaledRowWiseAdagrad: "
 def test_wrong_arguments(optimizer, params, settings, error, text):
     with pytest.raises(error, match=text):
         optimizer(params, **settings)
+
+
+def test_refused_groups_and_weights_are_not_added():
+    optimizer = RowWiseAdagrad([_table()])
+    with pytest.raises(TypeError, match="must be float32 or float64"):
+        optimizer.add_param_group({"params": [_table(torch.float16)]})
+    with pytest.raises(ValueError, match="weight must be one of params, got a different"):
+        optimizer.to_average(_table())
+    assert len(optimizer.param_groups) == len(optimizer.state) == 1

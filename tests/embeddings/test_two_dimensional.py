@@ -197,6 +197,7 @@ def test_wrong_plans_and_tables_raise(rank):
         ("row of table 1 once, got rows 0 to 3 on no rank", [[(0, 0, 3)], [(0, 3, 4)]]),
         ("got rows 1 to 2 on rank 0", [[(0, 0, 3)], [(0, 1, 4), (1, 0, 4)]]),
         (r"plan\[1\]\[0\]\.end must be in \[1, 4\], got 5", [[(0, 0, 4)], [(1, 0, 5)]]),
+        (r"plan\[1\] must have at least one shard", [PLAN[0], []]),
         ("plan must be the same on every rank, got .* on rank", PLAN[:: 1 - 2 * rank]),
     ):
         _refused(SHARDS + ".*" + text, lambda plan=plan: ShardedEmbeddingBags(two, plan, mesh))

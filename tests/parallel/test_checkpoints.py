@@ -1,7 +1,5 @@
 """Checkpoints: bitwise resume, and loads with other transports, formats and numbers of ranks."""
 
-import os
-import signal
 import warnings
 
 import pytest
@@ -9,23 +7,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 
-from dct_parallel import DCTAverager, dct_fully_shard_hook, merge_states
+from dct_parallel import DCTAverager, merge_states
 from support.entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from support.nodes import TRANSPORTS, rank_sum
 from support.ranks import (
     assert_same_states,
-    batch,
     entry,
     integers,
-    mlp,
     on_ranks,
     run_ranks,
-    shard_mesh,
-    train_step,
 )
 
 # An odd number of rows, one row for two shards, a small tensor, and more than one block.
@@ -311,50 +302,3 @@ def test_state_of_a_compiled_module_loads_into_an_eager_one(rank):
     again.load_state_dict(averager.state_dict())
     assert again.step == 1
     assert list(entry(averager.state_dict())["parameters"]) == ["weight", "bias"]
-
-
-def _train_from_last_checkpoint(rank, folder, killed):
-    """Train from the last complete checkpoint. `killed` is (rank, step, "step" or "save")."""
-    mesh, model = shard_mesh(2, 1), mlp(depth=2)
-    fully_shard(model[0], mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
-    fully_shard(model, mesh=mesh["shard"])
-    state = dct_fully_shard_hook(model, mesh=mesh, density=0.05)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-    def saved():
-        weights, momentum = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": momentum, "dct": state}
-
-    complete = sorted(folder.glob("*/.metadata"))
-    if complete:
-        app = saved()
-        dcp.load(app, checkpoint_id=complete[-1].parent)
-        parts = {"model_state_dict": app["model"], "optim_state_dict": app["optimizer"]}
-        set_state_dict(model, optimizer, **parts)
-    began = state.step
-    for step in range(began, 9):
-        if (rank, step, "step") == killed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        train_step(model, optimizer, *batch(step, rank))
-        if step % 3 == 2:
-            if (rank, step, "save") == killed:
-                torch.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-            dcp.save(saved(), checkpoint_id=folder / str(step))
-    (saved_entry,) = state.state_dict()["replicas"].values()
-    pending = [part["residual"].to_local().flatten() for part in saved_entry["parameters"].values()]
-    weights = [parameter.full_tensor().detach().flatten() for parameter in model.parameters()]
-    return began, torch.cat(weights), torch.cat(pending)
-
-
-def test_restart_after_a_kill_is_bitwise_equal(tmp_path):
-    uninterrupted = run_ranks(_train_from_last_checkpoint, 2, tmp_path / "whole", None)
-    for killed, left in (((1, 4, "step"), 2), ((1, 5, "save"), 2), ((0, 8, "save"), 5)):
-        with pytest.raises(RuntimeError, match=r"exit codes .*-9"):
-            run_ranks(_train_from_last_checkpoint, 2, tmp_path / "parts", killed)
-        complete = sorted(path.parent.name for path in (tmp_path / "parts").glob("*/.metadata"))
-        assert complete[-1] == str(left)
-    again = run_ranks(_train_from_last_checkpoint, 2, tmp_path / "parts", None)
-    for (_, weights, pending), (began, *same) in zip(uninterrupted, again, strict=True):
-        assert began == 6
-        assert all(map(torch.equal, (weights, pending), same))
-        assert pending.count_nonzero() > 1000

@@ -175,14 +175,11 @@ def test_load_merged_refuses_invalid_folders(rank, tmp_path):
     keys, path = ["replicas", str(rank)], ["parameters", "p.0", "residual"]
     good = state["replicas"][str(rank)]["parameters"]["p.0"]["residual"]
     saved["complex"] = _with(state, [*keys, *path], good.to(torch.complex64))
-    saved["list"], saved["five"] = _with(state, [*keys, path[0]], [1]), _with(state, keys, 5)
     dcp.save(saved, checkpoint_id=tmp_path)
     damaged = "residual of p.0 must be a DTensor of .*, got"
     for key, text in (
         ("other", "key must be the name of a state in .*, got 'other'"),
         ("early", "version must be 6, .*, got 5"),
-        ("five", "key must be the name of a state"),
-        ("list", "parameters must be a dict"),
         ("complex", f"{damaged} complex64"),
         ("nan", f"{damaged} .* with nan"),
         ("fewer", "folder must hold all 3 replicas, got 1"),
@@ -246,12 +243,10 @@ def test_merge_states_refuses_invalid_states(tmp_path):
     longer = {"p": {"residual": torch.zeros(3), "owner_residual": ()}}
     for states, text in (
         ([], "states must be those of all ranks, got none"),
-        ([good[0]], "states must be those of all 2 ranks, got rank 0"),
         ([good[0], _state(7)], "states must be those of all 2 ranks, got ranks 0, 7"),
         ([good[0]] * 2, "states must hold one state per rank, got a second of rank 0"),
         ([merged], "states must hold one state per rank, got a merged one"),
         ([good[0], _state(1, step=6)], "step must be the same on every rank, got 5 on rank 0, 6 "),
-        ([good[0], _state(1, run_id="b")], "run_id must be the same"),
         ([good[0], _state(1, local_size=2)], "local_size must be the same"),
         ([good[0], _state(1, buckets=[])], "buckets must be the same"),
         ([good[0], _state(1, parameters={})], "parameters must be the same"),
@@ -259,8 +254,6 @@ def test_merge_states_refuses_invalid_states(tmp_path):
         (tmp_path / "absent", "folder must be a folder that torch.distributed.checkpoint wrote"),
     ):
         _refuses(merge_states, states, f"^dct::merge_states: {text}")
-    with pytest.raises(TypeError, match=r"^dct::merge_states: states must be an iterable"):
-        merge_states(5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         saved = {"dct": good[0], "early": {**good[0], "version": 5}}

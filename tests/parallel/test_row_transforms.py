@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 from dct_parallel import (
     RowDequantize,
@@ -116,13 +115,6 @@ def test_transforms_of_quantized_rows_raise(transform, compiled):
     text = "dct::RowQuantize: the call must be outside of torch.func"
     with pytest.raises(ValueError, match=text):
         call(torch.randn(2, WIDTH))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_forward_mode_of_quantized_rows_raises():
-    x = torch.randn(2, WIDTH)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode AD"):
-        _quantize_modules(forward_ad.make_dual(x, x))
 
 
 @on_ranks(2)

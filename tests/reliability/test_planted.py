@@ -94,9 +94,3 @@ def test_failing_program_is_shortened():
     calls = [(name,) for name in "abcdefg"]
     program, text = programs.shrink(_FailsAt(("b",), ("f",)), "hook", (2, {}, calls), "")
     assert program == (2, {}, [("b",), ("f",)]) and text == "both"
-
-
-def test_program_is_determined_by_number_and_seed():
-    for entry_point in programs.COUNTS:
-        assert programs.draw_program(entry_point, 3, 0) == programs.draw_program(entry_point, 3, 0)
-        assert programs.draw_program(entry_point, 3, 0) != programs.draw_program(entry_point, 3, 1)

@@ -5,7 +5,6 @@ import io
 import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -81,26 +80,6 @@ def called(main, *arguments):
     ):
         status = main([str(argument) for argument in arguments])
     return status, out.getvalue(), err.getvalue()
-
-
-@contextlib.contextmanager
-def started(command, **options):
-    """A running process that reacts to Ctrl-C; it and its children are killed afterwards.
-
-    Tests that a script runs in the background ignore Ctrl-C, and child processes inherit this
-    setting.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        process = subprocess.Popen(command, start_new_session=True, **options)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 # Keeps the objects of a program until its process ends. Freeing the last model of a group joins the

@@ -79,7 +79,7 @@ class StepLedger:
             logger.info("%s: steps %d to %d are dense (bfloat16)", self._op, step, start - 1)
 
     def begin(self, number: int | None = None) -> Step:
-        """Begin a step, without waiting for the exchanges of the last step.
+        """Begin a step, without waiting for the exchanges of the last step if it has ended.
 
         Args:
             number: the number of the step in error messages; by default `step`.
@@ -87,7 +87,8 @@ class StepLedger:
         Raises:
             RuntimeError: see `require_intact` and `finish`.
         """
-        self._post()
+        if self._unposted:  # the step did not end, perhaps because an exchange failed
+            self.read()
         self.require_intact()
         self._settle()
         if self._optimizers is not None:
