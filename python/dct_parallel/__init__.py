@@ -51,9 +51,9 @@ from .local_steps import DCTAverager
 from .mesh import node_mesh
 from .rows.all_gather import all_gather_rows, all_gather_rows_async
 from .rows.all_to_all import all_to_all_rows, all_to_all_rows_async
+from .rows.codecs import RowFormat
 from .rows.packing import RowPack, RowUnpack, pack_rows, unpack_rows
 from .rows.quantizing import RowDequantize, RowQuantize
-from .rows.row_format import RowFormat
 
 __all__ = [
     "Compressor",

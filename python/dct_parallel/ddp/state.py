@@ -35,10 +35,9 @@ from ..exchange.optimizers import OptimizerChecks, Optimizers, loss_scale_of
 from ..exchange.plan import describe, keeps_owners, plan_table
 from ..exchange.settings import Settings
 from ..groups import Agreement, sharing_errors
-from .buckets import Buckets
+from .buckets import Buckets, device_of, named_parameters
 from .executors import executor_for
 from .node import Topology
-from .parameters import device_of, named_parameters
 
 
 class DCTState:

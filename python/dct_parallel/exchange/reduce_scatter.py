@@ -49,7 +49,6 @@ class ReduceScatter(Transport):
         self._results = torch.zeros_like(rows)
         self._no_status = torch.zeros(ranks, dtype=torch.int32, device=device)
         self._headers = header_words(codec.payload), header_words(self._results)
-        self._started: dist.Work | None = None
 
     def start(self) -> None:
         self._packed, self._overwritten = False, True
@@ -133,12 +132,6 @@ class ReduceScatter(Transport):
         rest = owner.clone()
         rest[piece.low : piece.high] = 0
         return rest
-
-    def _wait(self) -> None:
-        """Wait for the payloads of this rank's range. On CUDA the current stream waits."""
-        if self._started is not None:
-            self._started.wait()
-            self._started = None
 
     def _compress_mean(self) -> tuple[Tensor, Tensor]:
         """Pack the mean of this rank's range. Returns the status of each sender and the payload."""

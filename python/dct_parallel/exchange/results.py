@@ -173,9 +173,12 @@ class RecentStats:
     @property
     def density(self) -> float | None:
         """The mean fraction of entries sent. None before the first step."""
-        return sum(d for d, _ in self._steps) / len(self._steps) if self._steps else None
+        return self._mean(0)
 
     @property
     def overflow(self) -> float | None:
         """The fraction of payloads that overflowed. None before the first step."""
-        return sum(o for _, o in self._steps) / len(self._steps) if self._steps else None
+        return self._mean(1)
+
+    def _mean(self, column: int) -> float | None:
+        return sum(step[column] for step in self._steps) / len(self._steps) if self._steps else None

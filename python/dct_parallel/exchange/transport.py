@@ -26,6 +26,7 @@ class Transport(ABC):
     """
 
     owned: tuple[int, Tensor] | None = None
+    _started: dist.Work | None = None
 
     def __init__(self, plan: BucketPlan, codec: Codec, group: dist.ProcessGroup) -> None:
         self._plan = plan
@@ -66,6 +67,12 @@ class Transport(ABC):
         """
         return owner
 
+    def _wait(self) -> None:
+        """Wait for the collective of `start`. On CUDA the current stream waits."""
+        if self._started is not None:
+            self._started.wait()
+            self._started = None
+
     def _global_ranks(self) -> list[int]:
         """The group's ranks, for error messages after the group was destroyed."""
         return dist.get_process_group_ranks(self._group)
@@ -90,7 +97,6 @@ class AllGather(Transport):
         super().__init__(plan, codec, group)
         self._payloads = codec.payload.new_zeros(group.size(), codec.payload.numel())
         self._headers = header_words(self._payloads)
-        self._started: dist.Work | None = None
 
     def start(self) -> None:
         self._started = all_gather(self._payloads, self._codec.payload, self._group, async_op=True)
@@ -116,9 +122,3 @@ class AllGather(Transport):
             overflowed=overflowed(headers),
             payloads=ranks,
         )
-
-    def _wait(self) -> None:
-        """Wait for the payloads of all ranks. On CUDA the current stream waits."""
-        if self._started is not None:
-            self._started.wait()
-            self._started = None

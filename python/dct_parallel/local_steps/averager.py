@@ -312,12 +312,16 @@ class DCTAverager(ModelAverager):
         try:
             self._ledger.record("bucket 0", self._bucket)
             with self._collective("average_parameters"):
-                self._bucket.start(moved)
-            del moved  # `start` has added it to the residual, and the mean needs as much memory
-            base = self._receive()
+                self._bucket.reduce(moved)
+            self._ledger.finish()
+            base = moved.add_(self._base)
             non_finite = self._ledger.non_finite or not self._weights.all_representable(base)
             start = self._start(base)  # may run out of memory, so compute it before ranks agree
-            non_finite = self._agree(non_finite)
+            # Wait until all ranks have received all payloads. If a rank received a damaged payload,
+            # it has raised, so no rank applies this averaging.
+            dimensions = self.process_group, *self._shard_groups
+            with self._collective("average_parameters"):
+                non_finite = any_rank(non_finite, self._device, *dimensions)
             if non_finite:
                 what = f"weights at averaging {self.step // self.period}"
                 rule, got = "finite on every rank", self._weights.cause(base)
@@ -348,23 +352,6 @@ class DCTAverager(ModelAverager):
             return base
         ahead = base + self._bucket.codec.residual
         return torch.where(self._weights.is_representable(ahead), ahead, base, out=ahead)
-
-    def _receive(self) -> Tensor:
-        """Receive the payloads and return the new base. Does not change the weights."""
-        mean = torch.empty_like(self._base)
-        with self._collective("average_parameters"):
-            self._bucket.finish(mean)
-        self._ledger.finish()
-        return mean.add_(self._base)
-
-    def _agree(self, non_finite: bool) -> bool:
-        """Wait until all ranks have received all payloads. Return whether any is `non_finite`.
-
-        A rank that received a damaged payload has raised, so no rank applies this averaging.
-        """
-        dimensions = self.process_group, *self._shard_groups
-        with self._collective("average_parameters"):
-            return any_rank(non_finite, self._device, *dimensions)
 
     @contextlib.contextmanager
     def _collective(self, op: str) -> Iterator[None]:

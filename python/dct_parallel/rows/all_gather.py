@@ -10,9 +10,8 @@ from torch.nn.functional import pad
 from dct_kernels import checks
 
 from ..groups import GroupForBackward, require_group
-from .codecs import RowCodec
+from .codecs import RowCodec, RowFormat
 from .packing import require_rows
-from .row_format import RowFormat
 from .transfer import (
     Receive,
     Transfer,

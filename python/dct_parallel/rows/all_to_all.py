@@ -9,9 +9,8 @@ from torch import Tensor
 from dct_kernels import checks
 
 from ..groups import GroupForBackward, require_group
-from .codecs import RowCodec
+from .codecs import RowCodec, RowFormat
 from .packing import require_rows
-from .row_format import RowFormat
 from .transfer import (
     Receive,
     Transfer,

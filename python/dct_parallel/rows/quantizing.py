@@ -6,9 +6,8 @@ from torch.nn.functional import pad
 
 from dct_kernels import checks
 
-from .codecs import dequantize, format_bytes, quantize
+from .codecs import RowFormat, dequantize, format_bytes, quantize
 from .packing import as_rows
-from .row_format import RowFormat
 from .transfer import with_gradient
 
 # A message must be floating point, so that autograd and torch.distributed.pipelining send a

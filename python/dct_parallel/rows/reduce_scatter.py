@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..groups import GroupForBackward
-from .codecs import dequantize_sum
-from .row_format import RowFormat
+from .codecs import RowFormat, dequantize_sum
 from .transfer import Receive, Transfer, runs_eagerly, start_all_gather, start_all_to_all
 
 
