@@ -36,7 +36,7 @@ def test_dense_mean(rank):
     assert mean.tolist() == [1.5, 6.5]
 
 
-STEP = Step(0, 0, torch.ones(1), torch.full((1,), 0.5))
+STEP = Step(0, torch.ones(1), torch.full((1,), 0.5))
 
 
 class _Reduction:

@@ -39,9 +39,7 @@ def loss_scale_of(
         rule = "with an enabled grad_scaler, to see which steps the scaler skips (write "
         rule += "grad_scaler=scaler, optimizer=optimizer)"
         checks.fail(op, "optimizer", rule, None, verb="be given")
-    given: list[Any] = [optimizer]
-    if isinstance(optimizer, (list, tuple)):
-        given = list(optimizer)
+    given: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     wrong = [checks.shown(each) for each in given if not has_step_hooks(each)]
     if wrong or not given:
         rule = "a torch.optim.Optimizer, or a list of them "
