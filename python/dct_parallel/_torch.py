@@ -80,17 +80,6 @@ def scale_of(scaler: GradScaler) -> Tensor | None:
     return scaler._scale
 
 
-def calling_scaler() -> GradScaler | None:
-    """The GradScaler whose `step` this thread is inside, or None."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _SCALER_STEP:
-        frame = frame.f_back
-    return frame.f_locals["self"] if frame is not None else None
-
-
-_SCALER_STEP = GradScaler.step.__code__
-
-
 def optimizer_notes(scaler: GradScaler) -> dict[int, dict[str, Any]]:
     """{id of an optimizer: its record since the last `update`}. `update` replaces the dict.
 

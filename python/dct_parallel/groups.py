@@ -263,17 +263,20 @@ class Agreement:
         self._compared = False
         values = {"version": __version__, **values}
         with sharing_errors(op, shards):
-            self._join(op, values, group)
+            self.run_id = self._compare(op, values, group, self.run_id)[0]
         if shards is not None:  # by now the first rank of `shards` has the id of its group
-            self._join(op, {name: values[name] for name in values if name != "shard"}, shards)
+            del values["shard"]
+            self.run_id = self._compare(op, values, shards, self.run_id)[0]
 
-    def _join(self, op: str, values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-        """Compare settings with the ranks of a group, and use the run id of its first rank."""
+    def _compare(
+        self, op: str, values: Mapping[str, Any], group: dist.ProcessGroup, own: Any = None
+    ) -> list[Any]:
+        """Compare `values` with the ranks of a group. Returns `own` of every rank, in order."""
         timeout = timeout_of(group, self._device)
-        gathered = gather_values(op, {**values, "run_id": self.run_id}, group, timeout)
-        ids = [values.pop("run_id") for values in gathered.values()]
+        gathered = gather_values(op, {**values, "own": own}, group, timeout)
+        found = [values.pop("own") for values in gathered.values()]
         require_same(op, gathered)
-        self.run_id = ids[0]
+        return found
 
     def resume(self, step: int, entry: Mapping[str, Any] | None = None) -> None:
         """Resume at `step` of this run, or of the run of a checkpoint's entry.
@@ -285,22 +288,24 @@ class Agreement:
             self._checkpoint = f"one of {entry['world_size']} ranks"
         self._start, self._compared = step, False
 
-    def check(self, op: str) -> bool:
+    def check(self, op: str, digest: Callable[[], int] = int) -> list[int]:
         """Raise on every rank if the ranks do not resume from the same step of the same run.
 
         The first call, and the first call after `resume`, wait for all ranks up to the group's
-        timeout, and return True. Other calls do nothing. `op` is the call that every rank made, for
-        error messages.
+        timeout, and return the result of `digest` on each rank. Other calls do nothing and return
+        an empty list. `op` is the call that every rank made, for error messages.
         """
         if self._compared:
-            return False
+            return []
         values = {"checkpoint": self._checkpoint, "run_id": self.run_id, "step": self._start}
+        with sharing_errors(op, self._group, self._shards):
+            own = digest()
         with sharing_errors(op, self._shards):
-            compare(op, values, self._group, self._device)
+            digests = self._compare(op, values, self._group, own)
         if self._shards is not None:
-            compare(op, values, self._shards, self._device)
+            self._compare(op, values, self._shards)
         self._compared = True
-        return True
+        return digests
 
     def check_step(self, op: str, step: int) -> None:
         """Raise on every rank if the ranks call `op` after different steps. Waits for all ranks."""

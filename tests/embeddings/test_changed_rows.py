@@ -6,12 +6,14 @@ tables in one process. With SGD, weights equal the oracle's bitwise, except in i
 AdaGrad, weights are close to the oracle's.
 """
 
+import weakref
 from functools import partial
 from itertools import product
 
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import strategies
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,6 +24,8 @@ from dct_embeddings import (
     ShardedEmbeddingBags,
     plan_shards,
 )
+from dct_embeddings.two_dimensional import averages
+from dct_parallel.exchange.settings import Settings
 from support.ranks import assert_same, on_ranks
 from wire_meter import WireMeter
 
@@ -279,3 +283,17 @@ def test_closures_and_gradients_set_by_the_user(rank):
         with pytest.raises(TypeError, match=r"must be plain SGD, .* got SGD with momentum 0\.9"):
             sgd.step()
         assert torch.equal(replica.bags.weight, before)
+
+
+@on_ranks(2)
+def test_a_sync_keeps_no_bucket(rank):
+    """The bucket of a sync has several times the memory of the changed rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        made, create, settings = [], averages.Bucket, Settings(0.3, "bfloat16")
+        patch.setattr(averages, "Bucket", lambda *args: made.append(create(*args)) or made[-1])
+        average = averages.MeanOfChanges(weight := _start(), dist.group.WORLD, settings)
+        average.touched.add(torch.arange(4), weight)
+        weight[:4] += 1
+        average.sync(weight, None, everything=False)
+        alive = weakref.ref(made.pop())
+    assert alive() is None

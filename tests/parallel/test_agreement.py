@@ -66,6 +66,8 @@ def test_ranks_compare_steps_set_by_post_local_sgd(rank):
         if error is None:
             optimizer.step()
             assert averager.step == steps[rank] + 2
+            averager.step = 20  # the statistics stay
+            assert averager.stats()["density"] == 1
             assert_same(torch.cat([p.flatten() for p in model.parameters()]))
             continue
         with pytest.raises(ValueError, match=f"dct::average_parameters: step {MUST} {error}"):
@@ -217,14 +219,15 @@ def test_failed_exchange_raises_in_every_later_call(rank, make, name):
         raise ConnectionError
 
     by = "reduce_scatter" if name.endswith("single") else "all_gather"
-    point = make([40_000], density=0.1, start_step=0, transport=by)
-    point.step(torch.arange(40_000.0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(name, fails)
-        with pytest.raises((ConnectionError, RuntimeError)):
-            point.step(torch.arange(40_000.0))
-    state = point.state
     text = "every payload of step 1 must be intact, got a failed exchange in bucket 0"
-    for call in (state.state_dict, state.take_back, state.stats, state.plan, state.close):
-        with pytest.raises(RuntimeError, match=text):
-            call()
+    for first in ("state_dict", "plan", "load_state_dict"):
+        point = make([40_000], density=0.1, start_step=0, transport=by)
+        point.step(torch.arange(40_000.0))
+        state, saved = point.state, point.state.state_dict()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(name, fails)
+            with pytest.raises((ConnectionError, RuntimeError)):
+                point.step(torch.arange(40_000.0))
+        for call in (first, "load_state_dict", "take_back", "stats", "plan", "state_dict", "close"):
+            with pytest.raises(RuntimeError, match=text):
+                getattr(state, call)(*[saved] * (call == "load_state_dict"))

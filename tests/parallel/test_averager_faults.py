@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dct_parallel import DCTAverager
+from dct_parallel.groups import PeerError
 from support.ranks import assert_same, entry, gathered, on_ranks, run_ranks, weights
 
 
@@ -134,6 +135,39 @@ def test_overflowing_changes_raise_and_are_dropped(rank, dtype):
         assert_same(weights(model))
         torch.testing.assert_close(model[0], tenths.to(dtype), rtol=1e-3, atol=1e-3)
         assert torch.equal(model[1].float(), base[300:]), format
+
+
+@on_ranks(2)
+def test_overflow_is_dropped_if_memory_runs_out(rank):
+    """The mean overflows, and there is no memory for the new weights on any rank."""
+    model = nn.ParameterList([torch.zeros(300)])
+    averager = DCTAverager(model, format="float32", density=1, period=1)
+    start, bases = averager._start, []
+
+    def runs_out(base):
+        bases.append(base)
+        if len(bases) == 2:  # of the mean
+            raise MemoryError
+        return start(base)
+
+    averager._start = runs_out
+    with torch.no_grad():
+        model[0] += torch.arange(300.0)
+        model[0][40] = 2e38
+    with pytest.raises(MemoryError):
+        averager.average_parameters()
+    averager.average_parameters()
+    assert torch.equal(model[0], torch.arange(300.0).index_fill(0, torch.tensor([40]), 0))
+
+
+@on_ranks(2)
+def test_error_in_the_first_comparison_raises_on_every_rank(rank):
+    averager = DCTAverager(nn.Linear(4, 4), period=1)
+    if rank == 0:
+        averager._weights.gradient_digest = lambda: 1 // 0
+    error, text = (ZeroDivisionError, "") if rank == 0 else (PeerError, "ZeroDivisionError from")
+    with pytest.raises(error, match=text):
+        averager.average_parameters()
 
 
 @on_ranks(2)

@@ -209,10 +209,12 @@ def test_copied_state_has_only_the_settings(rank):
         ((_, copied_state),) = copied._comm_hooks
         assert copied_state.settings == state.settings
         calls = [copied_state.state_dict, copied_state.stats, copied_state.plan]
-        calls += [copied_state.take_back, copied_state.parameter_stats, copied_state.close]
+        calls += [copied_state.take_back, copied_state.parameter_stats]
         for call in (*calls, lambda s=copied_state: s.load_state_dict(state.state_dict())):
             with pytest.raises(ValueError, match=text):
                 call()
+        copied_state.close()
+        assert (copied_state.step, copied_state.node_group) == (0, None)
         hooked(ddp(copied.module), density=0.8)[0](batch(0, rank)[0]).sum().backward()
     scaler.scale(model(batch(0, rank)[0]).sum()).backward()
     assert state.step == 2

@@ -75,6 +75,7 @@ def test_second_moments_of_sparse_gradients_warn(one_rank, call, make, settings,
     optimizer = make(point.parameters)
     texts = _steps(point, optimizer)
     assert len(texts) == warns
+    assert len(point.state._optimizers._watched) == 1  # because versions are read in every step
     for text in texts:
         assert text.startswith(f"DCT: {type(optimizer).__name__} divides by second moments")
         assert text.endswith(f'write {call}format="int4").')
@@ -85,9 +86,10 @@ LOST = "NaN or Inf in a step that no optimizer applied, .* write {}grad_scaler=s
 
 
 SCALERS = [  # (scaler passed to the state, step that overflows, warning)
-    *((None, 2, LOST), (None, None, None), ("other", None, NOT_PASSED), ("same", 2, None)),
+    *((None, 2, LOST), (None, 0, LOST), (None, None, None), ("other", 2, LOST), ("same", 2, None)),
+    *(("unused", None, None), ("unused", 2, None)),
 ]
-FUSED = [(None, None, NOT_PASSED), ("same", 2, None)]
+FUSED = [(None, None, NOT_PASSED), ("other", None, NOT_PASSED), ("same", 2, None)]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,8 @@ def test_scaler_that_was_not_passed_warns(one_rank, call, options, given, bad, e
     if given is not None:
         settings["grad_scaler"] = scaler if given == "same" else _scaler()
     point = POINTS[call](SIZES, **settings)
-    texts = _steps(point, point.optimizer, scaler=scaler, bad=bad)
+    used = None if given == "unused" else scaler
+    texts = _steps(point, point.optimizer, scaler=used, bad=bad)
     assert len(texts) == (expected is not None)
     for text in texts:
         assert re.search(expected.format(re.escape(call)), text)

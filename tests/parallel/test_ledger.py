@@ -47,11 +47,11 @@ def test_damage_is_reported_if_results_are_read_early(damaged):
 @pytest.mark.parametrize("end_is_seen", [True, False])
 @pytest.mark.parametrize("result", [DAMAGED, None])
 def test_damage_and_failures_raise_at_the_end_of_the_next_step(end_is_seen, result):
-    """If the end of a step is not observed, the beginning of the next but one raises."""
+    """If the end of a step is not observed, the beginning of the next one raises."""
     ledger = StepLedger("op", unit="averaging")
     ledger.begin(7)
     ledger.record("bucket 0", _Exchange(result))
-    calls = [ledger.end, ledger.begin, ledger.end] if end_is_seen else [ledger.begin] * 2
+    calls = [ledger.end, ledger.begin, ledger.end] if end_is_seen else [ledger.begin]
     for call in calls[:-1]:
         call()
         if call == ledger.begin:

@@ -105,7 +105,7 @@ class ReplicaDeltas:
             ValueError: the tensors differ from those of `dmp` when this hook was created.
             RuntimeError: a replica is gone, or its payload was damaged.
         """
-        self._require_intact()
+        self._read_results()
         tensors, key = arguments[-1], _key(arguments[-1])
         if key in self._weights:
             self._weights[key].sync(everything=False)
@@ -118,13 +118,13 @@ class ReplicaDeltas:
     @torch.no_grad()
     def flush(self) -> None:
         """Sync all changes in float32, so that nothing is pending."""
-        self._require_intact()
+        self._read_results()
         for weights in self._weights.values():
             weights.sync(everything=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and number of syncs, as copies on the CPU."""
-        self._require_intact()
+        self._read_results()
         entry = {str(i): weights.state() for i, weights in enumerate(self._weights.values())}
         return {"ranks": {str(dist.get_rank()): entry}}
 
@@ -137,7 +137,7 @@ class ReplicaDeltas:
             ValueError, TypeError: the state is damaged, or it is for a different rank, different
                 tables, or a different number of replicas or transport. Nothing has changed.
         """
-        self._require_intact()
+        self._read_results()
         rank = str(dist.get_rank())
         parts = {str(i): weights for i, weights in enumerate(self._weights.values())}
         by_name = checkpoint.BY_NAME
@@ -147,7 +147,7 @@ class ReplicaDeltas:
         for weights, state_of_weights in found.items():
             weights.resume(*state_of_weights)
 
-    def _require_intact(self) -> None:
+    def _read_results(self) -> None:
         for weights in self._weights.values():
             weights.ledger.read()
 

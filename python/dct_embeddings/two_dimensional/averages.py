@@ -147,6 +147,7 @@ class MeanOfChanges(Average):
         self._ledger.record("the changed rows", bucket)
         bucket.reduce(moved)
         self._ledger.finish()
+        self._ledger.resume(self._ledger.step)  # releases the bucket
         pending = torch.zeros_like(moved)
         bucket.add_pending(pending)
         return pending

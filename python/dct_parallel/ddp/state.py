@@ -138,14 +138,16 @@ class DCTState:
         The hook then raises an error, but methods such as `stats` still work. Idempotent.
 
         Raises:
-            RuntimeError: a payload was damaged. The state is closed nevertheless.
+            RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
+                The state is closed nevertheless.
         """
         if self._open:
             self._open = False
             self._executor.close()
             self._topology.close()
             self._optimizers.close()
-        self._finish_last_step()
+        if hasattr(self, "_names"):  # not a copy
+            self._finish_last_step()
 
     def plan(self) -> str:
         """Return a table of the bytes and the capacity of each bucket in a compressed step.
@@ -154,7 +156,7 @@ class DCTState:
         single bucket, as its last line states. Afterwards the bytes are exact.
 
         Raises:
-            RuntimeError: this rank received a damaged payload.
+            RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
         """
         self._require_usable()
         device = device_of(self._names)
@@ -224,7 +226,6 @@ class DCTState:
                 within the group's timeout. Nothing was taken back.
         """
         self._require_usable()
-        self._ledger.read()
         self._agreement.check_step("take_back", self.step)
         self._finish_last_step()
         self._ledger.take_back()
@@ -260,7 +261,7 @@ class DCTState:
             ValueError: the dict has a different version, density, number of ranks, mesh, rank or
                 model; or a value is missing, not finite, or has a wrong type or shape.
             TypeError: `state` is not a state dict.
-            RuntimeError: this state received a damaged payload. Load into a new state.
+            RuntimeError: a payload was damaged, or an exchange failed. Load into a new state.
         """
         self._require_usable()
         entry, states = self._run().find(state)
@@ -281,13 +282,16 @@ class DCTState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy only the settings, because process groups and threads cannot be copied."""
-        return {"settings": self.settings, "start_step": self.start_step, "_open": False}
+        ledger = StepLedger("DCTState")
+        copied = {"settings": self.settings, "start_step": self.start_step, "node_group": None}
+        return {**copied, "_ledger": ledger, "_open": False}
 
     def _require_usable(self) -> None:
-        if not hasattr(self, "_ledger"):
+        """Raise for a copy, and after damage or a failed exchange. Waits for the last step."""
+        if not hasattr(self, "_names"):
             rule = "made for its DDP (write DCTState(ddp, ...) for a copied ddp, and register it)"
             checks.fail("DCTState", "state", rule, "a copy, which has only the settings")
-        self._ledger.require_intact()
+        self._ledger.read()
 
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if not isinstance(bucket, dist.GradBucket):

@@ -22,12 +22,10 @@ class Step(NamedTuple):
     """A step of training.
 
     Attributes:
-        number: number of steps before this one.
         compressed: number of compressed steps before this one, or None if this step is dense.
         scale, inv_scale: the scale of the step's gradients and its inverse, or None.
     """
 
-    number: int
     compressed: int | None
     scale: Tensor | None = None
     inv_scale: Tensor | None = None
@@ -66,20 +64,27 @@ class StepLedger:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Continue after `step` steps, with new statistics."""
-        self.step, self._number, self.non_finite = step, step, False
-        self.current = Step(step - 1, None)
-        self._exchanges: dict[str, Exchange] = {}  # recorded in the current step
-        self._unposted = False  # whether some of them were recorded after the last `_post`
-        self._posted: tuple[int, StepResults] | None = None  # (step, its results), not read yet
+        """Continue after `step` steps as `resume` does, with new statistics."""
         self._recent = RecentStats()
-        if self._optimizers is not None:
-            self._optimizers.forget_step()
+        self.resume(step)
         if step < (start := self._start_step):
             logger.info("%s: steps %d to %d are dense (bfloat16)", self._op, step, start - 1)
 
+    def resume(self, step: int) -> None:
+        """Continue after `step` steps. Drops all exchanges, and results that were not read.
+
+        Damage and failures that were read still raise.
+        """
+        self.step, self._number, self.non_finite = step, step, False
+        self.current = Step(None)
+        self._exchanges: dict[str, Exchange] = {}  # recorded in the current step
+        self._unposted = False  # whether some of them were recorded after the last `_post`
+        self._posted: tuple[int, StepResults] | None = None  # (step, its results), not read yet
+        if self._optimizers is not None:
+            self._optimizers.forget_step()
+
     def begin(self, number: int | None = None) -> Step:
-        """Begin a step, without waiting for the exchanges of the last step.
+        """Begin a step, without waiting for the exchanges of the last step if it has ended.
 
         Args:
             number: the number of the step in error messages; by default `step`.
@@ -87,7 +92,8 @@ class StepLedger:
         Raises:
             RuntimeError: see `require_intact` and `finish`.
         """
-        self._post()
+        if self._unposted:  # the step did not end, perhaps because an exchange failed
+            self.read()
         self.require_intact()
         self._settle()
         if self._optimizers is not None:
@@ -96,7 +102,7 @@ class StepLedger:
         self._exchanges, self.non_finite = {}, False  # the last step was applied or taken back
         compressed = self.step - self._start_step
         scales = self._loss_scale.begin() if self._loss_scale else (None, None)
-        self.current = Step(self.step, compressed if compressed >= 0 else None, *scales)
+        self.current = Step(compressed if compressed >= 0 else None, *scales)
         self.step += 1
         return self.current
 

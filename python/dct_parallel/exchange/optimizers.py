@@ -97,10 +97,10 @@ class LossScale:
         """Whether the scaler has scaled a loss."""
         return scale_of(self._scaler) is not None
 
-    def holds(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether the optimizers hold all of these parameters."""
+    def lacks(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+        """Whether the scaler steps this optimizer of `parameters`, some of which ours lack."""
         held = {p for optimizer in self._optimizers for p in _parameters_of(optimizer)}
-        return held.issuperset(parameters)
+        return id(optimizer) in optimizer_notes(self._scaler) and not held.issuperset(parameters)
 
     def begin(self) -> tuple[Tensor | None, Tensor | None]:
         """Begin a backward pass. Returns the scale of its gradients and the inverse, if known."""
@@ -206,9 +206,10 @@ class OptimizerChecks:
         self._density, self._loss_scale = settings.density, loss_scale
         self._warned: set[str] = set()
         self._seen = False  # whether an optimizer has stepped
-        self._versions = -1  # the sum of the parameters' versions when the current step began
-        # The last step with a NaN or Inf, and the last step after which no parameter changed.
-        self._non_finite, self._unapplied = -1, -2
+        # All parameters, and one of each optimizer after the optimizers have stepped, to save time.
+        self._watched = list(self._parameters)
+        self._versions = -1
+        self.forget_step()
         alive, check = weakref.ref(self), torch.compiler.disable(OptimizerChecks._check)
 
         def hook(optimizer: Optimizer, *_: object) -> None:
@@ -221,9 +222,9 @@ class OptimizerChecks:
         """Begin a step. `last` is the number of the step before it."""
         if self._seen:
             self.close()
-        if self._loss_scale is not None:  # it takes back skipped steps
+        if self._loss_scale is not None and self._loss_scale.is_used:  # it takes back skipped steps
             return
-        versions = sum(parameter._version for parameter in self._parameters)
+        versions = sum(parameter._version for parameter in self._watched)
         if versions == self._versions:
             self._unapplied = last
             self._warn_if_lost()
@@ -236,7 +237,9 @@ class OptimizerChecks:
 
     def forget_step(self) -> None:
         """Do not check that the last step is applied, because its entries were taken back."""
-        self._versions = -1
+        self._versions = -1  # the sum of the versions of `_watched` when the current step began
+        # The last step with a NaN or Inf, and the last step after which no parameter changed.
+        self._non_finite, self._unapplied = -1, -2
 
     def _warn_if_lost(self) -> None:
         if self._non_finite == self._unapplied:
@@ -252,7 +255,9 @@ class OptimizerChecks:
         held = [p for p in held if p.grad is not None]
         if not held:
             return
-        self._seen = True
+        if not self._seen:
+            self._seen, self._watched, self._versions = True, [], -1
+        self._watched.append(held[0])
         name = type(optimizer).__name__
         kept = {key for p in held for key in optimizer.state.get(p, ())}
         if self._density < 1 and kept & _SECOND_MOMENTS:
@@ -263,20 +268,20 @@ class OptimizerChecks:
                 + self._call.format('format="int4"')
             )
         given = self._loss_scale
+        if given is not None and given.is_used:
+            if given.lacks(optimizer, held):
+                self._warn(
+                    f"{name} holds averaged parameters, but was not passed as optimizer: gradients "
+                    "that were sent in a step that the GradScaler skips may be lost. Write "
+                    + self._call.format("grad_scaler=scaler, optimizer=[...]")
+                    + ", with all optimizers of these parameters"
+                )
         # A GradScaler sets this attribute for the step of a fused optimizer.
-        steps_by_scaler = isinstance(getattr(optimizer, "found_inf", None), Tensor)
-        if steps_by_scaler if given is None else not given.is_used:
+        elif isinstance(getattr(optimizer, "found_inf", None), Tensor):
             self._warn(
                 f"{name} is stepped by a GradScaler that was not passed as grad_scaler: gradients "
                 "that were sent in a step that it skips are lost. Write "
                 + self._call.format("grad_scaler=scaler, optimizer=optimizer")
-            )
-        elif given is not None and not given.holds(held):
-            self._warn(
-                f"{name} holds averaged parameters, but was not passed as optimizer: gradients "
-                "that were sent in a step that the GradScaler skips may be lost. Write "
-                + self._call.format("grad_scaler=scaler, optimizer=[...]")
-                + ", with all optimizers of these parameters"
             )
 
     def _warn(self, text: str) -> None:

@@ -39,6 +39,7 @@ class ReduceScatter(Transport):
         device = codec.residual.device
         self._owner = self._codec_of(rank, codec.step)
         self.owned = low, self._owner.residual
+        self._mean = torch.empty_like(self._owner.residual)  # of the payloads that arrived
         self._packed = False  # whether the owner has packed the mean of the received payloads
         self._overwritten = False  # whether a new exchange may have overwritten the results
         self._splits = [int(index < plan.owners) for index in range(ranks)]
@@ -112,9 +113,8 @@ class ReduceScatter(Transport):
         """Restore senders' residuals exactly, and the owner's residual up to float32 rounding."""
         super().take_back()
         if self._packed and len(self._arrived):  # not packed if the all-to-all failed
-            mean = torch.empty_like(self._owner.residual)
-            self._owner.unpack(self._arrived, mean)
-            self._owner.take_back(mean)
+            self._owner.unpack(self._arrived, self._mean)
+            self._owner.take_back(self._mean)
 
     def owner_state(self, index: int) -> Tensor:
         residual = torch.zeros(self._plan.sizes[index], dtype=torch.float32, device="cpu")
@@ -143,9 +143,8 @@ class ReduceScatter(Transport):
     def _compress_mean(self) -> tuple[Tensor, Tensor]:
         """Pack the mean of this rank's range. Returns the status of each sender and the payload."""
         if len(self._arrived):
-            mean = torch.empty_like(self._owner.residual)
-            status = self._owner.unpack(self._arrived, mean)
-            packed = self._owner.pack(mean)
+            status = self._owner.unpack(self._arrived, self._mean)
+            packed = self._owner.pack(self._mean)
         else:  # an empty range
             status, packed = self._no_status, self._owner.pack(self._owner.residual)
         self._packed = True

@@ -166,7 +166,7 @@ class RecentStats:
             warnings.warn(
                 f"DCT: {overflow:.0%} of the payloads of the last {RECENT_STEPS} steps had "
                 "too little capacity for the entries above the threshold: the rest is sent later. "
-                "Use a smaller refresh_every or a higher density.",
+                "If refresh_every is above 1, use a smaller one. Otherwise use a higher density.",
                 stacklevel=2,
             )
 

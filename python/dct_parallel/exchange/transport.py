@@ -22,12 +22,9 @@ class Transport(ABC):
         group: the ranks to average over.
 
     Attributes:
-        sends_once: whether `finish` starts no collective, so that other buckets may be packed and
-            sent between `start` and `finish`.
         owned: the start of the range that this rank owns and the owner's residual, or None.
     """
 
-    sends_once = False
     owned: tuple[int, Tensor] | None = None
 
     def __init__(self, plan: BucketPlan, codec: Codec, group: dist.ProcessGroup) -> None:
@@ -88,8 +85,6 @@ class AllGather(Transport):
     With P ranks, each rank sends its payload P - 1 times, so bytes grow with P. This transport is
     efficient if the density is well below 1 / P.
     """
-
-    sends_once = True
 
     def __init__(self, plan: BucketPlan, codec: Codec, group: dist.ProcessGroup) -> None:
         super().__init__(plan, codec, group)

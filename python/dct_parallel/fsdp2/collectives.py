@@ -1,4 +1,7 @@
-"""Quantized collectives between the shards of a module, which FSDP2 calls instead of torch's."""
+"""Quantized collectives between the shards of a module, which FSDP2 calls instead of torch's.
+
+Not `dct_parallel.collectives`, whose functions call those of torch.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,8 +43,8 @@ class _Collective:
     ) -> None:
         self._unit, self._default, self._format, self._count = unit, default, format, count
         self._ranks = dist.get_process_group_ranks(unit.shard_group())
-        # int32 [number of ranks], not 0 for ranks that have sent a damaged message. Empty before
-        # the first message.
+        # int32 [number of ranks], not 0 for ranks that have sent a damaged message in any exchange.
+        # Unlike those of a bucket, the words stay if an exchange fails: no residual is affected.
         self.words: Sequence[Tensor] = ()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

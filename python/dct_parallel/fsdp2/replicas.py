@@ -216,7 +216,7 @@ class FullyShardState:
 
         A bucket is a module that fully_shard was applied to. Sizes are per shard.
         """
-        self._ledger.require_intact()
+        self._ledger.read()
         return plan_table(self._plans, self._device)
 
     def stats(self) -> dict[str, float | int | None]:
@@ -281,7 +281,7 @@ class FullyShardState:
                 shard or model; or a value is missing, not finite, or has a wrong type or shape.
             TypeError: `state` is not a state dict.
         """
-        self._ledger.require_intact()
+        self._ledger.read()
         self._resume(*self._run().find(state))
 
     def load_merged(self, folder: str | os.PathLike[str], key: str = "dct") -> None:
@@ -301,7 +301,7 @@ class FullyShardState:
             ValueError: the state or a replica is missing. See also `load_state_dict`.
             RuntimeError: another rank raised an error. Nothing has changed on any rank.
         """
-        self._ledger.require_intact()
+        self._ledger.read()
         world = groups.require_group("load_merged", None)
         timeout = groups.timeout_of(world, self._device)
         self._resume(*self._run().find_mean(folder, key, world, timeout))

@@ -130,7 +130,7 @@ class DCTAverager(ModelAverager):
         checks.require_int(_OP, "step", step, 0, 2**31 - 1)
         if step != self._step:  # ModelAverager's constructor sets 0 before the ledger exists
             self._agreement.resume(step)
-            self._ledger.restart(step // self.period)
+            self._ledger.resume(step // self.period)
             self._step = step
 
     @torch.no_grad()
@@ -315,8 +315,8 @@ class DCTAverager(ModelAverager):
                 self._bucket.start(moved)
             del moved  # `start` has added it to the residual, and the mean needs as much memory
             base = self._receive()
-            start = self._start(base)  # may run out of memory, so compute it before ranks agree
             non_finite = self._ledger.non_finite or not self._weights.all_representable(base)
+            start = self._start(base)  # may run out of memory, so compute it before ranks agree
             non_finite = self._agree(non_finite)
             if non_finite:
                 what = f"weights at averaging {self.step // self.period}"
@@ -334,13 +334,8 @@ class DCTAverager(ModelAverager):
 
     def _compare(self, op: str) -> None:
         """Compare the run and step. Warn if all ranks have equal gradients, as with DDP."""
-        if not self._agreement.check(op):
-            return
-        group, timeout = self.process_group, groups.timeout_of(self.process_group, self._device)
-        values = {"gradients": self._weights.gradient_digest()}
-        found = groups.gather_values(op, values, group, timeout)
-        digests = {values["gradients"] for values in found.values()}
-        if len(found) > 1 and len(digests) == 1 and digests != {0}:
+        digests = self._agreement.check(op, self._weights.gradient_digest)
+        if len(digests) > 1 and len({*digests}) == 1 and any(digests):
             warn_user(
                 "DCT: gradients are the same on all ranks, so every rank reads the same data, or "
                 "DistributedDataParallel still averages gradients and nothing is saved: train the "
