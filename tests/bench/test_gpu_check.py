@@ -34,12 +34,6 @@ def test_a_dry_run_finds_a_mistyped_argument(check, tmp_path):
     assert len({each["numel"] for each in timed if each["op"] == "mask_pack"}) > 3
 
 
-@pytest.mark.large
-def test_a_dry_run_of_the_whole_plan(check, tmp_path):
-    plan = [check.dry(each) for each in check.STAGES if each.name in check.PLAN]
-    assert check.run(plan, tmp_path, limit=3600) == 0
-
-
 def test_every_patch_replaces_text_and_a_wrong_one_is_refused(tmp_path):
     for i, variant in enumerate(variants.VARIANTS.values()):
         folder = variants.patched(toolkit.CSRC, variant, tmp_path / f"{i}")

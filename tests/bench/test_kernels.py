@@ -34,28 +34,6 @@ def test_all_ops_and_peers(tmp_path, capsys):
     assert {line.count("|") for line in lines[2:]} == {11}
 
 
-@pytest.fixture
-def small_first_look(monkeypatch):
-    monkeypatch.setattr(cases, "FIRST_LOOK_SIZES", {"cpu": 8192})
-    monkeypatch.setattr(cases, "FIRST_LOOK_COLD_BYTES", 1)
-
-
-def test_the_first_look_prints_a_sentence_per_case(tmp_path, capsys, small_first_look):
-    command = ["--device", "cpu", "--threads", "1", "--json", str(tmp_path / "k.json")]
-    assert program.main(command) == 0
-    results = json.loads((tmp_path / "k.json").read_text())["results"]
-    assert [result["op"] for result in results] == ["mask_pack", "scatter_unpack", "row_pack"]
-    fast = ["cpp"] if len(cases.backends("cpu")) > 1 else ["eager"]
-    timed = [list(result["ms"]) for result in results]
-    assert timed == [["copy", *fast, "topk"], ["copy", *fast], ["copy", *fast, "torch.topk"]]
-    said = capsys.readouterr().out.splitlines()
-    assert [line.partition(",")[0] for line in said[-3:]] == [result["op"] for result in results]
-    assert (
-        "A copy of the same number of bytes, in the same run, has speed 1. Larger is better."
-        in said
-    )
-
-
 def test_bytes_of_cases_by_hand():
     case = cases.mask_pack("cpu", 1000, 0.1, torch.float32, torch.bfloat16)
     assert case.nbytes == 1000 * 12 + 100 * 4

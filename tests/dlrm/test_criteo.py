@@ -1,4 +1,4 @@
-"""Generated rows, and the reader of Criteo's layout: values, malformed lines, ranks."""
+"""Generated rows, and the reader of Criteo's layout: values and ranks."""
 
 import gzip
 import math
@@ -47,22 +47,6 @@ def test_values_of_a_row(tmp_path):
     assert ids[3] == 1 + 0xDEADBEEF % 99
     assert ids[4] == 1 + zlib.crc32(b"not-hex") % 99
     assert ids[5:] == [1 + 42 % (min(n, 100) - 1) for n in CARDINALITIES[5:]]
-
-
-@pytest.mark.parametrize(
-    "text, reason",
-    [
-        ("", "must have 40 fields, got 1"),
-        (line(label="2"), "label must be 0 or 1, got '2'"),
-        (line(ints=[*INTS[:12], "x" * 99]), f"field 13 must be an integer, got '{'x' * 20}'"),
-    ],
-)
-def test_a_malformed_line_is_counted_and_skipped(tmp_path, text, reason):
-    path = _write(tmp_path, line(label="0"), text, line(label="1"))
-    rows, numbers, report = criteo.read(path, ROWS)
-    assert rows.labels.tolist() == [0, 1] and numbers.tolist() == [0, 2]
-    assert report == (2, 1, (2, reason))
-    assert report.describe() == f"1 of 3 lines malformed (line 2: {reason})"
 
 
 @pytest.mark.parametrize("name", ["rows.tsv", "rows.tsv.gz"])

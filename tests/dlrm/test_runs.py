@@ -1,4 +1,4 @@
-"""Runs on ranks: split models compared with replicated ones, seeds, optimizers, errors."""
+"""Split models train like replicated ones, and the loop like an optimizer of torch."""
 
 import numpy as np
 import pytest
