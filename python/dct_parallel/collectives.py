@@ -31,10 +31,9 @@ def all_to_all(
 def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Write this rank's part of the sum of all ranks' `tensor` [P * n] into `output` [n]."""
     # As in all_gather, the old name warns from torch 2.13 on.
-    if hasattr(dist, "reduce_scatter_single"):
-        dist.reduce_scatter_single(output, tensor, group=group)
-    else:
-        dist.reduce_scatter_tensor(output, tensor, group=group)
+    newer = hasattr(dist, "reduce_scatter_single")
+    collective = dist.reduce_scatter_single if newer else dist.reduce_scatter_tensor
+    collective(output, tensor, group=group)
 
 
 def any_rank(flag: bool, device: torch.device, *groups: dist.ProcessGroup) -> bool:

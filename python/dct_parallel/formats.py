@@ -16,10 +16,8 @@ def require_format(
 
     Raises an error unless the name is in `formats`. `why` is appended to the rule in the error.
     """
-    if not isinstance(format, (str, torch.dtype)):
-        checks.fail(op, arg, "a string or a torch.dtype", checks.shown(format), TypeError)
+    checks.require_type(op, arg, format, (str, torch.dtype), "a string or a torch.dtype")
     name = next((name for name, dtype in DTYPES.items() if dtype == format), str(format))
     if name not in formats:
-        rule = checks.either([repr(known) for known in formats]) + why
-        checks.fail(op, arg, rule, repr(format))
+        checks.fail(op, arg, checks.either(list(map(repr, formats))) + why, repr(format))
     return name

@@ -24,8 +24,7 @@ def require_mesh(
         rule = "ascending ranks in every row and column, because torch sorts the ranks of a group"
         checks.fail(op, "mesh", rule, mesh.mesh.tolist(), verb="have")
     if mesh.get_coordinate() is None:
-        got = f"one without rank {dist.get_rank()}"
-        checks.fail(op, "mesh", "this rank", got, verb="include")
+        checks.fail(op, "mesh", "this rank", f"one without rank {dist.get_rank()}", verb="include")
     outer, inner = dimensions
     return mesh.get_group(outer), mesh.get_group(inner)
 

@@ -131,8 +131,7 @@ class NodeBucket(Bucket):
         self.begin()
         numel = self.plan.numel
         if self._pending is not None:
-            received = self._node.sum_part(self._pending.to(buffer.device))
-            self.codec.residual += received[:numel]
+            self.codec.residual += self._node.sum_part(self._pending.to(buffer.device))[:numel]
             self._pending = None
         self._part = self._node.mean_part(buffer)
         super().start(self._part[:numel], inv_scale)

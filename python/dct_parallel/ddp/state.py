@@ -158,9 +158,7 @@ class DCTState:
             RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
         """
         self._require_usable()
-        device = device_of(self._names)
-        plans = self._buckets.plans()
-        table = plan_table(plans, device)
+        table = plan_table(self._buckets.plans(), device_of(self._names))
         table += self._topology.node.sentence(self._buckets.node_bytes())
         if not self._buckets.in_order():
             table += "\nOne bucket is assumed until the first compressed step shows DDP's buckets."

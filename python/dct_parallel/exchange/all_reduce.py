@@ -51,8 +51,7 @@ class CompressedWork:
                 self._bucket.merge_owned()
             damaged = StepResults({"": self._bucket}, run_now).read()[""].damaged
             if damaged:
-                got = "; ".join(damaged)
-                self._error = f"dct::{_OP}: every payload must be intact, got {got}"
+                self._error = f"dct::{_OP}: every payload must be intact, got {'; '.join(damaged)}"
         if self._error:
             raise RuntimeError(self._error)
         return True

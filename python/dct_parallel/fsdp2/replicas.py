@@ -324,10 +324,9 @@ class FullyShardState:
         self._agreement.resume(entry["step"], entry)
         self._ledger.restart(entry["step"])
         self._in_step, self._orders = False, []
-        saved = entry["parameters"]
         for index, pieces in enumerate(self._pieces):
             selected = {piece.name: states[piece.name] for piece in pieces}
-            packed = max(saved[name]["packed"] for name in selected)
+            packed = max(entry["parameters"][name]["packed"] for name in selected)
             self._buckets[index] = self._bucket(pieces, packed, selected)
 
     # The methods below begin, perform and end a step.

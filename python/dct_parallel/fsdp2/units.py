@@ -153,8 +153,7 @@ def _piece(op: str, mesh: DeviceMesh, name: str, parameter: nn.Parameter, padded
     arg = f"parameter {name}"
     checks.require_dtype(op, arg, parameter.dtype, checks.FLOATS)
     if parameter.is_meta:
-        rule = "on a device (materialize the model before the hook)"
-        checks.fail(op, arg, rule, "one on meta")
+        checks.fail(op, arg, "on a device (materialize the model before the hook)", "one on meta")
     if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh["shard"]:
         got = "one that is not sharded"
         if isinstance(parameter, DTensor):

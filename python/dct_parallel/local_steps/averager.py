@@ -288,10 +288,9 @@ class DCTAverager(ModelAverager):
 
     def _run(self) -> Run:
         """The description of this run in checkpoints."""
-        sizes = zip(self._plan.names, self._plan.sizes, strict=True)
         ranks = {"world_size": self.process_group.size(), "local_size": 1}
         same = {**self._run_settings, "density": self._settings.density, **ranks}
-        parameters = {name: Flat(numel) for name, numel in sizes}
+        parameters = dict(zip(self._plan.names, map(Flat, self._plan.sizes), strict=True))
         return Run("rank", self._agreement.rank, self._settings.format, same, parameters)
 
     def __getstate__(self) -> NoReturn:
@@ -299,9 +298,8 @@ class DCTAverager(ModelAverager):
         checks.fail(_OP, "an averager", rule, "a copy", TypeError, "not")
 
     def _new_bucket(self, states: States) -> Bucket:
-        group, averagings = self.process_group, self._ledger.step
         log_plan(_OP, self._plan, self._device)
-        return Bucket(self._plan, group, self._device, averagings, states)
+        return Bucket(self._plan, self.process_group, self._device, self._ledger.step, states)
 
     def _average(self) -> None:
         """Average the weights. On an error, restore the last base and keep changes as residual."""
@@ -359,16 +357,13 @@ class DCTAverager(ModelAverager):
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(
-                f"dct::{op}: every rank must call {op} after the same step, here {self.step}, and "
-                f"keep running, got {error}"
-            ) from error
+            rule = f"call {op} after the same step, here {self.step}, and keep running"
+            raise RuntimeError(f"dct::{op}: every rank must {rule}, got {error}") from error
 
     def _drop_overflow(self, base: Tensor) -> None:
         """Drop the residual entries that would make the weights infinite again."""
         bound = torch.zeros_like(self._base)
         self._bucket.add_pending(bound)
         bound.mul_(2 * self._plan.ranks).add_(self._base)  # rounding at most doubles a value
-        self._bucket.drop(
-            ~(self._weights.is_representable(base) | self._weights.is_representable(bound))
-        )
+        kept = self._weights.is_representable(base) | self._weights.is_representable(bound)
+        self._bucket.drop(~kept)

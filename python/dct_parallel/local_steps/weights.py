@@ -38,9 +38,8 @@ def shard_dim(tensor: Tensor) -> int:
 
 def reshard(module: nn.Module) -> None:
     """Free the parameters that FSDP2 has gathered, so that parameters are the shards again."""
-    kind = _imported("torch.distributed.fsdp", "FSDPModule")
     for part in module.modules():
-        if isinstance(part, kind):
+        if isinstance(part, _imported("torch.distributed.fsdp", "FSDPModule")):
             part.reshard()
 
 
@@ -119,8 +118,7 @@ class FlatWeights:
     """
 
     def __init__(self, op: str, module: nn.Module, group: dist.ProcessGroup) -> None:
-        if not isinstance(module, nn.Module):
-            checks.fail(op, "module", "an nn.Module", checks.shown(module), TypeError)
+        checks.require_type(op, "module", module, nn.Module, "an nn.Module")
         if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
             rule = "trained without DistributedDataParallel, which averages all gradients (do not "
             rule += "wrap it: train the module itself; if a framework wraps it, train under "

@@ -84,8 +84,7 @@ def all_gather_rows_async(
         widths = [n for [n] in all_to_all_numbers(op, counts, settings, x.device, group)]
     require_counts(op, "widths", widths, group.size(), low=1)
     if widths[group.rank()] != width:
-        stated = widths[group.rank()]
-        checks.fail(op, "x", f"width {stated} like widths", width, verb="have")
+        checks.fail(op, "x", f"width {widths[group.rank()]} like widths", width, verb="have")
     codecs = [row_format.codec(width, x.dtype) for width in widths]
     return _start(x, list(widths), codecs, group)
 

@@ -93,8 +93,7 @@ class RowDequantize(nn.Module):
         checks.require_dtype("RowDequantize", "dtype of message", message.dtype, (_CARRIER,))
         if message.dim() == 0 or message.shape[-1] != size:
             rule = f"shape [..., {size}] for width {width}"
-            got = list(message.shape)
-            checks.fail("RowDequantize", "message", rule, got, verb="have")
+            checks.fail("RowDequantize", "message", rule, list(message.shape), verb="have")
         return with_gradient(
             "RowDequantize",
             message,

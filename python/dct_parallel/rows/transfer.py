@@ -57,8 +57,8 @@ def all_to_all_numbers(
     columns = received[:, width:].t().tolist()
     refusals = [rank for first in columns[:1] for rank, x in enumerate(first) if math.isnan(x)]
     if refusals:
-        rule, got = "every rank must accept its input", f"an error on {named(refusals)}"
-        raise ValueError(f"dct::{op}: {rule}, got {got}: see the output there")
+        got = f"an error on {named(refusals)}: see the output there"
+        checks.fail(op, "every rank", "its input", got, verb="accept")
     for (name, value), column in zip(settings.items(), columns, strict=True):
         if len(set(column)) > 1:
             ranks = enumerate(column)
@@ -84,8 +84,7 @@ _Result = TypeVar("_Result")
 
 def runs_eagerly(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Decorate an exchange, so that torch.compile runs it eagerly and torch.export raises."""
-    op = function.__name__
-    rule = f"dct::{op}: the exchange must run eagerly"
+    rule = f"dct::{function.__name__}: the exchange must run eagerly"
     reason = f"{rule} (torch.compile without fullgraph=True breaks the graph here)"
 
     @functools.wraps(function)
