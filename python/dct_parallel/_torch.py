@@ -102,16 +102,9 @@ def new_gloo_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
     """
     ranks = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup
-    made, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        group.rank(),
-        ranks,
-        "gloo",
-        group.get_group_store(),
-        name,  # type: ignore[arg-type]  # torch's GroupName is a str
-        timeout=timeout,
-        group_desc="dct",
-    )
+    create: Any = distributed_c10d._new_process_group_helper  # its GroupName is a str
+    members = len(ranks), group.rank(), ranks, "gloo", group.get_group_store()
+    made, _ = create(*members, name, timeout=timeout, group_desc="dct")
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
 

@@ -34,17 +34,10 @@ class Buckets:
         names: {parameter: name} of the parameters that DDP averages.
         settings: the user's settings.
         topology: an open topology of the ranks to average over.
-        device: the device of the gradients.
     """
 
-    def __init__(
-        self,
-        names: dict[Parameter, str],
-        settings: Settings,
-        topology: Topology,
-        device: torch.device,
-    ) -> None:
-        self._names, self._device = names, device
+    def __init__(self, names: dict[Parameter, str], settings: Settings, topology: Topology) -> None:
+        self._names, self._device = names, device_of(names)
         self._settings = settings
         self._node, self._group = topology.node, topology.between
         # Keys are DDP's indices. The key of a saved bucket is its number minus the number of saved
@@ -187,14 +180,10 @@ class Buckets:
     def _plan_of(self, parameters: Iterable[Parameter]) -> BucketPlan:
         names, sizes = zip(*[(self._names[p], p.numel()) for p in parameters], strict=True)
         pieces = self._node.slices(sizes)
-        return plan_bucket(
-            [names[piece.index] for piece in pieces],
-            [piece.high - piece.low for piece in pieces],
-            self._settings,
-            self._group.size(),
-            # The length of the longest part, so that all ranks of a node choose the same transport.
-            -(-sum(sizes) // self._node.size),
-        )
+        part, lengths = [names[p.index] for p in pieces], [p.high - p.low for p in pieces]
+        # The length of the longest part, so that all ranks of a node choose the same transport.
+        longest = -(-sum(sizes) // self._node.size)
+        return plan_bucket(part, lengths, self._settings, self._group.size(), longest)
 
 
 class _SavedBuckets:
@@ -206,9 +195,7 @@ class _SavedBuckets:
     """
 
     def __init__(
-        self,
-        order: Sequence[Tensor],
-        reductions: Sequence[tuple[Sequence[Tensor], Reduction]],
+        self, order: Sequence[Tensor], reductions: Sequence[tuple[Sequence[Tensor], Reduction]]
     ) -> None:
         self._order, self._reductions = order, reductions
 

@@ -114,10 +114,10 @@ class DCTState:
         self._topology.open(self._agreement.run_id)
         node = self._topology.node
         self.node_group: dist.ProcessGroup | None = node.group
-        self._buckets = Buckets(self._names, self.settings, self._topology, device)
+        self._buckets = Buckets(self._names, self.settings, self._topology)
         sends_once = not keeps_owners(self.settings, self._topology.between.size())
         self._executor = executor_for(device, sends_once and node.size == 1)
-        self._optimizers = OptimizerChecks(op, self._names, self.settings, loss_scale)
+        self._optimizers = OptimizerChecks(op, self._names, self.settings.density, loss_scale)
         self._ledger = StepLedger(
             op, start_step, loss_scale, self._optimizers, self._executor.run_after
         )
@@ -240,12 +240,8 @@ class DCTState:
                 residuals lack the entries that were sent, so load an earlier checkpoint.
         """
         self._finish_last_step()
-        return self._run().save(
-            self._buckets.states(),
-            run_id=self._agreement.run_id,
-            step=self.step,
-            buckets=self._buckets.names(),
-        )
+        states, run_id = self._buckets.states(), self._agreement.run_id
+        return self._run().save(states, run_id, self.step, buckets=self._buckets.names())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from this rank's `state_dict`, or from the result of `merge_states` on all ranks.
@@ -269,11 +265,8 @@ class DCTState:
 
     def _run(self) -> Run:
         """The description of this run in checkpoints."""
-        same = {
-            "density": self.settings.density,
-            "world_size": self._topology.all_ranks.size(),
-            "local_size": self._topology.node.size,
-        }
+        ranks, local = self._topology.all_ranks.size(), self._topology.node.size
+        same = {"density": self.settings.density, "world_size": ranks, "local_size": local}
         sizes = {name: Flat(parameter.numel()) for parameter, name in self._names.items()}
         return Run("rank", self._agreement.rank, self.settings.format, same, sizes)
 
@@ -387,7 +380,6 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
         RuntimeError: in an earlier step, this rank received a damaged payload or an exchange
             failed. The weights lack sent entries, so load a checkpoint into a new state.
     """
-    if not isinstance(state, DCTState):
-        rule = "a DCTState, as in ddp.register_comm_hook(DCTState(ddp), dct_hook)"
-        checks.fail("dct_hook", "state", rule, checks.shown(state), TypeError)
+    rule = "a DCTState, as in ddp.register_comm_hook(DCTState(ddp), dct_hook)"
+    checks.require_type("dct_hook", "state", state, DCTState, rule)
     return state._reduce(bucket)

@@ -3,6 +3,7 @@
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -42,9 +43,7 @@ class SegmentState:
 
 def parameter_stats(buckets: Iterable["Bucket"]) -> dict[str, dict[str, float]]:
     """Return {parameter: figures of the last step}; see `DCTState.parameter_stats`."""
-    return {
-        name: figures for bucket in buckets for name, figures in bucket.parameter_stats().items()
-    }
+    return dict(chain.from_iterable(bucket.parameter_stats().items() for bucket in buckets))
 
 
 class Bucket:

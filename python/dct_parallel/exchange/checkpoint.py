@@ -44,15 +44,12 @@ class Field(NamedTuple):
     is_valid: Callable[[Any], bool]
 
 
-def checked(
-    op: str, values: object, table: Mapping[str, Field], suffix: str = ""
-) -> dict[str, Any]:
+def checked(op: str, values: Any, table: Mapping[str, Field], suffix: str = "") -> dict[str, Any]:
     """Return the values that the table has rules for. Raise if a value is missing or invalid.
 
     In error messages `op` is the name of the call, and `suffix` follows the name of a value.
     """
-    if not isinstance(values, dict):
-        checks.fail(op, f"state{suffix}", "a dict", checks.shown(values), TypeError)
+    checks.require_type(op, f"state{suffix}", values, dict, "a dict")
     for key, (rule, is_valid) in table.items():
         if key not in values or not is_valid(values[key]):
             got = _describe(values[key]) if key in values else "nothing"
@@ -231,10 +228,11 @@ class Run(NamedTuple):
     same: Mapping[str, Any]
     parameters: _Parameters
 
-    def save(self, states: States, **others: object) -> dict[str, Any]:
+    def save(self, states: States, run_id: str, step: int, **others: object) -> dict[str, Any]:
         """Return a state dict with these states of the parameters and other values."""
         saved = {name: self.parameters[name].saved(state) for name, state in states.items()}
-        return _made(self.holder, self.number, {**self.same, **others, "parameters": saved})
+        entry = {**self.same, "run_id": run_id, "step": step, **others, "parameters": saved}
+        return _made(self.holder, self.number, entry)
 
     def find(self, state: object) -> tuple[Entry, States]:
         """Check and return the entry of this rank or replica, and the states of its parameters.

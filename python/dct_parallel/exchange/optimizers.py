@@ -16,16 +16,12 @@ from dct_kernels import checks
 from .._torch import has_step_hooks, optimizer_notes, scale_of
 from ..user_warnings import warn_user
 from .results import HostCopy
-from .settings import Settings
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
 def loss_scale_of(
-    op: str,
-    scaler: GradScaler | None,
-    optimizer: Optimizers | None,
-    parameters: Iterable[Tensor],
+    op: str, scaler: GradScaler | None, optimizer: Optimizers | None, parameters: Iterable[Tensor]
 ) -> "LossScale | None":
     """Check these arguments of the entry point `op`, and return a LossScale for `parameters`.
 
@@ -185,7 +181,7 @@ class OptimizerChecks:
     Args:
         op: the entry point, for warnings.
         parameters: the averaged parameters.
-        settings: the user's settings.
+        density: the fraction of the entries that is sent in a step.
         loss_scale: the scale of the user's GradScaler, or None.
 
     Attributes:
@@ -194,14 +190,10 @@ class OptimizerChecks:
     """
 
     def __init__(
-        self,
-        op: str,
-        parameters: Iterable[Tensor],
-        settings: Settings,
-        loss_scale: LossScale | None,
+        self, op: str, parameters: Iterable[Tensor], density: float, loss_scale: LossScale | None
     ) -> None:
         self._call, self._parameters = _CALLS[op], set(parameters)
-        self._density, self._loss_scale = settings.density, loss_scale
+        self._density, self._loss_scale = density, loss_scale
         self._warned: set[str] = set()
         self._seen = False  # whether an optimizer has stepped
         # All parameters, and one of each optimizer after the optimizers have stepped, to save time.

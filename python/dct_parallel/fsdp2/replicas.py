@@ -25,7 +25,7 @@ from ..exchange.bucket import Bucket, SegmentState, parameter_stats
 from ..exchange.checkpoint import Entry, Run, Sharded, States
 from ..exchange.ledger import StepLedger
 from ..exchange.optimizers import LossScale, OptimizerChecks, Optimizers, loss_scale_of
-from ..exchange.plan import BucketPlan, describe, keeps_owners, log_plan, plan_bucket, plan_table
+from ..exchange.plan import describe, keeps_owners, log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
 from ..mesh import require_mesh
 
@@ -128,10 +128,8 @@ def require_same_order(order: list[int], group: dist.ProcessGroup) -> None:
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     highest, lowest = bounds.tolist()
     if highest != -lowest:
-        raise RuntimeError(
-            f"dct::{OP}: every rank must go backward through the same modules in the same order, "
-            "got different ones on some"
-        )
+        rule = "backward through the same modules in the same order"
+        checks.fail(OP, "every rank", rule, "different ones on some", RuntimeError, "go")
 
 
 class FullyShardState:
@@ -163,16 +161,11 @@ class FullyShardState:
 
         world = groups.require_group(OP, None)
         names = {piece.parameter: piece.name for pieces in self._pieces for piece in pieces}
-        values = {
-            "model": describe(names),
-            "modules": ", ".join(unit.name for unit in units),
-            "mesh": str(mesh.mesh.tolist()),
-            **settings.to_compare(),
-            "start_step": str(start_step),
-            "grad_scaler": "given" if loss_scale else "none",
-        }
+        values = {"model": describe(names), "modules": ", ".join(unit.name for unit in units)}
+        values |= {"mesh": str(mesh.mesh.tolist()), **settings.to_compare()}
+        values |= {"start_step": str(start_step), "grad_scaler": "given" if loss_scale else "none"}
         self._agreement = groups.Agreement(OP, world, self._device, values)
-        self._optimizers = OptimizerChecks(OP, names, settings, loss_scale)
+        self._optimizers = OptimizerChecks(OP, names, settings.density, loss_scale)
         self._ledger = StepLedger(OP, start_step, loss_scale, self._optimizers)
         timeout = groups.timeout_of(world, self._device)
         self._after_step = groups.separate_group(world, self._agreement.run_id, timeout)
@@ -181,9 +174,7 @@ class FullyShardState:
         for index, unit in enumerate(self._units):
             unit.module.set_all_reduce_hook(partial(self._reduce, index))
 
-    def _bucket(
-        self, pieces: "tuple[Piece, ...]", packed: int, states: dict[str, SegmentState]
-    ) -> Bucket:
+    def _bucket(self, pieces: "tuple[Piece, ...]", packed: int, states: States) -> Bucket:
         names, sizes = [piece.name for piece in pieces], [piece.padded for piece in pieces]
         plan = plan_bucket(names, sizes, self.settings, self._group.size())
         log_plan(OP, plan, self._device)
@@ -193,10 +184,6 @@ class FullyShardState:
     def step(self) -> int:
         """The number of steps taken."""
         return self._ledger.step
-
-    @property
-    def _plans(self) -> list[BucketPlan]:
-        return [bucket.plan for bucket in self._buckets]
 
     def close(self) -> None:
         """Destroy the process group of this state. The hooks raise afterwards. Idempotent.
@@ -217,7 +204,7 @@ class FullyShardState:
         A bucket is a module that fully_shard was applied to. Sizes are per shard.
         """
         self._ledger.read()
-        return plan_table(self._plans, self._device)
+        return plan_table([bucket.plan for bucket in self._buckets], self._device)
 
     def stats(self) -> dict[str, float | int | None]:
         """Return means over the last 100 steps, and the bytes per step; see `DCTState.stats`.
@@ -226,7 +213,7 @@ class FullyShardState:
         It excludes FSDP's messages inside a shard group, and 16 bytes that all ranks reduce.
         """
         self._ledger.finish()
-        return self._ledger.stats(self._plans)
+        return self._ledger.stats([bucket.plan for bucket in self._buckets])
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
         """Return {parameter: figures of the last step}; see `DCTState.parameter_stats`."""
@@ -261,14 +248,10 @@ class FullyShardState:
         for name, state in states.items():
             if owners and state.owner is None:
                 states[name] = SegmentState(state.residual, torch.zeros_like(state.residual))
-        return self._run().save(
-            states,
-            run_id=self._agreement.run_id,
-            step=self.step,
-            world_size=self._group.size() * self._shards,
-            shards=self._shards,
-            transport="reduce_scatter" if owners else "all_gather",
-        )
+        sizes = {"world_size": self._group.size() * self._shards, "shards": self._shards}
+        transport = "reduce_scatter" if owners else "all_gather"
+        run_id = self._agreement.run_id
+        return self._run().save(states, run_id, self.step, **sizes, transport=transport)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume each replica from its own `state_dict`. Call it on every rank before any step.
@@ -350,7 +333,7 @@ class FullyShardState:
 
     def _require(self, index: int, flat: Tensor) -> None:
         """Raise if `flat` is not the gradient of all pieces, or if all-reduce is turned off."""
-        unit, numel = self._units[index], self._plans[index].numel
+        unit, numel = self._units[index], self._buckets[index].plan.numel
         if not unit.group.all_reduce_grads:
             rule = "accumulated with set_requires_gradient_sync(False)"
             checks.fail(OP, "gradients", rule, "set_requires_all_reduce(False)")

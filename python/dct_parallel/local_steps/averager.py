@@ -93,31 +93,18 @@ class DCTAverager(ModelAverager):
             self._settings = Settings.checked(_OP, density, format, transport, refresh_every)
             checks.require_int(_OP, "period", period, 1, 2**31 - 1)
             checks.require_type(_OP, "step_ahead", step_ahead, bool, "a bool")
-            self._weights = FlatWeights(_OP, module, group)
-        self.period = period
-        self._step_ahead = step_ahead
-        self._run_settings = {
-            "period": period,
-            "shard": self._weights.shard,
-            "step_ahead": step_ahead,
-        }
-        self._plan = plan_bucket(
-            list(self._weights.names.values()),
-            self._weights.sizes,
-            self._settings,
-            group.size(),
-            self._weights.numel,
-        )
-        self.wire_bytes = self._plan.wire_bytes
-        self._device = self._weights.device
-        to_compare = {**self._weights.to_compare(), **self._run_settings}
-        to_compare |= self._settings.to_compare()
-        shard_group = self._weights.shard_group
-        self._shard_groups = () if shard_group is None else (shard_group,)
-        self._agreement = Agreement(_OP, group, self._device, to_compare, shard_group)
+            self._weights = weights = FlatWeights(_OP, module, group)
+        self.period, self._step_ahead = period, step_ahead
+        self._run_settings = {"period": period, "shard": weights.shard, "step_ahead": step_ahead}
+        names, sizes, numel = list(weights.names.values()), weights.sizes, weights.numel
+        self._plan = plan_bucket(names, sizes, self._settings, group.size(), numel)
+        self.wire_bytes, self._device = self._plan.wire_bytes, weights.device
+        values = {**weights.to_compare(), **self._run_settings, **self._settings.to_compare()}
+        self._shard_groups = weights.shard_groups
+        self._agreement = Agreement(_OP, group, self._device, values, *self._shard_groups)
         self._ledger = StepLedger(_OP, unit="averaging")
-        self._weights.broadcast_from_first_rank(group)
-        self._base = self._weights.read()
+        weights.broadcast_from_first_rank(group)
+        self._base = weights.read()
         self._unaveraged = 0  # steps since the last averaging
         self._bucket = self._new_bucket({})
 
@@ -248,8 +235,8 @@ class DCTAverager(ModelAverager):
             name: SegmentState(state.residual, state.owner, base.to("cpu", copy=True))
             for (name, state), base in parts
         }
-        numbers = {"run_id": self._agreement.run_id, "step": self.step}
-        return self._run().save(states, **numbers, unaveraged=self._unaveraged)
+        run_id, unaveraged = self._agreement.run_id, self._unaveraged
+        return self._run().save(states, run_id, self.step, unaveraged=unaveraged)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from this rank's `state_dict`, bit for bit, with the weights saved with it.

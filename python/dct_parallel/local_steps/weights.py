@@ -109,7 +109,7 @@ class FlatWeights:
         names: {parameter: name} for the parameters that require grad.
         frozen: {parameter: name} for all other parameters.
         shard: the number of this rank's shard and the number of shards, as text.
-        shard_group: the process group that shards the parameters, or None.
+        shard_groups: the process group that shards the parameters, if any.
         sizes: the number of elements of each parameter on this rank.
         device: the device of all parameters.
 
@@ -125,12 +125,11 @@ class FlatWeights:
             rule += "ddp.no_sync() and pass ddp.module)"
             checks.fail(op, "module", rule, type(module).__name__, TypeError)
         self._module = module
-        self.shard, self.shard_group = WHOLE, None
+        self.shard, self.shard_groups = WHOLE, shard_groups(module)
         mesh = require_mesh(op, module)
         if mesh is not None:
             require_replicas(op, group, mesh)
             self.shard = f"{mesh.get_local_rank()} of {mesh.size()}"
-            self.shard_group = mesh.get_group()
             dims = [shard_dim(parameter) for parameter in module.parameters()]
             if any(dims):  # equal sizes do not imply equal shards
                 self.shard += f", cut along {', '.join(map(str, dims))}"
@@ -149,7 +148,7 @@ class FlatWeights:
     @property
     def numel(self) -> int:
         """The average number of elements per shard, rounded up. It is the same on every rank."""
-        ranks = 1 if self.shard_group is None else self.shard_group.size()
+        ranks = self.shard_groups[0].size() if self.shard_groups else 1
         return -(-sum(parameter.numel() for parameter in self.names) // ranks)
 
     def to_compare(self) -> dict[str, str]:
