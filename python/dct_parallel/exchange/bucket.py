@@ -124,30 +124,26 @@ class Bucket:
             self.transport.take_back()
 
     def residuals(self) -> list[Tensor]:
-        """This rank's residual and, if it owns a range, the owner's residual."""
-        owned = self.transport.owned
-        return [self.codec.residual] if owned is None else [self.codec.residual, owned[1]]
+        """This rank's residual and the owner's residual, which may be empty."""
+        return [self.codec.residual, self.transport.owned[1]]
 
     def add_pending(self, total: Tensor) -> None:
         """Add this rank's pending entries to `total` [numel], in units of the sum."""
         total += self.codec.residual
-        if self.transport.owned is not None:
-            low, residual = self.transport.owned
-            total[low : low + len(residual)] += self.plan.ranks * residual
+        low, residual = self.transport.owned
+        total[low : low + len(residual)] += self.plan.ranks * residual
 
     def merge_owned(self) -> None:
         """Move the owner's residual into this rank's residual."""
-        if self.transport.owned is not None:
-            low, residual = self.transport.owned
-            self.codec.residual[low : low + len(residual)] += self.plan.ranks * residual
-            residual.zero_()
+        low, residual = self.transport.owned
+        self.codec.residual[low : low + len(residual)] += self.plan.ranks * residual
+        residual.zero_()
 
     def drop(self, where: Tensor) -> None:
         """Set the residuals to 0 where `where`, bool [numel], is true."""
         self.codec.residual.masked_fill_(where, 0)
-        if self.transport.owned is not None:
-            low, residual = self.transport.owned
-            residual.masked_fill_(where[low : low + len(residual)], 0)
+        low, residual = self.transport.owned
+        residual.masked_fill_(where[low : low + len(residual)], 0)
 
     def states(self) -> dict[str, SegmentState]:
         """{name: a copy of the parameter's state on the CPU}."""

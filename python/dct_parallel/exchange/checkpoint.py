@@ -363,9 +363,8 @@ def merge_states(states: Iterable[dict[str, Any]] | _Folder, key: str = "dct") -
     op = "merge_states"
     if isinstance(states, (str, os.PathLike)):
         states = (load() for load in _loads(op, states, key, "rank", {}))
-    if not isinstance(states, Iterable):
-        rule = "an iterable of all ranks' states, or a folder of them"
-        checks.fail(op, "states", rule, checks.shown(states), TypeError)
+    rule = "an iterable of all ranks' states, or a folder of them"
+    checks.require_type(op, "states", states, Iterable, rule)
     _, entry, mean = _mean(_ranks(op, states))
     parameters = {name: Flat(0).saved(state) for name, state in mean.items()}
     return _made("rank", _MEAN, {**entry, "local_size": 1, "parameters": parameters})

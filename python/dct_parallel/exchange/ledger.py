@@ -191,10 +191,9 @@ class StepLedger:
                 self._optimizers.non_finite(number)
         damaged = [f"{what} in {name}" for name, r in results.items() for what in r.damaged]
         if damaged:
-            self._damage = (
-                f"dct::{self._op}: every payload of {self._unit} {number} must be intact, got "
-                f"{'; '.join(damaged)}: load a checkpoint into a new state"
-            )
+            rule = f"every payload of {self._unit} {number} must be intact"
+            got = f"{'; '.join(damaged)}: load a checkpoint into a new state"
+            self._damage = f"dct::{self._op}: {rule}, got {got}"
 
     def _settle(self) -> None:
         if self._loss_scale is not None and self._loss_scale.skipped():

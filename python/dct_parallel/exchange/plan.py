@@ -100,10 +100,6 @@ class BucketPlan:
         # range sends the most payloads.
         return min(self.owners, self.ranks - 1) * self.payload_bytes + gathered
 
-    def slices(self, index: int) -> Iterator[Slice]:
-        """Yield range `index` as slices of parameters, in the bucket's order."""
-        yield from slices(self.sizes, *self.range_bounds[index : index + 2])
-
 
 def step_bytes(plans: Sequence[BucketPlan]) -> int:
     """Bytes per compressed step of the rank that sends the most."""

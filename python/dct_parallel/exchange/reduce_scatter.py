@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._torch import span
 from ..collectives import all_gather
-from .plan import BucketPlan, Slice
+from .plan import BucketPlan, Slice, slices
 from .results import ExchangeResult, counts, header_words, non_finite, overflowed
 from .settings import Codec
 from .transport import Transport
@@ -32,10 +32,10 @@ class ReduceScatter(Transport):
         rank, ranks = group.rank(), group.size()
         self._owned: dict[int, tuple[int, Slice]] = {}  # {parameter: (offset in the range, slice)}
         offset = 0
-        for piece in plan.slices(rank):
+        low, high = plan.range_bounds[rank : rank + 2]
+        for piece in slices(plan.sizes, low, high):
             self._owned[piece.index] = offset, piece
             offset += piece.high - piece.low
-        low, high = plan.range_bounds[rank : rank + 2]
         device = codec.residual.device
         self._owner = self._codec_of(rank, codec.step)
         self.owned = low, self._owner.residual
@@ -63,7 +63,7 @@ class ReduceScatter(Transport):
         with span("dct::sum"):
             status, packed = self._compress_mean()
         with span("dct::gather_results"):
-            self._gather_results(packed)
+            all_gather(self._results, packed, self._group)
         with span("dct::unpack"):
             result = self._codec.unpack(self._results.unsqueeze(0), out, out_scale)
         self._overwritten = False
@@ -142,7 +142,3 @@ class ReduceScatter(Transport):
             status, packed = self._no_status, self._owner.pack(self._owner.residual)
         self._packed = True
         return status, packed
-
-    def _gather_results(self, packed: Tensor) -> None:
-        """Gather the payloads of all owners."""
-        all_gather(self._results, packed, self._group)

@@ -22,17 +22,16 @@ class Transport(ABC):
         group: the ranks to average over.
 
     Attributes:
-        owned: the start of the range that this rank owns and the owner's residual, or None.
+        owned: the start of the range that this rank owns and the owner's residual, which is empty
+            if there is no such range.
     """
 
-    owned: tuple[int, Tensor] | None = None
     _started: dist.Work | None = None
 
     def __init__(self, plan: BucketPlan, codec: Codec, group: dist.ProcessGroup) -> None:
-        self._plan = plan
-        self._codec = codec
-        self._group = group
-        self._ranks = self._global_ranks()
+        self._plan, self._codec, self._group = plan, codec, group
+        self._ranks = dist.get_process_group_ranks(group)  # the group may be destroyed later
+        self.owned = 0, codec.residual.new_empty(0)
 
     @abstractmethod
     def start(self) -> None:
@@ -72,10 +71,6 @@ class Transport(ABC):
         if self._started is not None:
             self._started.wait()
             self._started = None
-
-    def _global_ranks(self) -> list[int]:
-        """The group's ranks, for error messages after the group was destroyed."""
-        return dist.get_process_group_ranks(self._group)
 
     def _damaged(self, codes: Sequence[int], what: str = "") -> list[str]:
         """Describe the damaged payloads, given each rank's status. `what` ends each text."""

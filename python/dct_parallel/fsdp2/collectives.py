@@ -160,7 +160,6 @@ class GradientReduceScatter(_Collective):
     def _scale(self, op: ReduceOp | ReduceOp.RedOpType) -> float:
         if op == ReduceOp.SUM:
             return 1.0
-        factor = fsdp_divide_factor(self._unit.group)  # with PREMUL_SUM
         if op == ReduceOp.AVG:
-            factor = len(self._ranks)
-        return 1 / (factor or 1)
+            return 1 / len(self._ranks)
+        return 1 / (fsdp_divide_factor(self._unit.group) or 1)  # with PREMUL_SUM

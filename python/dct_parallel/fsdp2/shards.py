@@ -114,11 +114,8 @@ class CompressedShardsState:
             members = [unit for unit in units if unit.shard_group() is group]
             parameters = {p: n for unit in members for p, n in unit.parameters().items()}
             trained = {p: n for p, n in parameters.items() if p.requires_grad}
-            values = {
-                "model": describe(parameters),
-                "modules": ", ".join(unit.name for unit in members),
-                "trained": describe(trained),
-            }
+            names = ", ".join(unit.name for unit in members)
+            values = {"model": describe(parameters), "modules": names, "trained": describe(trained)}
             groups.compare(OP, values, group, device)
         self._defaults = [fsdp_collectives(unit.group) for unit in units]
         self._collectives = [
@@ -188,18 +185,14 @@ class CompressedShardsState:
         """Count bytes of gradients that this rank sends in a backward pass."""
         self._bytes += nbytes
         self._reduced = True
-        self._pass = after_backward(self._pass, self._end_backward)
+        self._pass = after_backward(self._pass, self._end_step)
 
-    def _end_backward(self, nested: bool) -> None:
-        if not nested:
-            self._end_step()
-
-    def _end_step(self) -> None:
+    def _end_step(self, nested: bool = False) -> None:
         """End the step, if gradients were reduced since the last step ended.
 
         A step that consists only of nested passes ends when weights are gathered or results read.
         """
-        if self._reduced:
+        if self._reduced and not nested:
             self._reduced = False
             self._step_bytes, self._bytes = self._bytes, 0
             self._ledger.begin()
