@@ -63,7 +63,7 @@ class ReduceScatter(Transport):
         with span("dct::sum"):
             status, packed = self._compress_mean()
         with span("dct::gather_results"):
-            all_gather(self._results, packed, self._group)
+            self._gather_results(packed)
         with span("dct::unpack"):
             result = self._codec.unpack(self._results.unsqueeze(0), out, out_scale)
         self._overwritten = False
@@ -142,3 +142,7 @@ class ReduceScatter(Transport):
             status, packed = self._no_status, self._owner.pack(self._owner.residual)
         self._packed = True
         return status, packed
+
+    def _gather_results(self, packed: Tensor) -> None:
+        """Gather the payloads of all owners."""
+        all_gather(self._results, packed, self._group)

@@ -30,7 +30,7 @@ class Transport(ABC):
 
     def __init__(self, plan: BucketPlan, codec: Codec, group: dist.ProcessGroup) -> None:
         self._plan, self._codec, self._group = plan, codec, group
-        self._ranks = dist.get_process_group_ranks(group)  # the group may be destroyed later
+        self._ranks = self._global_ranks()
         self.owned = 0, codec.residual.new_empty(0)
 
     @abstractmethod
@@ -71,6 +71,10 @@ class Transport(ABC):
         if self._started is not None:
             self._started.wait()
             self._started = None
+
+    def _global_ranks(self) -> list[int]:
+        """The group's ranks, for error messages after the group was destroyed."""
+        return dist.get_process_group_ranks(self._group)
 
     def _damaged(self, codes: Sequence[int], what: str = "") -> list[str]:
         """Describe the damaged payloads, given each rank's status. `what` ends each text."""
