@@ -116,8 +116,7 @@ class Compressor:
         device = checks.require_device("Compressor", device)
         warn_if_eager(device.type)
         if capacity is None:
-            _, largest = range_bounds(numel, ranges, 0)
-            capacity = default_capacity(largest, density)
+            capacity = default_capacity(range_bounds(numel, ranges, 0)[1], density)
 
         self.density, self.value_dtype = density, value_dtype
         self.refresh_every = refresh_every

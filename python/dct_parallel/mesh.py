@@ -68,8 +68,7 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
     settings = {"local_size": local_size, "device_type": device_type}
     compare(op, settings, group, torch.device(device_type))
     if ranks % local_size:
-        rule = f"a divisor of the number of ranks, {ranks}"
-        checks.fail(op, "local_size", rule, local_size)
+        checks.fail(op, "local_size", f"a divisor of the number of ranks, {ranks}", local_size)
 
     def along(rows: torch.Tensor) -> dist.ProcessGroup:
         if len(rows) == 1:

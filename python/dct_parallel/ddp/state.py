@@ -272,9 +272,8 @@ class DCTState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy only the settings, because process groups and threads cannot be copied."""
-        ledger = StepLedger("DCTState")
         copied = {"settings": self.settings, "start_step": self.start_step, "node_group": None}
-        return {**copied, "_ledger": ledger, "_open": False}
+        return {**copied, "_ledger": StepLedger("DCTState"), "_open": False}
 
     def _require_usable(self) -> None:
         """Raise for a copy, and after damage or a failed exchange. Waits for the last step."""

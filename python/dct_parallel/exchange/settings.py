@@ -67,8 +67,7 @@ class Settings:
             density = 1.0 if is_quantized else DENSITY
         check_settings(op, density, refresh_every)
         if is_quantized and density < 1:
-            rule = f"1 with format {format}, which sends all entries"
-            checks.fail(op, "density", rule, density)
+            checks.fail(op, "density", f"1 with format {format}, which sends all entries", density)
         if density == 1 and not named:
             warn_user(
                 f"DCT: density is a fraction, and 1 sends all entries in {FORMAT}; 1 % is 0.01. "

@@ -100,8 +100,7 @@ class DCTAverager(ModelAverager):
         self._plan = plan_bucket(names, sizes, self._settings, group.size(), numel)
         self.wire_bytes, self._device = self._plan.wire_bytes, weights.device
         values = {**weights.to_compare(), **self._run_settings, **self._settings.to_compare()}
-        self._shard_groups = weights.shard_groups
-        self._agreement = Agreement(_OP, group, self._device, values, *self._shard_groups)
+        self._agreement = Agreement(_OP, group, self._device, values, *weights.shard_groups)
         self._ledger = StepLedger(_OP, unit="averaging")
         weights.broadcast_from_first_rank(group)
         self._base = weights.read()
@@ -180,7 +179,7 @@ class DCTAverager(ModelAverager):
         with self._collective("flush"):
             base = dense_mean(pending, torch.float32, self.process_group).add_(self._base)
             overflows = not self._weights.all_representable(base)
-            overflows = any_rank(overflows, self._device, *self._shard_groups)
+            overflows = any_rank(overflows, self._device, *self._weights.shard_groups)
         if overflows:
             checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
         torch._foreach_zero_(self._bucket.residuals())
@@ -304,7 +303,7 @@ class DCTAverager(ModelAverager):
             start = self._start(base)  # may run out of memory, so compute it before ranks agree
             # Wait until all ranks have received all payloads. If a rank received a damaged payload,
             # it has raised, so no rank applies this averaging.
-            dimensions = self.process_group, *self._shard_groups
+            dimensions = self.process_group, *self._weights.shard_groups
             with self._collective("average_parameters"):
                 non_finite = any_rank(non_finite, self._device, *dimensions)
             if non_finite:
