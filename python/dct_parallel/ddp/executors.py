@@ -45,9 +45,8 @@ class Executor(ABC):
     def complete(self) -> None:  # noqa: B027  # not abstract
         """Finish the reductions that need the submitting thread. By default there are none."""
 
-    @abstractmethod
-    def close(self) -> object:
-        """Stop the executor. No bucket may be submitted afterwards."""
+    def close(self) -> object:  # noqa: B027  # not abstract
+        """Stop the executor. No bucket may be submitted afterwards. By default, nothing stops."""
 
 
 class InlineExecutor(Executor):
@@ -142,9 +141,6 @@ class StreamExecutor(Executor):
         with torch.cuda.stream(self._stream), torch.no_grad(), below_autograd():
             done.set_result(call(*arguments))
         return done
-
-    def close(self) -> None:
-        """Do nothing, because torch manages the stream."""
 
 
 def executor_for(device: torch.device, sends_once: bool) -> Executor:
