@@ -229,7 +229,8 @@ def test_step_ahead_refuses_states_that_would_move_weights(rank):
         before = run.state.state_dict()
         _refuses(run.state.load_state_dict, saved, f"^dct::load_state_dict: {text}")
         assert_same_states(run.state.state_dict(), before)
-    made().state.load_state_dict(state_of(made(transport="all_gather")))
+    with pytest.warns(UserWarning, match="transport all_gather"):
+        made().state.load_state_dict(state_of(made(transport="all_gather")))
 
 
 def _state(rank, world_size=2, **changes):
