@@ -132,6 +132,11 @@ def test_first_sync_after_a_load_compares_replicas(rank):
     sync.sync()
     sums = _copies(bags.weight.double().sum())
     assert sums[:2] == sums[2:]
+    bags = _bags(shape=(2, 2))
+    optimizer = RowWiseAdagrad([bags.weight])
+    optimizer.state[bags.weight]["sum"] += rank == 3
+    with pytest.raises(ValueError, match="state of optimizer must be the same on every rank, got"):
+        ReplicaSync(bags, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
