@@ -152,7 +152,8 @@ class DCTState:
         """Return a table of the bytes and the capacity of each bucket in a compressed step.
 
         DDP's buckets are unknown until compression has started. Until then the table assumes a
-        single bucket, as its last line states. Afterwards the bytes are exact.
+        single bucket, as its last line states. Afterwards the bytes are exact, for the rank that
+        sends the most.
 
         Raises:
             RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
