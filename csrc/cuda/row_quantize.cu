@@ -1,8 +1,8 @@
 // row_quantize.cu -- quantizes rows.
 //
-// 4 to 64 lanes hold a narrow row in registers. They pack its codes in shared memory. The block
-// copies its rows out together, by vectors, because single rows are not aligned. A block reads a
-// wide row in several passes. All except the first read from the cache, if the row fits into it.
+// Lanes hold a row of up to 8,192 columns in registers: two lanes, part of a warp, or up to eight
+// warps. They pack its codes in shared memory. The block copies its rows out together, by vectors,
+// because single rows are not aligned. detail/row_quantize_wide.cuh handles wider rows.
 #include "detail/device.cuh"
 #include "detail/row_codes.cuh"
 #include "detail/row_quantize_wide.cuh"
@@ -12,11 +12,10 @@ namespace dct::cuda {
 namespace {
 
 struct RowQuantizePolicy {
-  // Columns per lane, and blocks per multiprocessor. Sign needs two reductions per row. For rows of
-  // up to 1,024 columns it uses kManyColumns, because reductions over fewer lanes take fewer
-  // instructions. int8 and int4 are bound by memory.
-  static constexpr int kColumns = 16, kManyColumns = 32;
-  static constexpr int min_blocks(int columns) { return columns == kColumns ? 4 : 2; }
+  // Columns per lane, and blocks per multiprocessor. More columns per lane take fewer instructions
+  // per column, but narrow rows would leave columns empty.
+  static constexpr int kFewColumns = 8, kColumns = 16, kManyColumns = 32;
+  static constexpr int min_blocks(int columns) { return columns <= kColumns ? 4 : 3; }
 };
 
 template <typename T, int kLanes, int kLaneColumns>
@@ -25,19 +24,21 @@ struct NarrowShape {
   static constexpr int kVectors = kLaneColumns / kElementsPerVector;
   static constexpr int kRows = kThreads / kLanes;
   static constexpr int kColumns = kLanes * kLaneColumns;
-  static_assert(kColumns <= kUnitsInWord, "sums fit 32 bits");
+  static constexpr int kWarpLanes = kLanes < kWarpSize ? kLanes : kWarpSize;  // of a row in a warp
+  static_assert(kWarpLanes * kLaneColumns <= kUnitsInWord, "sums of a warp fit 32 bits");
+  using Total = std::conditional_t<(kColumns > kUnitsInWord), Word, uint32_t>;
 
   struct Shared {
-    alignas(16) uint8_t codes[kRows][kColumns];
     alignas(16) uint8_t out[kRows * (kColumns + kScaleBytes) + kVectorBytes];
-    uint32_t halves[2][kWarps];  // partial reductions of a row that spans two warps
+    Total partials[2][kWarps];  // reductions of the warps, for rows that span several
   };
 };
 
-// A row in the registers of kLanes lanes, which belong to one or two warps.
+// A row in the registers of kLanes lanes.
 template <typename T, int kLanes, int kLaneColumns>
 struct NarrowRow {
   using Shape = NarrowShape<T, kLanes, kLaneColumns>;
+  using Total = typename Shape::Total;
   static constexpr int kVectors = Shape::kVectors, kElements = Shape::kElementsPerVector;
 
   typename Shape::Shared& shared;
@@ -71,16 +72,17 @@ struct NarrowRow {
     }
   }
 
-  // Reduces over the row. Each reduction that a thread takes part in has its own index.
-  template <typename Value, typename Operation>
-  __device__ Value reduced(int index, Value value, Operation operation) {
-    value = reduce<(kLanes < kWarpSize ? kLanes : kWarpSize)>(value, operation);
+  // Reduces the results of the row's warps. Each reduction of a thread has its own index.
+  template <typename Operation>
+  __device__ Total across_warps(int index, Total value, Operation operation) {
     if constexpr (kLanes > kWarpSize) {
-      static_assert(kLanes == 2 * kWarpSize);
-      const int warp = warp_index();
-      if (lane_index() == 0) shared.halves[index][warp] = static_cast<uint32_t>(value);
+      constexpr int kRowWarps = kLanes / kWarpSize;
+      if (lane_index() == 0) shared.partials[index][warp_index()] = value;
       __syncthreads();
-      value = operation(value, static_cast<Value>(shared.halves[index][warp ^ 1]));
+      const Total* partials = shared.partials[index] + warp_index() / kRowWarps * kRowWarps;
+      value = partials[0];
+#pragma unroll
+      for (int w = 1; w < kRowWarps; ++w) value = operation(value, partials[w]);
     }
     return value;
   }
@@ -95,9 +97,9 @@ struct NarrowRow {
         total += unit_bits(fabsf(__fmul_rn(x[v][e], inverse_unit)));
       }
     }
-    total =
-        reduced(1, total, sum<uint32_t>) - static_cast<uint32_t>(Shape::kColumns) * kUnitBitsOfZero;
-    return mean_of(total, static_cast<uint32_t>(width));
+    total = reduce<Shape::kWarpLanes>(total, sum<uint32_t>) -
+            uint32_t{Shape::kWarpLanes * kLaneColumns} * kUnitBitsOfZero;
+    return mean_of(across_warps(1, total, sum<Total>), static_cast<Total>(width));
   }
 
   // Quantizes the row and packs its codes and scale into `out`.
@@ -109,14 +111,15 @@ struct NarrowRow {
 #pragma unroll
       for (int e = 0; e < kElements; ++e) top = larger(top, magnitude_bits(x[v][e]));
     }
-    top = reduced(0, top, larger);
+    top = reduce<Shape::kWarpLanes>(top, larger<int>);
+    top = static_cast<int>(across_warps(0, static_cast<Total>(top), larger<Total>));
     float mean = 0.0f;
     if constexpr (kFormat == RowFormat::kSign) mean = mean_magnitude(units_of(top).inverse_unit);
     const RowQuantizer quantizer(kFormat, top, mean);
-    if (!quantizer.usable) memset(x, 0, sizeof(x));
     if constexpr (kFormat == RowFormat::kSign) {
-      stage_signs(quantizer, out);
+      store_signs(quantizer.usable, out);
     } else {
+      if (!quantizer.usable) memset(x, 0, sizeof(x));
       store_codes<kFormat>(quantizer, out);
     }
     if (lane < kScaleBytes) {
@@ -141,30 +144,29 @@ struct NarrowRow {
     }
   }
 
-  // Eight signs share a byte but may come from several lanes, so the signs are staged.
-  __device__ void stage_signs(const RowQuantizer& quantizer, uint8_t* out) {
-    uint32_t* words = reinterpret_cast<uint32_t*>(shared.codes[thread_index() / kLanes]);
+  // Eight signs share a byte. If a vector has only four, a pair of lanes exchanges signs. Then the
+  // even lane stores the bytes of the even vectors, and the odd lane those of the odd vectors.
+  __device__ void store_signs(bool usable, uint8_t* out) const {
+    uint32_t signs = 0;  // bit v * kElements + e; a zero of either sign is positive
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = kVectors - 1; v >= 0; --v) {
 #pragma unroll
-      for (int e = 0; e < kElements; e += 4) {
-        uint32_t word = 0;
-#pragma unroll
-        for (int i = 3; i >= 0; --i)
-          word = word << 8 | quantizer.code<RowFormat::kSign>(x[v][e + i]);
-        words[(column(v) + e) / 4] = word;
+      for (int e = kElements - 1; e >= 0; --e) {
+        signs = __funnelshift_l(float_to_bits(__fadd_rn(x[v][e], 0.0f)), signs, 1);
       }
     }
-    if constexpr (kLanes > kWarpSize) {
-      __syncthreads();
-    } else {
-      __syncwarp();
+    if (!usable) signs = 0;
+    const int odd = kElements < 8 ? lane % 2 : 0;
+    if constexpr (kElements < 8) {
+      constexpr uint32_t kHalves = 0x0f0f0f0f;
+      const uint32_t other = __shfl_xor_sync(kFullWarp, signs, 1);
+      signs = odd ? (other >> 4 & kHalves) | (signs & ~kHalves)
+                  : (signs & kHalves) | (other & kHalves) << 4;
     }
-    const int bytes = static_cast<int>(code_bytes(width, RowFormat::kSign));
-    constexpr uint32_t kBits = 1 << 24 | 2 << 16 | 4 << 8 | 8;  // moves 4 bits to the top byte
-    for (int i = lane; i < bytes; i += kLanes) {
-      out[i] =
-          static_cast<uint8_t>(words[2 * i] * kBits >> 24 | words[2 * i + 1] * kBits >> 24 << 4);
+#pragma unroll
+    for (int v = 0; v < kVectors; v += 8 / kElements) {
+      const int byte = column(v + odd) / 8;
+      if (8 * byte < width) out[byte] = static_cast<uint8_t>(signs >> v * kElements);
     }
   }
 };
@@ -230,15 +232,17 @@ cudaError_t run_narrow(const RowQuantizeArgs& args, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t run(const RowQuantizeArgs& args, cudaStream_t stream) {
+  using Policy = RowQuantizePolicy;
+  if (args.width <= 16) return run_narrow<T, 2, Policy::kFewColumns>(args, stream);
+  if (args.width <= 32) return run_narrow<T, 2>(args, stream);
   if (args.width <= 64) return run_narrow<T, 4>(args, stream);
   if (args.width <= 128) return run_narrow<T, 8>(args, stream);
   if (args.width <= 256) return run_narrow<T, 16>(args, stream);
   if (args.width <= 512) return run_narrow<T, 32>(args, stream);
-  if (args.width <= 1024) {
-    const bool integers = args.format == RowFormat::kInt8 || args.format == RowFormat::kInt4;
-    return integers ? run_narrow<T, 64>(args, stream)
-                    : run_narrow<T, 32, RowQuantizePolicy::kManyColumns>(args, stream);
-  }
+  if (args.width <= 1024) return run_narrow<T, 32, Policy::kManyColumns>(args, stream);
+  if (args.width <= 2048) return run_narrow<T, 64, Policy::kManyColumns>(args, stream);
+  if (args.width <= 4096) return run_narrow<T, 128, Policy::kManyColumns>(args, stream);
+  if (args.width <= 8192) return run_narrow<T, 256, Policy::kManyColumns>(args, stream);
   return launch(row_quantize_wide_kernel, args.rows, kThreads, 0, stream, args);
 }
 

@@ -11,7 +11,10 @@
 
 namespace dct::cuda {
 
-__device__ inline int larger(int a, int b) { return a > b ? a : b; }
+template <typename T>
+__device__ T larger(T a, T b) {
+  return a > b ? a : b;
+}
 template <typename T>
 __device__ T sum(T a, T b) {
   return a + b;
@@ -59,7 +62,7 @@ struct WideRow {
     for (int64_t c = thread_index(); c < args.width; c += kThreads) {
       top = larger(top, magnitude_bits((*this)[c]));
     }
-    return reduce_block(top, larger);
+    return reduce_block(top, larger<int>);
   }
 
   // The mean magnitude, in units.
