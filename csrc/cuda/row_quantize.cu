@@ -3,9 +3,9 @@
 // Lanes hold a row of up to 8,192 columns in registers: two lanes, part of a warp, or up to eight
 // warps. They pack its codes in shared memory. The block copies its rows out together, by vectors,
 // because single rows are not aligned. detail/row_quantize_wide.cuh handles wider rows.
-#include "detail/device.cuh"
 #include "detail/row_codes.cuh"
 #include "detail/row_quantize_wide.cuh"
+#include "detail/scan.cuh"
 #include "kernels.cuh"
 
 namespace dct::cuda {
@@ -13,24 +13,27 @@ namespace {
 
 struct RowQuantizePolicy {
   // Columns per lane, and blocks per multiprocessor. More columns per lane take fewer instructions
-  // per column, but narrow rows would leave columns empty.
+  // per column, but a load of a warp then touches more rows, which matters if rows are narrow.
   static constexpr int kFewColumns = 8, kColumns = 16, kManyColumns = 32;
-  static constexpr int min_blocks(int columns) { return columns <= kColumns ? 4 : 3; }
+  static constexpr int min_blocks(int columns, int threads) {
+    return (columns <= kColumns ? 4 : 3) * kThreads / threads;
+  }
 };
 
 template <typename T, int kLanes, int kLaneColumns>
 struct NarrowShape {
   static constexpr int kElementsPerVector = kVectorBytes / sizeof(T);
   static constexpr int kVectors = kLaneColumns / kElementsPerVector;
-  static constexpr int kRows = kThreads / kLanes;
+  static constexpr int kBlockThreads = kRowThreads<kLanes>, kRows = kBlockThreads / kLanes;
   static constexpr int kColumns = kLanes * kLaneColumns;
   static constexpr int kWarpLanes = kLanes < kWarpSize ? kLanes : kWarpSize;  // of a row in a warp
+  static constexpr int kRowWarps = kLanes / kWarpLanes;
   static_assert(kWarpLanes * kLaneColumns <= kUnitsInWord, "sums of a warp fit 32 bits");
   using Total = std::conditional_t<(kColumns > kUnitsInWord), Word, uint32_t>;
 
   struct Shared {
     alignas(16) uint8_t out[kRows * (kColumns + kScaleBytes) + kVectorBytes];
-    Total partials[2][kWarps];  // reductions of the warps, for rows that span several
+    Total partials[2][kWarps];  // for the two reductions of a row
   };
 };
 
@@ -72,21 +75,6 @@ struct NarrowRow {
     }
   }
 
-  // Reduces the results of the row's warps. Each reduction of a thread has its own index.
-  template <typename Operation>
-  __device__ Total across_warps(int index, Total value, Operation operation) {
-    if constexpr (kLanes > kWarpSize) {
-      constexpr int kRowWarps = kLanes / kWarpSize;
-      if (lane_index() == 0) shared.partials[index][warp_index()] = value;
-      __syncthreads();
-      const Total* partials = shared.partials[index] + warp_index() / kRowWarps * kRowWarps;
-      value = partials[0];
-#pragma unroll
-      for (int w = 1; w < kRowWarps; ++w) value = operation(value, partials[w]);
-    }
-    return value;
-  }
-
   // The mean magnitude in units.
   __device__ float mean_magnitude(float inverse_unit) {
     uint32_t total = 0;
@@ -99,7 +87,8 @@ struct NarrowRow {
     }
     total = reduce<Shape::kWarpLanes>(total, sum<uint32_t>) -
             uint32_t{Shape::kWarpLanes * kLaneColumns} * kUnitBitsOfZero;
-    return mean_of(across_warps(1, total, sum<Total>), static_cast<Total>(width));
+    return mean_of(reduce_warps<Shape::kRowWarps>(Total{total}, sum<Total>, shared.partials[1]),
+                   static_cast<Total>(width));
   }
 
   // Quantizes the row and packs its codes and scale into `out`.
@@ -111,8 +100,9 @@ struct NarrowRow {
 #pragma unroll
       for (int e = 0; e < kElements; ++e) top = larger(top, magnitude_bits(x[v][e]));
     }
-    top = reduce<Shape::kWarpLanes>(top, larger<int>);
-    top = static_cast<int>(across_warps(0, static_cast<Total>(top), larger<Total>));
+    const auto warp_top = static_cast<Total>(reduce<Shape::kWarpLanes>(top, larger<int>));
+    top = static_cast<int>(
+        reduce_warps<Shape::kRowWarps>(warp_top, larger<Total>, shared.partials[0]));
     float mean = 0.0f;
     if constexpr (kFormat == RowFormat::kSign) mean = mean_magnitude(units_of(top).inverse_unit);
     const RowQuantizer quantizer(kFormat, top, mean);
@@ -173,9 +163,10 @@ struct NarrowRow {
 
 // Copies `count` bytes from shared to global memory. `shared` is aligned to 16 bytes, and the bytes
 // begin at shared[target % 16], so vectors are aligned in both memories. By a block.
+template <int kBlockThreads>
 __device__ void store_bytes(uint8_t* target, const uint8_t* shared, int count) {
   const int skip = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16);
-  for (int i = thread_index() * 16; i < skip + count; i += kThreads * 16) {
+  for (int i = thread_index() * 16; i < skip + count; i += kBlockThreads * 16) {
     if (i >= skip && i + 16 <= skip + count) {
       __stcs(reinterpret_cast<uint4*>(target + (i - skip)),
              *reinterpret_cast<const uint4*>(shared + i));
@@ -188,7 +179,8 @@ __device__ void store_bytes(uint8_t* target, const uint8_t* shared, int count) {
 }
 
 template <typename T, int kLanes, int kLaneColumns>
-__global__ void __launch_bounds__(kThreads, RowQuantizePolicy::min_blocks(kLaneColumns))
+__global__ void __launch_bounds__(kRowThreads<kLanes>,
+                                  RowQuantizePolicy::min_blocks(kLaneColumns, kRowThreads<kLanes>))
     row_quantize_narrow_kernel(RowQuantizeArgs args, bool aligned) {
   using Shape = NarrowShape<T, kLanes, kLaneColumns>;
   __shared__ typename Shape::Shared shared;
@@ -217,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, RowQuantizePolicy::min_blocks(kLaneC
       row.template quantize<RowFormat::kSign>(out);
   }
   __syncthreads();
-  store_bytes(target, shared.out, rows * bytes);
+  store_bytes<Shape::kBlockThreads>(target, shared.out, rows * bytes);
 }
 
 template <typename T, int kLanes, int kLaneColumns = RowQuantizePolicy::kColumns>
@@ -226,8 +218,8 @@ cudaError_t run_narrow(const RowQuantizeArgs& args, cudaStream_t stream) {
   const int64_t blocks = (args.rows + Shape::kRows - 1) / Shape::kRows;
   const bool aligned =
       is_aligned(args.x, kVectorBytes) && args.width % Shape::kElementsPerVector == 0;
-  return launch(row_quantize_narrow_kernel<T, kLanes, kLaneColumns>, blocks, kThreads, 0, stream,
-                args, aligned);
+  return launch(row_quantize_narrow_kernel<T, kLanes, kLaneColumns>, blocks, Shape::kBlockThreads,
+                0, stream, args, aligned);
 }
 
 template <typename T>
@@ -237,8 +229,8 @@ cudaError_t run(const RowQuantizeArgs& args, cudaStream_t stream) {
   if (args.width <= 32) return run_narrow<T, 2>(args, stream);
   if (args.width <= 64) return run_narrow<T, 4>(args, stream);
   if (args.width <= 128) return run_narrow<T, 8>(args, stream);
-  if (args.width <= 256) return run_narrow<T, 16>(args, stream);
-  if (args.width <= 512) return run_narrow<T, 32>(args, stream);
+  if (args.width <= 256) return run_narrow<T, 8, Policy::kManyColumns>(args, stream);
+  if (args.width <= 512) return run_narrow<T, 16, Policy::kManyColumns>(args, stream);
   if (args.width <= 1024) return run_narrow<T, 32, Policy::kManyColumns>(args, stream);
   if (args.width <= 2048) return run_narrow<T, 64, Policy::kManyColumns>(args, stream);
   if (args.width <= 4096) return run_narrow<T, 128, Policy::kManyColumns>(args, stream);
