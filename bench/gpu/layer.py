@@ -2,6 +2,7 @@
 
 First runs one rank with NCCL, to execute the collectives of both transports. Then runs two ranks
 with gloo on one GPU, because NCCL ranks cannot share a GPU. gloo copies messages through the host.
+Where torch or a GPU may add in any order, the numbers are integers, whose sums are exact.
 """
 
 import functools
@@ -17,14 +18,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.gpu.common import forbid_syncs, gpu_backends, report
+from dct_embeddings import ReplicaSync, ShardedEmbeddingBags
+from dct_embeddings.two_dimensional.plan import plan_shards
 from dct_parallel import (
     DCTAverager,
     DCTState,
     RowFormat,
+    all_reduce_compressed,
     all_to_all_rows,
+    compress_fully_shard,
     dct_fully_shard_hook,
     dct_hook,
 )
+from dct_parallel.rows.reduce_scatter import reduce_scatter_rows_async
 from support.ranks import Dictated, run_ranks
 
 SIZES = (70_000, 100, 300_000, 40_000)
@@ -85,13 +91,18 @@ def rows(rank: int, device: str, backend: str, format: str | RowFormat) -> list[
     return [y.detach().cpu(), grad.cpu()]
 
 
-def fully_sharded(rank: int, device: str, backend: str) -> list[Tensor]:
-    """Run FSDP2. Return the gradients of a model with integer weights, whose sums are exact."""
+def mesh_of(device: str, shape: tuple[int, ...], *names: str) -> DeviceMesh:
+    """A mesh of all ranks, which share a GPU."""
     if device == "cuda":
         torch.cuda.set_device(0)  # otherwise the mesh warns
+    return DeviceMesh(device, torch.arange(dist.get_world_size()).view(shape), mesh_dim_names=names)
+
+
+def fully_sharded(rank: int, device: str, backend: str) -> list[Tensor]:
+    """Run FSDP2. Return the gradients of a model with integer weights, whose sums are exact."""
     dist.destroy_process_group()  # the mesh uses the backend of the default group
     dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=1)
-    mesh = DeviceMesh(device, [[0]], mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(device, (1, 1), "replicate", "shard")
     draw = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 200, bias=False), nn.Linear(200, 1, bias=False))
     for p in model.parameters():
@@ -107,6 +118,79 @@ def fully_sharded(rank: int, device: str, backend: str) -> list[Tensor]:
     return got
 
 
+def compressed_shards(rank: int, device: str, backend: str) -> list[Tensor]:
+    """Run FSDP2 with compress_fully_shard. Return gradients. int8 represents +-127 exactly."""
+    draw = torch.Generator().manual_seed(rank)
+    model = nn.Sequential(nn.Linear(300, 201, bias=False), nn.Linear(201, 40, bias=False))
+    for p in model.parameters():
+        p.data = torch.where(torch.arange(p.numel()).view(p.shape) % 3 > 0, 127.0, -127.0)
+    model, mesh = model.to(device), mesh_of(device, (-1,), "shard")
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    state, got = compress_fully_shard(model, weights="int8", gradients="int4"), []
+    for _ in range(STEPS):
+        model(torch.randint(-8, 9, (8, 300), generator=draw).float().to(device)).sum().backward()
+        got += [p.grad.full_tensor().cpu() for p in model.parameters()]
+        model.zero_grad()
+    assert state.stats()["step"] == STEPS
+    state.close()
+    return got
+
+
+def all_reduces(rank: int, device: str, backend: str) -> list[Tensor]:
+    """Run pending all_reduce_compressed calls. Return the sums and the residuals."""
+    residuals, got = [torch.zeros(size, device=device) for size in SIZES], []
+    for step in range(STEPS):
+        tensors = drawn(step, rank, device)
+        pairs = zip(tensors, residuals, strict=True)
+        works = [all_reduce_compressed(*pair, format="int4", async_op=True) for pair in pairs]
+        assert all(work.wait() for work in works)
+        got += [tensor.cpu() for tensor in tensors]
+    return got + [residual.cpu() for residual in residuals]
+
+
+def reduced_rows(rank: int, device: str, backend: str) -> list[Tensor]:
+    """Sum rows over ranks as TorchRec does. On CUDA, start on one stream and wait on another."""
+    splits, got = [700, 300], []
+    other = torch.cuda.Stream() if device == "cuda" else None
+    for step in range(STEPS):
+        draw = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(sum(splits), WIDTH, generator=draw).to(device).requires_grad_()
+        if other:
+            other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            options = {"format": RowFormat("int8", backward="int4"), "group": dist.group.WORLD}
+            pending = reduce_scatter_rows_async(x, splits, **options)
+        if other:
+            torch.cuda._sleep(1_000_000)  # so that the memory is freed before it has been read
+        y = pending.wait()
+        with torch.cuda.stream(other):
+            for size in (len(y), sum(splits)):  # reuses memory that was freed too early
+                torch.full((2 * size, WIDTH), 77, dtype=torch.uint8, device=device)
+        (grad,) = torch.autograd.grad(y, x, torch.randn(y.shape, generator=draw).to(device))
+        got += [y.detach().cpu(), grad.cpu()]
+    return got
+
+
+def replicas(rank: int, device: str, backend: str) -> list[Tensor]:
+    """Run ReplicaSync of embedding bags, with integer gradients. Return the weights."""
+    mesh = mesh_of(device, (2, 1), "replicate", "shard")
+    tables = [torch.zeros(rows, 32, device=device) for rows in (500, 900)]
+    bags = ShardedEmbeddingBags(tables, plan_shards([500, 900], 1), mesh)
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    syncs = ReplicaSync(bags, optimizer=optimizer, every=2, density=0.1)
+    draw = torch.Generator().manual_seed(rank)
+    lengths = torch.ones(2, 64, dtype=torch.int64, device=device)
+    for _ in range(8):
+        ids = torch.randint(500, (128,), generator=draw).square() // 500
+        weights = torch.randint(-8, 9, (64, 2, 32), generator=draw)
+        (bags(ids.to(device), lengths) * weights.to(device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        syncs.step()
+    return [bags.weight.detach().cpu()]
+
+
 def uses() -> Iterator[tuple[Callable[..., list[Tensor]], int, str]]:
     """Yield (function that runs on each rank, number of ranks, backend on the GPU)."""
     yield fully_sharded, 1, "nccl"
@@ -116,6 +200,8 @@ def uses() -> Iterator[tuple[Callable[..., list[Tensor]], int, str]]:
         yield averager, ranks, backend
         for format in (RowFormat(density=0.1), "int4", "sign"):
             yield functools.partial(rows, format=format), ranks, backend
+    for use in (compressed_shards, all_reduces, reduced_rows, replicas):
+        yield use, 2, "gloo"
 
 
 def name(use: Callable[..., object]) -> str:

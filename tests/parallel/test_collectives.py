@@ -1,5 +1,6 @@
 """Collectives, the executors that run them, and the meter that counts their bytes."""
 
+import contextlib
 import gc
 import threading
 import time
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dct_parallel import collectives
-from dct_parallel.ddp.executors import InlineExecutor, ThreadExecutor
+from dct_parallel.ddp import executors
+from dct_parallel.ddp.executors import InlineExecutor, StreamExecutor, ThreadExecutor
 from dct_parallel.exchange.ledger import Step
 from support.ranks import on_ranks
 from wire_meter import WireMeter
@@ -102,6 +104,82 @@ def test_thread_executor_ends_with_its_owner_and_keeps_nothing_alive():
     del worker
     thread.join(timeout=20)
     assert not thread.is_alive()
+
+
+class _Stream:
+    """A CUDA stream that knows which calls are finished before its next call begins."""
+
+    current: "_Stream"
+
+    def __init__(self, device=None, priority=0):
+        self.priority, self.finished = priority, frozenset()
+
+    def wait_stream(self, other):
+        self.finished |= other.finished
+
+    def run(self, call):
+        self.finished |= {call}
+
+    @contextlib.contextmanager
+    def set(self):
+        before, _Stream.current = _Stream.current, self
+        yield
+        _Stream.current = before
+
+
+class _StreamFuture:
+    def __init__(self, devices):
+        assert devices == ["cuda:0"]
+
+    def set_result(self, value):
+        self.value, self.finished = value, _Stream.current.finished
+
+
+def test_stream_executor_packs_a_bucket_while_another_one_is_in_the_network(monkeypatch):
+    main = _Stream.current = _Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "stream", _Stream.set)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream.current)
+    monkeypatch.setattr(executors, "Future", _StreamFuture)
+    executor, before = StreamExecutor("cuda:0"), {}
+
+    def runs(*call):
+        before[call] = _Stream.current.finished
+        _Stream.current.run(call)
+
+    class Reduction:
+        def __init__(self, *bucket):
+            self.bucket = bucket
+
+        def start(self, buffer, inv_scale):
+            assert _Stream.current.priority == -1
+            runs("pack", *self.bucket)
+
+        def finish(self, out, scale):
+            assert _Stream.current.priority == -1
+            _Stream.current.run(("network", *self.bucket))  # waits for the collective
+            runs("unpack", *self.bucket)
+
+    for step in range(2):
+        futures = []
+        for bucket in range(2):
+            main.run(("gradient", step, bucket))
+            futures.append(executor.submit(Reduction(step, bucket), bucket, STEP))
+        words = executor.run_after(lambda step=step: runs("words", step))
+        assert [future.value for future in futures] == [0, 1]
+        for bucket, future in enumerate(futures):  # as DDP does
+            assert ("unpack", step, bucket) in future.finished
+            main.finished |= future.finished
+    first = {(what, 0, bucket) for what in ("gradient", "pack") for bucket in range(2)}
+    assert before["pack", 0, 1] == first - {("pack", 0, 1)}
+    assert before["unpack", 0, 1] == first | {
+        *(("network", 0, 0), ("unpack", 0, 0), ("network", 0, 1))
+    }
+    # The copy of the headers waits for both streams, and the next step, which overwrites them, and
+    # `take_back`, which waits for the future, for the copy.
+    assert before["words", 0] == before["unpack", 0, 1] | {("unpack", 0, 1)}
+    assert ("words", 0) in before["pack", 1, 0]
+    assert ("words", 1) in words.finished
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
