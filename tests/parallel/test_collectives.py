@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,79 +108,62 @@ def test_thread_executor_ends_with_its_owner_and_keeps_nothing_alive():
 
 
 class _Stream:
-    """A CUDA stream that knows which calls are finished before its next call begins."""
-
-    current: "_Stream"
+    """A CUDA stream that knows which calls have finished when its next call starts."""
 
     def __init__(self, device=None, priority=0):
-        self.priority, self.finished = priority, frozenset()
+        self.priority, self.finished = priority, set()
 
     def wait_stream(self, other):
         self.finished |= other.finished
 
-    def run(self, call):
-        self.finished |= {call}
-
-    @contextlib.contextmanager
-    def set(self):
-        before, _Stream.current = _Stream.current, self
-        yield
-        _Stream.current = before
-
-
-class _StreamFuture:
-    def __init__(self, devices):
-        assert devices == ["cuda:0"]
-
-    def set_result(self, value):
-        self.value, self.finished = value, _Stream.current.finished
-
 
 def test_stream_executor_packs_a_bucket_while_another_one_is_in_the_network(monkeypatch):
-    main = _Stream.current = _Stream()
-    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
-    monkeypatch.setattr(torch.cuda, "stream", _Stream.set)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream.current)
-    monkeypatch.setattr(executors, "Future", _StreamFuture)
-    executor, before = StreamExecutor("cuda:0"), {}
+    before, streams = {}, [_Stream()]  # the last stream is the current one
 
-    def runs(*call):
-        before[call] = _Stream.current.finished
-        _Stream.current.run(call)
+    @contextlib.contextmanager
+    def stream(chosen):
+        streams.append(chosen)
+        yield
+        streams.pop()
 
-    class Reduction:
-        def __init__(self, *bucket):
-            self.bucket = bucket
+    def run(*call):
+        before[call] = {*streams[-1].finished}
+        streams[-1].finished.add(call)
 
+    class Reduction(SimpleNamespace):
         def start(self, buffer, inv_scale):
-            assert _Stream.current.priority == -1
-            runs("pack", *self.bucket)
+            assert streams[-1].priority == -1
+            run("pack", *self.key)
 
         def finish(self, out, scale):
-            assert _Stream.current.priority == -1
-            _Stream.current.run(("network", *self.bucket))  # waits for the collective
-            runs("unpack", *self.bucket)
+            assert streams[-1].priority == -1
+            streams[-1].finished.add(("receive", *self.key))
+            run("unpack", *self.key)
 
+    class Future(_Stream):
+        def set_result(self, value):
+            self.value, self.finished = value, {*streams[-1].finished}
+
+    cuda = {"Stream": _Stream, "stream": stream, "current_stream": lambda device: streams[-1]}
+    for name, fake in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(executors, "Future", lambda devices: Future())
+    executor = StreamExecutor("cuda:0")
     for step in range(2):
-        futures = []
         for bucket in range(2):
-            main.run(("gradient", step, bucket))
-            futures.append(executor.submit(Reduction(step, bucket), bucket, STEP))
-        words = executor.run_after(lambda step=step: runs("words", step))
-        assert [future.value for future in futures] == [0, 1]
-        for bucket, future in enumerate(futures):  # as DDP does
-            assert ("unpack", step, bucket) in future.finished
-            main.finished |= future.finished
-    first = {(what, 0, bucket) for what in ("gradient", "pack") for bucket in range(2)}
-    assert before["pack", 0, 1] == first - {("pack", 0, 1)}
-    assert before["unpack", 0, 1] == first | {
-        *(("network", 0, 0), ("unpack", 0, 0), ("network", 0, 1))
-    }
-    # The copy of the headers waits for both streams, and the next step, which overwrites them, and
-    # `take_back`, which waits for the future, for the copy.
+            run("gradient", step, bucket)
+            future = executor.submit(Reduction(key=(step, bucket)), bucket, STEP)
+            assert future.value == bucket and ("unpack", step, bucket) in future.finished
+        posted = executor.run_after(lambda step=step: run("words", step))
+        streams[0].wait_stream(future)  # as DDP does
+    packed = {("gradient", 0, 0), ("pack", 0, 0), ("gradient", 0, 1)}
+    assert before["pack", 0, 1] == packed
+    received = {("pack", 0, 1), ("receive", 0, 0), ("unpack", 0, 0), ("receive", 0, 1)}
+    assert before["unpack", 0, 1] == packed | received
+    # Headers are copied after both streams, and overwritten after this copy: by the next step, and
+    # by `take_back`, which waits for the future.
     assert before["words", 0] == before["unpack", 0, 1] | {("unpack", 0, 1)}
-    assert ("words", 0) in before["pack", 1, 0]
-    assert ("words", 1) in words.finished
+    assert ("words", 0) in before["pack", 1, 0] and ("words", 1) in posted.finished
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -1,40 +1,19 @@
-"""The cost of a step: launches, copies, collectives, host waits, bucket plans, profiler spans."""
+"""The cost of a step: launches, copies, collectives, bucket plans and profiler spans."""
 
 import itertools
 from collections import Counter
-from unittest import mock
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dct_embeddings import ShardedEmbeddingBags, plan_shards
-from dct_parallel import (
-    DCTState,
-    RowFormat,
-    all_reduce_compressed,
-    all_to_all_rows,
-    compress_fully_shard,
-    dct_fully_shard_hook,
-)
+from dct_parallel import DCTState
 from dct_parallel.exchange.bucket import Bucket
 from dct_parallel.exchange.plan import BucketPlan
 from dct_parallel.exchange.results import StepResults, run_now
-from dct_parallel.rows.reduce_scatter import reduce_scatter_rows_async
-from support.compressed_shards import loss_of, sharded
 from support.launches import Launches, stated
-from support.ranks import (
-    Dictated,
-    batch,
-    ddp,
-    hooked,
-    mlp,
-    on_ranks,
-    shard_mesh,
-    train,
-    train_step,
-)
+from support.ranks import Dictated, batch, ddp, hooked, mlp, on_ranks, train, train_step
 
 # CUDA launches of torch's ops for small contiguous tensors. The docs list the launches of our ops.
 TORCH = {"cat": Launches(1, 0)}
@@ -99,54 +78,6 @@ def test_kernels_memsets_copies_and_collectives_per_bucket(rank):
     # Rank 0 owns 4 of 7 blocks, and rank 1 owns 3. Rank 1's range is copied into contiguous memory.
     expected = (9, 2, 0, 2), (10, 2, 2, 2)
     assert _bucket([100_000], False, "reduce_scatter") == expected[rank]
-
-
-# How often the host waits for a CUDA device in ops whose results have a size or value on the host.
-WAITS = {"_local_scalar_dense": 1, "nonzero": 1, "_unique2": 1, "bincount": 2}
-
-
-def _waits(call):
-    """How often the host would wait for a CUDA device in a call on the CPU."""
-    tolist, waits = torch.Tensor.tolist, []
-    counting = mock.patch.object(
-        torch.Tensor, "tolist", lambda tensor: waits.append(1) or tolist(tensor)
-    )
-    with Counted() as counted, counting:
-        call()
-    return len(waits) + sum(WAITS.get(name, 0) * n for name, n in counted.calls.items())
-
-
-@on_ranks(2)
-def test_waits_of_the_host(rank):
-    """The numbers of docs/design/layer.md."""
-    group, mesh, replicas = torch.distributed.group.WORLD, shard_mesh(1, 2), shard_mesh(2, 1)
-    model, _ = hooked(ddp(mlp()), density=0.1)
-    gathered, reduced = sharded(), sharded(mesh=replicas["shard"])
-    states = [compress_fully_shard(gathered)]
-    states.append(dct_fully_shard_hook(reduced, mesh=replicas, density=0.1))
-    passes = {
-        "dct_hook": lambda: model(batch(0, rank)[0]).sum().backward(),
-        "compress_fully_shard": lambda: loss_of(gathered, 0, rank).backward(),
-        "dct_fully_shard_hook": lambda: loss_of(reduced, 0, rank).backward(),
-    }
-    for _ in range(4):
-        waits = {name: _waits(call) for name, call in passes.items()}
-    # The hook of FSDP2 also compares the modules of the previous step, on the host.
-    assert waits == {"dct_hook": 1, "compress_fully_shard": 1, "dct_fully_shard_hook": 2}
-    del states
-
-    x, splits, int8 = torch.randn(6, 64).requires_grad_(), [3, 3], RowFormat("int8")
-    counts = [_waits(lambda: all_reduce_compressed(torch.ones(9), format="int8")) for _ in "12"]
-    assert counts[1] == 1  # the first call also compares settings
-    assert _waits(lambda: all_to_all_rows(x, splits, format=int8).sum().backward()) == 1
-    assert _waits(lambda: all_to_all_rows(x, splits, splits, format=int8).sum().backward()) == 0
-    pending = lambda: reduce_scatter_rows_async(x, splits, format=int8, group=group).wait()  # noqa: E731
-    assert _waits(lambda: pending().sum().backward()) == 0
-    ids, lengths = torch.tensor([1, 8, 8, 4, 0]), torch.tensor([[1, 2], [0, 2]])
-    for dedup in (False, True):
-        tables = [torch.ones(9, 8), torch.ones(5, 8)]
-        bags = ShardedEmbeddingBags(tables, plan_shards([9, 5], 2), mesh, dedup=dedup)
-        assert _waits(lambda bags=bags: bags(ids, lengths).sum().backward()) == 5
 
 
 @on_ranks(2)
