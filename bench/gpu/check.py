@@ -68,8 +68,7 @@ STAGES = (
     Stage("mask_pack", 25, 50, "mask_pack in CUDA against the oracle", MASK_PACK, COLLECT),
     Stage("ops", 90, 120, "all other ops against the oracle", OTHER_OPS),
     Stage("time", 95, 110, "times of ops, copies and other methods; targets", program("time_ops")),
-    Stage("step", 70, 90, "ops of a step; DDP with and without hooks", program("step"), TINY),
-    Stage("hidden", 30, 45, "DDP with hidden sampling", program("step", "--hidden-sampling"), TINY),
+    Stage("step", 75, 130, "ops of a step; DDP with and without hooks", program("step"), TINY),
     Stage("profile", 25, 40, "time of each kernel", program("profile_ops")),
     Stage("counters", 35, 60, "ncu's counters for the calls of profile", COUNTERS, SMALL),
     Stage("memcheck", 12, 25, "each op with compute-sanitizer's memcheck", sanitized("memcheck")),
@@ -82,10 +81,10 @@ STAGES = (
     Stage("light", 80, 95, "like time, without other methods", (*LIGHT, "85"), SMALL),
     Stage("large", 15, 30, "ops on more than 2^31 elements", program("large")),
 )
-NOT_BY_DEFAULT = ("hidden", "variants", "sizes", "light")
+NOT_BY_DEFAULT = ("variants", "sizes", "light")
 # Sets of stages, for two calls on a machine that is lent for 15 minutes, and their time limits.
-PLAN = ("environment", "build", "mask_pack", "step", "variants", "hidden", "counters", "sizes")
-SETS = {"plan": (*PLAN, "light"), "layer": ("build", "layer", "memcheck", "racecheck")}
+PLAN = ("environment", "build", "mask_pack", "variants", "counters", "sizes", "step", "light")
+SETS = {"plan": PLAN, "layer": ("build", "layer", "memcheck", "racecheck")}
 LIMITS = {"plan": 560, "layer": 300}
 
 EPILOG = """\
@@ -105,7 +104,7 @@ Needs torch >= 2.11 with CUDA, nvcc, numpy, rich, pytest and hypothesis. Uses py
 ncu and compute-sanitizer if they are installed. Installs nothing, uses no network, and changes no
 setting of the GPU.
 
-By default, all stages except hidden, variants, sizes and light run. Two sets of stages, with the
+By default, all stages except variants, sizes and light run. Two sets of stages, with the
 expected seconds of each set:
 {sets}
 

@@ -49,7 +49,7 @@ def policy(load: str, store: str) -> Variant:
 # Launches mask_pack's first kernel with programmatic dependent launch, so that its blocks start and
 # prefetch while the previous kernel (sample_threshold) runs. This is not safe if another kernel
 # precedes mask_pack, because that kernel could write the gradient. Waiting blocks hold registers
-# that the backward pass needs, so only `step.py --hidden-sampling` can show whether it is faster.
+# that the backward pass needs, so only step.py can show whether it is faster.
 _DEPENDENT_LAUNCH = """
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_dependent(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t,
