@@ -110,7 +110,9 @@ def step_of_shards(width: int, device: str) -> dict:
     layer = nn.TransformerEncoderLayer(width, 2, 4 * width, device="meta")
     shapes = [(-(-len(p) // SHARDS), p[0].numel(), p.dim() < 2) for p in layer.parameters()]
     layout = tuple((rows * columns, is_vector) for rows, columns, is_vector in shapes)
-    unit = SimpleNamespace(layout=lambda trained=False: layout, shard_group=lambda: None)
+    unit = SimpleNamespace(
+        layout=lambda trained=False: layout, shard_group=lambda: None, device=torch.device(device)
+    )
     with mock.patch.object(dist, "get_process_group_ranks", return_value=range(SHARDS)):
         gather, reduce = (
             collective(unit, None, "int8", lambda nbytes: None)

@@ -56,7 +56,7 @@ def chosen(device: str, scale: int, peers: bool = True) -> Iterator[Case]:
     sweep = 2**26 // scale
     yield from one_dimensional(device, LARGEST // scale, peers)
     for width in (16, 32, 64, 128, 256, 512, 1024, 4096):
-        rows = min(max(ROWS, 2**23 // width), 2**26 // width) // scale
+        rows = max(min(max(ROWS, 2**22 // width), 2**26 // width) // scale, 1)
         yield cases.row_pack(device, rows, width, 0.05, with_peers=peers)
         yield cases.row_pack(device, rows, width, 0.05, BF16)
         yield cases.row_unpack(device, rows, width, 0.05)

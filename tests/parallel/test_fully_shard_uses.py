@@ -73,9 +73,15 @@ class Checkpointed(nn.Module):
 @on_ranks(2)
 def test_nested_backward_pass_is_not_a_step(rank, save):
     mesh = shard_mesh(2, 1)
-    results, compared = [], []
+    results, compared, read = [], [], []
     compare = replicas.compare_order
-    replicas.compare_order = lambda *args: compared.append(args[0]) or compare(*args)
+
+    def compare_order(order, group):
+        compared.append(order)
+        require_same = compare(order, group)
+        return lambda: read.append(order) or require_same()
+
+    replicas.compare_order = compare_order
     for use_reentrant in (False, True):
         model = fully_shard(Checkpointed(mesh, use_reentrant), mesh=mesh["shard"])
         state = dct_fully_shard_hook(model, mesh=mesh, density=0.1, start_step=1)
@@ -85,9 +91,11 @@ def test_nested_backward_pass_is_not_a_step(rank, save):
             if save:
                 state.state_dict()
         assert state.stats()["step"] == 4
+        assert len(read) == len(compared) - (not save)  # the next step reads the last comparison
         state.take_back()
-        assert compared == [[2, 1, 0]] * 4
+        assert compared == read == [[2, 1, 0]] * 4
         compared.clear()
+        read.clear()
         results.append([parameter.grad.full_tensor() for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -197,7 +197,7 @@ def start_all_gather(tensor: Tensor, group: GroupForBackward) -> Receive:
 
 def _wait(work: dist.Work, sent: Tensor, received: Tensor) -> Tensor:
     work.wait()
-    if received.is_cuda:  # else their memory could be reused while this stream is behind the start
+    if received.is_cuda:  # allocated on the stream of the start, which may be a different one
         for tensor in (sent, received):
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return received
