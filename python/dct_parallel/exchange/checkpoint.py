@@ -425,7 +425,7 @@ def _loads(
             dtype = stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
             # DCP converts any stored dtype to the dtype of the tensor that it reads into.
             if isinstance(part, Sharded) and dtype in (None, torch.float32):
-                zeros = torch.zeros(part.piece.padded, dtype=torch.float32, device="cpu")
+                zeros = torch.zeros(part.piece.local, dtype=torch.float32, device="cpu")
                 values[flat] = part.saved(SegmentState(zeros, zeros)).get(path[-1])
             elif isinstance(stored, TensorStorageMetadata):
                 values[flat] = torch.empty(stored.size, dtype=dtype, device="cpu")
