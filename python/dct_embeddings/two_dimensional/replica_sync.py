@@ -27,7 +27,7 @@ class ReplicaSync:
     After a sync, all replicas are bitwise equal, but compressed changes may be pending. Call
     `flush()` before evaluation, before saving a checkpoint, and before loading one into a running
     job. After a flush, this object has no state to save. With a single replica, a sync changes
-    nothing. Results are deterministic on the CPU. See docs/guide/embeddings.md.
+    no weights. Results are deterministic on the CPU. See docs/guide/embeddings.md.
 
     Args:
         bags: the bags to average. Create one ReplicaSync for them, before training and after

@@ -26,7 +26,7 @@ from ..groups import named, raising_together, require_same
 from .bucket import SegmentState
 from .settings import TRANSPORTS
 
-VERSION = 6  # the version of all saved states; versions 1 to 5 were never released
+VERSION = 6  # the version of all saved states; earlier versions are rejected
 WHOLE = "whole"  # the "shard" of a rank that holds whole parameters
 _MEAN = "mean"  # replaces the rank's number in the result of merge_states, which any rank loads
 _RESIDUAL, _OWNER, _BASE = "residual", "owner_residual", "base"  # keys of a parameter
