@@ -282,9 +282,9 @@ class OptimizerChecks:
         for name, keys in states.items() if self._density < 1 else ():
             if keys & _SECOND_MOMENTS and not was_measured:
                 text = (
-                    f"{name} divides by second moments of gradients, which the sparse hook (density "
-                    f"{self._density}) sends late. This raised a transformer's loss by 0.3 and a "
-                    "DLRM's by 0.001 (docs/guide/choosing.md)"
+                    f"{name} divides by second moments of gradients, which the sparse hook "
+                    f"(density {self._density}) sends late. This raised a transformer's loss by "
+                    "0.3 and a DLRM's by 0.001 (docs/guide/choosing.md)"
                 )
             elif _MOMENTUM in keys:
                 text = (
