@@ -117,6 +117,29 @@ def _payload_bytes(settings, numel):
     return quantized_payload_bytes(numel, settings["format"])
 
 
+@on_ranks(4)
+def test_first_sync_after_a_load_compares_replicas(rank):
+    """The replicas of one shard load different weights. Every rank raises."""
+    bags = _bags(shape=(2, 2))
+    optimizer = torch.optim.SGD([bags.weight], lr=LR)
+    sync, state = ReplicaSync(bags, optimizer=optimizer), copy.deepcopy(bags.state_dict())
+    bags.load_state_dict(state | {"weight": state["weight"] + (rank == 3)})
+    text = "weight of the loaded state must be the same on every rank, got .* on rank 1, .* rank 3"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=text):
+            sync.sync()
+    bags.load_state_dict(state)
+    _train(bags, optimizer, 0, rank)
+    sync.sync()
+    sums = _copies(bags.weight.double().sum())
+    assert sums[:2] == sums[2:]
+    bags = _bags(shape=(2, 2))
+    optimizer = RowWiseAdagrad([bags.weight])
+    optimizer.state[bags.weight]["sum"] += rank == 3
+    with pytest.raises(ValueError, match="state of optimizer must be the same on every rank, got"):
+        ReplicaSync(bags, optimizer=optimizer)
+
+
 @pytest.mark.parametrize(
     ("replicas", "many", "transport"),
     [(2, False, "all_gather"), (2, False, "reduce_scatter"), (3, True, "reduce_scatter")],
