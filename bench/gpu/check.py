@@ -75,6 +75,7 @@ STAGES = (
     Stage("racecheck", 13, 25, "each op with its racecheck", sanitized("racecheck")),
     Stage("behavior", 40, 60, "CUDA graphs, streams, torch.compile, opcheck", program("behavior")),
     Stage("layer", 130, 190, "results of dct_parallel on GPU and CPU", program("layer")),
+    Stage("devices", 5, 60, "ranks on two GPUs, if there are two", program("devices")),
     Stage("triton", 130, 150, "Triton's kernels against the oracle", conformance("triton", 12)),
     Stage("variants", 145, 170, "times of variants of kernels", program("variants"), SMALL),
     Stage("sizes", 40, 55, "ops on buckets of about 25 MiB", (*LIGHT, "45", "--sizes"), SMALL),
@@ -84,7 +85,7 @@ STAGES = (
 NOT_BY_DEFAULT = ("variants", "sizes", "light")
 # Sets of stages, for two calls on a machine that is lent for 15 minutes, and their time limits.
 PLAN = ("environment", "build", "mask_pack", "variants", "counters", "sizes", "step", "light")
-SETS = {"plan": PLAN, "layer": ("build", "layer", "memcheck", "racecheck")}
+SETS = {"plan": PLAN, "layer": ("build", "layer", "devices", "memcheck", "racecheck")}
 LIMITS = {"plan": 560, "layer": 300}
 
 EPILOG = """\
