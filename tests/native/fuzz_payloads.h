@@ -204,6 +204,7 @@ class DequantizeSum : public Target {
     args.payloads = payloads;
     args.ranks = call.ranks;
     args.ranges = call.ranges;
+    args.range_length = range_length(call.numel, call.ranges);
     args.nbytes = call.nbytes;
     args.format = call.kind->format;
     args.out = out;
@@ -211,6 +212,7 @@ class DequantizeSum : public Target {
     args.numel = call.numel;
     args.scale = call.scale;
     args.status = status;
+    args.statuses = 1;
     with_tasks(call.tasks,
                [&](const cpu::Parallel& parallel) { cpu::dequantize_sum(args, parallel); });
     std::vector<int32_t> expected;

@@ -45,6 +45,7 @@ void pack(Random& random, int64_t numel, const Kind& kind) {
   args.numel = numel;
   args.payload = payload.data();
   args.ranges = ranges;
+  args.range_length = range_length(numel, ranges);
   args.nbytes = nbytes;
   args.format = kind.format;
   args.inv_scale = random.chance(0.5) ? &inv_scale : nullptr;

@@ -13,7 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dct_parallel import compress_fully_shard
 from dct_parallel.exchange import results
 from dct_parallel.fsdp2 import collectives
-from support.compressed_shards import Net, computed_weights, full_weights, loss_of, sharded
+from support.compressed_shards import (
+    Net,
+    computed_weights,
+    faked_collectives,
+    full_weights,
+    loss_of,
+    sharded,
+)
 from support.ranks import assert_same, mlp, on_ranks, shard_mesh
 
 # Formats of weights and gradients. Weights have no int4.
@@ -142,6 +149,20 @@ def test_corrupted_gradient_message_adds_nothing(rank):
             equal = torch.equal(without, damaged)
             assert equal == (rank == 1 and _module_of(name) == module), (name, module)
         _require_raised(state, model, rank, "gradients", module)
+
+
+def test_status_stays_in_one_tensor(one_rank, monkeypatch):
+    """FSDP2 may run exchanges on several streams, and a freed tensor belongs to one of them."""
+    gather, _ = faked_collectives(fully_shard(nn.Linear(64, 8)), 2, monkeypatch)
+    (status,) = gather.words
+    part, whole = torch.zeros(520), torch.zeros(1040)
+    monkeypatch.setattr(collectives, "all_gather", lambda messages, *_: messages[1].zero_())
+    with torch.inference_mode():
+        gather(whole, part, None)
+    monkeypatch.setattr(collectives, "all_gather", lambda messages, part, _: messages.copy_(part))
+    gather(whole, part, None)
+    assert gather.words[0] is status
+    assert status.tolist()[1] == 1
 
 
 class _NoReads(TorchDispatchMode):
