@@ -23,10 +23,20 @@ from support.ranks import Dictated, batch, ddp, hooked, mlp, on_ranks, train, tr
 # CUDA launches of torch's ops for small contiguous tensors. The docs list the launches of our ops.
 TORCH = dict.fromkeys(("cat", "gather", "index_fill_", "scatter_"), Launches(1, 0))
 TORCH |= dict.fromkeys(("zero_", "ne", "masked_fill_", "sum", "mul_", "maximum"), Launches(1, 0))
-COPIES = ("copy_", "_to_copy")
+COPIES = ("copy_", "to")
 COLLECTIVES = ("_allgather_base_", "allgather_into_tensor_coalesced_", "alltoall_base_")
 NOTHING = {
-    *("view", "slice", "select", "split_with_sizes", "unsqueeze", "expand", "detach", "alias"),
+    *(
+        "view",
+        "slice",
+        "narrow",
+        "select",
+        "split_with_sizes",
+        "unsqueeze",
+        "expand",
+        "detach",
+        "alias",
+    ),
     *("empty", "new_empty", "empty_like", "_record_function_enter_new", "_record_function_exit"),
     "_record_function_exit._RecordFunction",
 }
