@@ -26,19 +26,9 @@ TORCH |= dict.fromkeys(("zero_", "ne", "masked_fill_", "sum", "mul_", "maximum")
 COPIES = ("copy_", "to")
 COLLECTIVES = ("_allgather_base_", "allgather_into_tensor_coalesced_", "alltoall_base_")
 NOTHING = {
-    *(
-        "view",
-        "slice",
-        "narrow",
-        "select",
-        "split_with_sizes",
-        "unsqueeze",
-        "expand",
-        "detach",
-        "alias",
-    ),
+    *("view", "slice", "select", "split_with_sizes", "unsqueeze", "expand", "detach", "alias"),
     *("empty", "new_empty", "empty_like", "_record_function_enter_new", "_record_function_exit"),
-    "_record_function_exit._RecordFunction",
+    *("narrow", "_record_function_exit._RecordFunction"),
 }
 
 
