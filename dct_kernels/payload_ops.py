@@ -230,7 +230,8 @@ def quantize_pack(
     """
     op, like = "quantize_pack", ("payload", payload)
     checks.require_tensor(op, "payload", payload, UINT8, (1, 2))
-    dims, written = (1, 2), {"payload": payload}
+    dims: tuple[int, ...] = (1, 2)
+    written = {"payload": payload}
     if residual is not None:
         checks.require_tensor(op, "residual", residual, FLOAT32, dims, like)
         dims, written = (residual.dim(),), {"residual": residual, "payload": payload}

@@ -59,7 +59,8 @@ class MessageLayout:
         if len(self._vectors):
             sent = self._tails(messages, parts.dtype)
             torch.gather(parts, 1, self._vectors.expand(len(parts), -1), out=sent)
-            messages[:, self._payload_bytes + sent.shape[1] * sent.itemsize :].zero_()
+            if padding := -(sent.shape[1] * sent.itemsize) % _ALIGNMENT:
+                messages.narrow(1, -padding, padding).zero_()
             # So that vectors do not affect the scales of matrices.
             parts.index_fill_(1, self._vectors, 0)
         _quantize_pack(None, parts, messages, self._format)
@@ -71,7 +72,7 @@ class MessageLayout:
         Returns:
             status int32 [R], not 0 for a damaged message, whose row becomes 0.
         """
-        status = _dequantize_sum(messages.unsqueeze(0), out, self._format).view(-1)
+        status: Tensor = _dequantize_sum(messages.unsqueeze(0), out, self._format).view(-1)
         if len(self._vectors):
             received = self._received(messages, status, out.dtype)
             out.scatter_(1, self._vectors.expand(len(out), -1), received)
