@@ -177,7 +177,7 @@ def scatter_unpack(
     tensor([1], dtype=torch.int32)
     """
     op = "scatter_unpack"
-    _require_sum(op, payloads, out, scale, out_scale)
+    _require_sum(op, payloads, out, scale, out_scale, 1)
     _require_entries(op, "payloads", payloads, 3, out.numel(), capacity, value_dtype)
 
 
@@ -279,21 +279,16 @@ def dequantize_sum(
     tensor([1], dtype=torch.int32)
     """
     op = "dequantize_sum"
-    _require_sum(op, payloads, out, scale, out_scale, (1, 2))
+    _require_sum(op, payloads, out, scale, out_scale, 2)
     _require_rows(op, "payloads", payloads, 3, ("out", out), format)
 
 
 def _require_sum(
-    op: str,
-    payloads: Tensor,
-    out: Tensor,
-    scale: float,
-    out_scale: Tensor | None,
-    dims: tuple[int, ...] = (1,),
+    op: str, payloads: Tensor, out: Tensor, scale: float, out_scale: Tensor | None, dims: int
 ) -> None:
     like = ("out", out)
     checks.require_number(op, "scale", scale)
-    checks.require_tensor(op, "out", out, FLOATS, dims)
+    checks.require_tensor(op, "out", out, FLOATS, tuple(range(1, dims + 1)))
     checks.require_tensor(op, "payloads", payloads, UINT8, (2, 3), like)
     checks.require_scale(op, "out_scale", out_scale, like)
     read = {"payloads": payloads, "out_scale": out_scale}
