@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.cli import Parser, count, exit_status
+from bench.cli import Parser, announce_backend, count, exit_status
 from bench.tables import table
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.fsdp2 import collectives
@@ -105,6 +105,7 @@ def per_module(ranks: int, steps: int) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
+    announce_backend("cpu")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
