@@ -122,7 +122,6 @@ def step_of_shards(width: int, device: str) -> dict:
     shard, flat = (torch.randn(ranks * numel, device=device) for ranks in (1, SHARDS))
 
     def step() -> None:
-        gather.words = reduce.words = ()
         for _ in range(2):
             gather(flat, shard, None)
         reduce(shard, flat, None, dist.ReduceOp.AVG)
