@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +22,7 @@ from ..exchange.plan import log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
 from ..groups import Agreement, sharing_errors
 from ..user_warnings import warn_user
+from .loaded import LoadedWeights
 from .weights import FlatWeights, shard_groups
 
 _OP = "DCTAverager"
@@ -104,6 +106,9 @@ class DCTAverager(ModelAverager):
         self._ledger = StepLedger(_OP, unit="averaging")
         weights.broadcast_from_first_rank(group)
         self._base = weights.read()
+        self._loaded = LoadedWeights(module, weights.names)
+        self._ranges = dict(zip(weights.names, pairwise(self._plan.bounds), strict=True))
+        self._resumed = False  # whether there was no step since `load_state_dict`
         self._unaveraged = 0  # steps since the last averaging
         self._bucket = self._new_bucket({})
 
@@ -145,6 +150,10 @@ class DCTAverager(ModelAverager):
                 checkpoint into a new averager. Other ranks raise as if this rank were gone.
         """
         self._ledger.require_intact()
+        if self._resumed:
+            self._loaded.take()  # the same, if they were loaded after the averager
+            self._resumed = False
+        self._rebase()
         averages = (self.step + 1) % self.period == 0
         if averages:
             self._weights.require_same("average_parameters")
@@ -172,6 +181,7 @@ class DCTAverager(ModelAverager):
         """
         self._ledger.require_intact()
         self._weights.require_same("flush")
+        self._rebase()
         self._compare("flush")
         self._agreement.check_step("flush", self._ledger.step)
         pending = self._weights.change_from(self._start(self._base))
@@ -229,6 +239,7 @@ class DCTAverager(ModelAverager):
             RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
+        self._rebase()
         parts = zip(self._bucket.states().items(), self._base.split(self._plan.sizes), strict=True)
         states = {
             name: SegmentState(state.residual, state.owner, base.to("cpu", copy=True))
@@ -268,6 +279,8 @@ class DCTAverager(ModelAverager):
         bases = [base for name in self._plan.names if (base := states[name].base) is not None]
         self._base = torch.cat(bases).to(self._device)
         self._unaveraged = entry["unaveraged"]
+        self._loaded.take()  # the weights that belong to this state
+        self._resumed = True
         if self._step_ahead and not self._unaveraged:
             # Restores the saved weights, which the constructor's broadcast may have overwritten.
             self._weights.write(self._start(self._base))
@@ -319,6 +332,19 @@ class DCTAverager(ModelAverager):
         self._base = base
         self._weights.write(start)
         self._unaveraged = 0
+
+    def _rebase(self) -> None:
+        """Use the weights that `load_state_dict` of the module has loaded as the base.
+
+        Drops their changes since the last averaging and their residuals.
+        """
+        loaded = self._loaded.take()
+        for parameter, value in loaded.items():
+            low, high = self._ranges[parameter]
+            self._base[low:high] = value.flatten()
+            self._bucket.drop_range(low, high)
+        if loaded:
+            self._agreement.resume(self.step)
 
     def _compare(self, op: str) -> None:
         """Compare the run and step. Warn if all ranks have equal gradients, as with DDP."""
