@@ -11,7 +11,7 @@ from dct_parallel.exchange.settings import FORMATS, Settings
 from dct_parallel.formats import require_format
 from dct_parallel.groups import sharing_errors
 
-from ..groups import require_same_in_mesh
+from ..groups import mesh_groups, require_same_in_mesh
 from ..row_wise_adagrad import RowWiseAdagrad
 from .averages import Average, MeanOfChanges
 from .embedding_bags import ShardedEmbeddingBags
@@ -62,8 +62,8 @@ class ReplicaSync:
         format: str | torch.dtype = "float32",
         transport: str | None = None,
     ) -> None:
-        checks.require_type(_OP, "bags", bags, ShardedEmbeddingBags, "ShardedEmbeddingBags")
-        with sharing_errors(_OP, *bags.mesh.get_all_groups()):
+        with sharing_errors(_OP, *mesh_groups(getattr(bags, "mesh", None))):
+            checks.require_type(_OP, "bags", bags, ShardedEmbeddingBags, "ShardedEmbeddingBags")
             checks.require_int(_OP, "every", every, 1, 2**63 - 1)
             format = require_format(_OP, "format", format, FORMATS)
             settings = Settings.checked(_OP, density, format, transport)
@@ -103,6 +103,7 @@ class ReplicaSync:
         """Average the tables now. Every rank of the mesh must call this after the same step.
 
         Raises:
+            ValueError: the first sync after a load, and replicas have loaded different weights.
             RuntimeError: a replica is missing, or a payload was damaged in this or an earlier call.
                 Load a checkpoint.
         """
@@ -114,6 +115,10 @@ class ReplicaSync:
 
     @torch.no_grad()
     def _sync(self, everything: bool) -> None:
+        if self._bags.loaded is not None:
+            of_shard = {"weight of the loaded state": self._bags.loaded}
+            require_same_in_mesh(_OP, self._bags.mesh, {}, of_shard)
+            self._bags.loaded = None
         weight, optimizer = self._bags.weight, self._optimizer
         state = optimizer.to_average(weight) if isinstance(optimizer, RowWiseAdagrad) else None
         rows = self._average.sync(weight, state, everything)

@@ -29,12 +29,12 @@ from dct_kernels import checks
 from .._torch import NO_PASS, at_end_of_backward, backward_pass, comm_hooks, current_node
 from ..compressor import warn_if_eager
 from ..exchange.bucket import parameter_stats
-from ..exchange.checkpoint import Flat, Run
+from ..exchange.checkpoint import Flat, Run, changeable
 from ..exchange.ledger import StepLedger
 from ..exchange.optimizers import OptimizerChecks, Optimizers, loss_scale_of
 from ..exchange.plan import describe, keeps_owners, plan_table
 from ..exchange.settings import Settings
-from ..groups import Agreement, sharing_errors
+from ..groups import Agreement, known_group, sharing_errors
 from .buckets import Buckets, device_of, named_parameters
 from .executors import executor_for
 from .node import Topology
@@ -96,7 +96,7 @@ class DCTState:
     ) -> None:
         op = "DCTState"
         group = getattr(ddp, "process_group", None) if process_group is None else process_group
-        with sharing_errors(op, group):
+        with sharing_errors(op, known_group(group)):
             self.settings = Settings.checked(op, density, format, transport, refresh_every)
             if mesh is not None and process_group is not None:
                 checks.fail(op, "process_group", "None with a mesh", process_group)
@@ -246,9 +246,10 @@ class DCTState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from this rank's `state_dict`, or from the result of `merge_states` on all ranks.
 
-        Every rank must load before any rank takes a step. In the next step, ranks check that they
-        loaded the same run and step, and wait for late ranks up to the group's timeout. If this
-        call raises an error, the state is unchanged.
+        Every rank must load before any rank takes a step. In the next step, ranks compare the run,
+        the step and the buckets that they loaded, and wait for late ranks up to the group's
+        timeout. If `format`, `transport`, `refresh_every` or `start_step` differs from the saved
+        run, this call warns. If it raises an error, the state is unchanged.
 
         Raises:
             ValueError: the dict has a different version, density, number of ranks, mesh, rank or
@@ -257,7 +258,9 @@ class DCTState:
             RuntimeError: a payload was damaged, or an exchange failed. Load into a new state.
         """
         self._require_usable()
-        entry, states = self._run().find(state)
+        run = self._run()
+        entry, states = run.find(state)
+        run.report_changes(entry)
         self._buckets.load(states, entry["buckets"])  # first, because it may raise
         self._agreement.resume(entry["step"], entry)
         self._ledger.restart(entry["step"])
@@ -268,7 +271,9 @@ class DCTState:
         ranks, local = self._topology.all_ranks.size(), self._topology.node.size
         same = {"density": self.settings.density, "world_size": ranks, "local_size": local}
         sizes = {name: Flat(parameter.numel()) for parameter, name in self._names.items()}
-        return Run("rank", self._agreement.rank, self.settings.format, same, sizes)
+        between = self._topology.between.size()
+        others = changeable(self.settings, between, start_step=self.start_step)
+        return Run("rank", self._agreement.rank, others, same, sizes)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy only the settings, because process groups and threads cannot be copied."""

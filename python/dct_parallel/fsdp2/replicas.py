@@ -6,7 +6,6 @@ same shard in other replicas. The host reads the results of a step at the end of
 """
 
 import os
-import zlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from .. import groups
 from .._torch import NO_PASS, after_backward, fsdp_hook, fsdp_in_backward, span
 from ..collectives import dense_mean
 from ..exchange.bucket import Bucket, SegmentState, parameter_stats
-from ..exchange.checkpoint import Entry, Run, Sharded, States
+from ..exchange.checkpoint import Entry, Run, Sharded, States, changeable
 from ..exchange.ledger import StepLedger
 from ..exchange.optimizers import LossScale, OptimizerChecks, Optimizers, loss_scale_of
 from ..exchange.plan import describe, keeps_owners, log_plan, plan_bucket, plan_table
@@ -118,20 +117,6 @@ def _closed(flat: Tensor) -> None:
     raise RuntimeError(f"dct::{OP}: state must be open, got a closed one")
 
 
-def require_same_order(order: list[int], group: dist.ProcessGroup) -> None:
-    """Raise an error on every rank if the numbers in `order` differ between ranks. Collective.
-
-    `group` is a gloo group, also if gradients are on CUDA, so that only the host waits.
-    """
-    digest = zlib.crc32(repr(order).encode())
-    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    highest, lowest = bounds.tolist()
-    if highest != -lowest:
-        rule = "backward through the same modules in the same order"
-        checks.fail(OP, "every rank", rule, "different ones on some", RuntimeError, "go")
-
-
 class FullyShardState:
     """The state that `dct_fully_shard_hook` returns: residuals and process groups.
 
@@ -210,7 +195,8 @@ class FullyShardState:
         """Return means over the last 100 steps, and the bytes per step; see `DCTState.stats`.
 
         `wire_bytes` counts the bytes that each rank sends to other replicas in a compressed step.
-        It excludes FSDP's messages inside a shard group, and 16 bytes that all ranks reduce.
+        It excludes FSDP's messages inside a shard group, and the 16 bytes per step (and on the CPU
+        also per module) that all ranks reduce to compare the order of modules.
         """
         self._ledger.finish()
         return self._ledger.stats([bucket.plan for bucket in self._buckets])
@@ -249,9 +235,7 @@ class FullyShardState:
             if owners and state.owner is None:
                 states[name] = SegmentState(state.residual, torch.zeros_like(state.residual))
         sizes = {"world_size": self._group.size() * self._shards, "shards": self._shards}
-        transport = "reduce_scatter" if owners else "all_gather"
-        run_id = self._agreement.run_id
-        return self._run().save(states, run_id, self.step, **sizes, transport=transport)
+        return self._run().save(states, self._agreement.run_id, self.step, **sizes)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume each replica from its own `state_dict`. Call it on every rank before any step.
@@ -301,9 +285,11 @@ class FullyShardState:
             for bucket, pieces in zip(self._buckets, self._pieces, strict=True)
             for piece in pieces
         }
-        return Run("replica", self._replica, self.settings.format, same, parameters)
+        others = changeable(self.settings, self._group.size(), start_step=self.start_step)
+        return Run("replica", self._replica, others, same, parameters)
 
     def _resume(self, entry: Entry, states: States) -> None:
+        self._run().report_changes(entry)
         self._agreement.resume(entry["step"], entry)
         self._ledger.restart(entry["step"])
         self._in_step, self._orders = False, []
@@ -319,6 +305,8 @@ class FullyShardState:
         self._require(index, flat)
         if not self._in_step or index in self._orders[-1]:
             self._begin_step()
+        if not flat.is_cuda:  # gloo aborts the process if messages of two ranks differ in size
+            groups.require_same_order(OP, [self.step, index], self._after_step)
         self._orders[-1].append(index)
         self._pass = after_backward(self._pass, self._end_step)
         if flat.is_cuda:  # FSDP allocated it on a different stream
@@ -365,7 +353,7 @@ class FullyShardState:
         At the end of a step, ranks compare the step before it, for which no rank has to wait.
         """
         while len(self._orders) > later and groups.exists(self._after_step):
-            require_same_order(self._orders.pop(0), self._after_step)
+            groups.require_same_order(OP, self._orders.pop(0), self._after_step)
 
     def _finish_last_step(self) -> None:
         """Read the results of the last step and compare its units on all ranks. Collective."""

@@ -16,11 +16,11 @@ from dct_kernels import checks
 from .. import groups
 from ..collectives import all_reduce_bytes, any_rank, dense_mean
 from ..exchange.bucket import Bucket, SegmentState
-from ..exchange.checkpoint import Flat, Run, States
+from ..exchange.checkpoint import Flat, Run, States, changeable
 from ..exchange.ledger import StepLedger
 from ..exchange.plan import log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
-from ..groups import Agreement, sharing_errors
+from ..groups import Agreement, known_group, sharing_errors
 from ..user_warnings import warn_user
 from .loaded import LoadedWeights
 from .weights import FlatWeights, shard_groups
@@ -85,9 +85,9 @@ class DCTAverager(ModelAverager):
         refresh_every: int = 1,
         step_ahead: bool = False,
     ) -> None:
-        group = groups.require_group(_OP, process_group, "process_group")
-        super().__init__(group)
-        with sharing_errors(_OP, group, *shard_groups(module)):
+        with sharing_errors(_OP, known_group(process_group), *shard_groups(module)):
+            group = groups.require_group(_OP, process_group, "process_group")
+            super().__init__(group)
             density = 1.0 if density is None else density
             checks.require_density(_OP, density)
             if format is None:
@@ -265,18 +265,20 @@ class DCTAverager(ModelAverager):
         """
         self._ledger.require_intact()
         groups.require_group("load_state_dict", self.process_group)
-        entry, states = self._run().find(state)
+        run = self._run()
+        entry, states = run.find(state)
         owned = any(s.owner is not None and s.owner.any() for s in states.values())
         if self._step_ahead and owned and self._plan.transport == "all_gather":
             # Loading would add the owner's residual to this rank's residual but not to its weights.
             rule = "reduce_scatter, as in the saved run, with step_ahead "
             rule += "(or flush, and start a new averager)"
             checks.fail("load_state_dict", "transport", rule, "all_gather")
+        run.report_changes(entry)
+        bases = [base for name in self._plan.names if (base := states[name].base) is not None]
         self._step = entry["step"]
-        self._agreement.resume(self.step, entry)
+        self._agreement.resume(self.step, entry, bases)
         self._ledger.restart(self.step // self.period)
         self._bucket = self._new_bucket(states)
-        bases = [base for name in self._plan.names if (base := states[name].base) is not None]
         self._base = torch.cat(bases).to(self._device)
         self._unaveraged = entry["unaveraged"]
         self._loaded.take()  # the weights that belong to this state
@@ -290,7 +292,8 @@ class DCTAverager(ModelAverager):
         ranks = {"world_size": self.process_group.size(), "local_size": 1}
         same = {**self._run_settings, "density": self._settings.density, **ranks}
         parameters = dict(zip(self._plan.names, map(Flat, self._plan.sizes), strict=True))
-        return Run("rank", self._agreement.rank, self._settings.format, same, parameters)
+        others = changeable(self._settings, self.process_group.size())
+        return Run("rank", self._agreement.rank, others, same, parameters)
 
     def __getstate__(self) -> NoReturn:
         rule = "be copied or pickled (save its state_dict())"
