@@ -347,7 +347,7 @@ class DCTAverager(ModelAverager):
             self._base[low:high] = value.flatten()
             self._bucket.drop_range(low, high)
         if loaded:
-            self._agreement.resume(self.step)
+            self._agreement.resume(self.step, base=[self._base])
 
     def _compare(self, op: str) -> None:
         """Compare the run and step. Warn if all ranks have equal gradients, as with DDP."""
