@@ -20,7 +20,7 @@ class LoadWatcher(ABC):
             part.register_load_state_dict_pre_hook(hooks.before)
             part.register_load_state_dict_post_hook(hooks.after)
 
-    def before_load(self, parameter: Parameter) -> None:
+    def before_load(self, parameter: Parameter) -> None:  # noqa: B027  # not abstract
         """`load_state_dict` may replace this parameter. By default, does nothing."""
 
     @abstractmethod

@@ -25,8 +25,9 @@ class ReplicaSync:
 
     A sync averages the rows that the optimizer of any replica has changed since the last sync.
     After a sync, all replicas are bitwise equal, but compressed changes may be pending. Call
-    `flush()` before evaluation, before saving a checkpoint, and before loading one into a running
-    job. After a flush, this object has no state to save. With a single replica, a sync changes
+    `flush()` before evaluation and before saving a checkpoint. After a flush, this object has no
+    state to save. `load_state_dict` of the bags drops the changes since the last sync, so call it
+    on every rank, with the same rows in all replicas. With a single replica, a sync changes
     nothing. Results are deterministic on the CPU. See docs/guide/embeddings.md.
 
     Args:

@@ -31,9 +31,9 @@ class HookCallback:
         ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), model)
         if getattr(ddp, "find_unused_parameters", False):
             warn_user(
-                "DCT: with find_unused_parameters=True, DDP discards the entries that the hook sent "
-                "for a parameter that no rank used in a step. Set it to False (in the HF Trainer: "
-                "TrainingArguments(ddp_find_unused_parameters=False))."
+                "DCT: with find_unused_parameters=True, DDP discards the entries that the hook "
+                "sent for a parameter that no rank used. Set it to False. For the HF Trainer, set "
+                "ddp_find_unused_parameters in the TrainingArguments."
             )
         self.state = DCTState(ddp, **settings)  # type: ignore[arg-type]  # raises without a DDP
         for _, current in comm_hooks(ddp):  # the framework has trained with this DDP before
@@ -99,7 +99,6 @@ def load_parts(path: str, **parts: Any) -> None:
 
 def warn_not_saved(path: object) -> None:
     warn_user(
-        f"DCT: {path} has no state of this adapter, so the run starts without pending changes. This "
-        "is correct if the run was started without the adapter. Otherwise, copy the files of all "
-        "ranks."
+        f"DCT: {path} has no state of this adapter, so training starts without pending changes. If "
+        "the saved run used the adapter, copy the files of all its ranks."
     )

@@ -43,6 +43,9 @@ class DCTAverager(ModelAverager):
         base += mean of all ranks' sent
         weights = base  # with step_ahead: base + residual
 
+    After `load_state_dict` of `module`, on every rank and with the same weights, training continues
+    from the loaded weights. Their earlier changes are dropped.
+
     Results are deterministic. Weights are then bitwise equal on all ranks. With `step_ahead`, they
     are equal only after `flush`. Source: SparseLoCo (arXiv 2508.15706) without its outer optimizer
     and decay, and with quantization or thresholds instead of top-k.
