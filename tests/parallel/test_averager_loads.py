@@ -38,7 +38,8 @@ def test_loaded_weights_are_the_new_base(rank, ahead, transport):
     model, optimizer, averager = _trained(rank, step_ahead=ahead, transport=transport)
     assert any(residual.any() for residual in owed(averager.state_dict()).values())
     best = _best(model)
-    model.load_state_dict(best)
+    for _ in range(2):
+        model.load_state_dict(best)
     saved = entry(averager.state_dict())["parameters"]
     assert torch.equal(torch.cat([part["base"] for part in saved.values()]), _flat(best))
     assert not any(residual.any() for residual in owed(averager.state_dict()).values())
@@ -61,21 +62,6 @@ def test_loaded_weights_are_the_new_base(rank, ahead, transport):
     torch.testing.assert_close(weights(model), expected, rtol=0, atol=1e-6)
     assert torch.equal(weights(model)[mask], _flat(best)[mask])
     assert_same(weights(model))
-
-
-@on_ranks(2)
-def test_training_continues_from_loaded_weights(rank):
-    """The reference is a new averager, constructed with the loaded weights."""
-    model, _, averager = _trained(rank, PERIOD)
-    other, best = uneven(), _best(model)
-    other.load_state_dict(best)
-    reference = DCTAverager(other, period=PERIOD)
-    model.load_state_dict(best)
-    model.load_state_dict(best)  # again
-    for module, average in ((model, averager), (other, reference)):
-        train(module, adamw(module), average, rank, range(PERIOD + 1))
-    assert averager.step == PERIOD + reference.step
-    assert torch.equal(weights(model), weights(other))
 
 
 @pytest.mark.parametrize("resumes", [False, True])
