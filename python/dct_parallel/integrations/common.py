@@ -28,19 +28,20 @@ class HookCallback:
     def _register(self, model: nn.Module, **settings: Any) -> DCTState:
         """Create a new state, and use it in the hook of the DDP module in `model`."""
         # A framework may wrap the DDP module, for example with torch.compile.
-        ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), model)
+        found = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
+        ddp: Any = next(found, model)
         if getattr(ddp, "find_unused_parameters", False):
             warn_user(
                 "DCT: with find_unused_parameters=True, DDP discards the entries that the hook "
                 "sent for a parameter that no rank used. Set it to False. For the HF Trainer, set "
                 "ddp_find_unused_parameters in the TrainingArguments."
             )
-        self.state = DCTState(ddp, **settings)  # type: ignore[arg-type]  # raises without a DDP
+        self.state = DCTState(ddp, **settings)  # raises an error without a DDP
         for _, current in comm_hooks(ddp):  # the framework has trained with this DDP before
             if isinstance(current, _Current):
                 current.state = self.state
                 return self.state
-        ddp.register_comm_hook(_Current(self.state), _current_hook)  # type: ignore[operator]
+        ddp.register_comm_hook(_Current(self.state), _current_hook)
         return self.state
 
     def _log_once(self, model: nn.Module) -> None:

@@ -107,9 +107,10 @@ class LocalStepsStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         if self.averager is None or "optimizer_states" not in checkpoint:  # only weights
-            return super().save_checkpoint(checkpoint, filepath, storage_options)
-        checkpoint["averager"] = self.averager.state_dict()  # on every rank
-        self.checkpoint_io.save_checkpoint(checkpoint, self._path(filepath), storage_options)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            checkpoint["averager"] = self.averager.state_dict()  # on every rank
+            self.checkpoint_io.save_checkpoint(checkpoint, self._path(filepath), storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> Any:
         own = self._path(checkpoint_path)

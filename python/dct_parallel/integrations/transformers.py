@@ -83,7 +83,9 @@ class LocalStepsCallback(_RankFiles):
         trainer = self._trainer
         self.averager = DCTAverager(trainer.model, **self._settings)
         self._no_sync.close()  # if an earlier training raised an error
-        self._no_sync.enter_context(trainer.model_wrapped.no_sync())
+        # There is no DDP, and no `no_sync`, if the Trainer has evaluated before it trains.
+        no_sync = getattr(trainer.model_wrapped, "no_sync", contextlib.nullcontext)
+        self._no_sync.enter_context(no_sync())
         parts = {"model": trainer.model, "optimizer": trainer.optimizer}
         return {**parts, "averager": self.averager}
 
