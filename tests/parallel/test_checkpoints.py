@@ -139,6 +139,21 @@ def test_first_steps_after_a_load_lose_nothing(rank, transport, executor):
             assert exchanges == (names if step == 2 else ["bucket 0", "bucket 1", "bucket 2"])
 
 
+@on_ranks(2)
+def test_one_bucket_takes_over_the_residuals_of_many_saved_buckets(rank):
+    sizes, settings = (4096,) * 6, {"density": 0.05, "start_step": 0}
+    numbers = [torch.cat(integers(sizes, step, rank)) for step in range(6)]
+    saving, point = Hook(sizes, bucket_cap_mb=2**-7, **settings), Hook(sizes, **settings)
+    for step in range(3):
+        saving.step(numbers[step])
+    point.load(saving.file())
+    for step in range(3, 6):
+        point.step(numbers[step])
+        found = saving.applied + point.applied + point.pending()
+        assert torch.equal(found, rank_sum(sum(numbers[: step + 1])).double() / 2), step
+    assert [len(run.state._buckets.in_order()) for run in (saving, point)] == [6, 1]
+
+
 def _assert_near(now, before):
     torch.testing.assert_close(now, before, rtol=0, atol=1e-6 * before.abs().max().item())
 

@@ -13,7 +13,7 @@ from dct_parallel import DCTState, node_mesh
 from dct_parallel.ddp.node import Node
 from dct_parallel.exchange.plan import Slice, step_bytes
 from dct_parallel.groups import timeout_of
-from support.nodes import SIZES, all_pending, meshed_model, rank_sum, same_step
+from support.nodes import SIZES, all_pending, meshed_model, meshed_state, rank_sum, same_step
 from support.ranks import (
     Dictated,
     assert_same,
@@ -60,6 +60,16 @@ def test_uneven_inputs_and_accumulation(rank):
     assert_same(weights(model))
     assert torch.equal(all_pending(state.state_dict()) - weights(model), rank_sum(total) / 4)
     assert state.step == 6
+
+
+@on_ranks(4)
+def test_large_float16_gradients_do_not_overflow_inside_a_node(rank):
+    """Ranks divide before they add, in a dense and in a compressed step."""
+    model = DDP(Dictated(SIZES).half())
+    meshed_state(model, 2, density=1, format="float32", start_step=1)
+    for _ in range(2):
+        mean = same_step(model, [torch.full((n,), 40_960.0, dtype=torch.float16) for n in SIZES])
+        assert torch.equal(mean, torch.full_like(mean, 40_960.0))
 
 
 @on_ranks(4)

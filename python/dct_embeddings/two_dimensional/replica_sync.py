@@ -9,7 +9,7 @@ from torch import Tensor
 from dct_kernels import checks
 from dct_parallel.exchange.settings import FORMATS, Settings
 from dct_parallel.formats import require_format
-from dct_parallel.groups import sharing_errors
+from dct_parallel.groups import bit_sums, sharing_errors
 
 from ..groups import mesh_groups, require_same_in_mesh
 from ..row_wise_adagrad import RowWiseAdagrad
@@ -27,8 +27,8 @@ class ReplicaSync:
     After a sync, all replicas are bitwise equal, but compressed changes may be pending. Call
     `flush()` before evaluation and before saving a checkpoint. After a flush, this object has no
     state to save. `load_state_dict` of the bags drops the changes since the last sync, so call it
-    on every rank, with the same rows in all replicas. With a single replica, a sync changes
-    nothing. Results are deterministic on the CPU. See docs/guide/embeddings.md.
+    on every rank, with the same rows in all replicas. With a single replica, a sync changes no
+    weights. Results are deterministic on the CPU. See docs/guide/embeddings.md.
 
     Args:
         bags: the bags to average. Create one ReplicaSync for them, before training and after
@@ -47,7 +47,8 @@ class ReplicaSync:
 
     Raises:
         ValueError, TypeError: an argument is out of range.
-        ValueError: ranks of the mesh differ in a setting or optimizer type. Every rank raises.
+        ValueError: ranks of the mesh differ in a setting or optimizer type, or replicas differ in
+            the state of a RowWiseAdagrad. Every rank raises.
         TypeError: momentum or weight decay was set later. The optimizer's step raises this error.
         RuntimeError: an argument is out of range on another rank.
     """
@@ -77,7 +78,10 @@ class ReplicaSync:
                 checks.fail(_OP, "bags", "one ReplicaSync only", "a second", verb="have")
         to_compare = {"every": every, "density": density, "format": settings.format}
         to_compare |= {"transport": transport, "optimizer": type(optimizer).__name__}
-        require_same_in_mesh(_OP, bags.mesh, to_compare)
+        of_shard = {}
+        if isinstance(optimizer, RowWiseAdagrad):
+            of_shard["state of optimizer"] = bit_sums(optimizer.state[bags.weight].values())
+        require_same_in_mesh(_OP, bags.mesh, to_compare, of_shard)
         self._bags, self._optimizer, self._every = bags, optimizer, every
         group, weight = bags.mesh.get_group("replicate"), bags.weight.detach()
         self._average = Average(weight, group)

@@ -55,8 +55,8 @@ class DCTState:
             1 with quantized formats. 1 % is 0.01.
         format: a name or a torch dtype. "bfloat16" (default) and "float32" send the largest
             entries, or all entries at density 1. "int8", "int4" and "ternary" send all entries.
-        transport: "all_gather" or "reduce_scatter"; None chooses by the number of ranks and the
-            format (docs/guide/choosing.md).
+        transport: "all_gather" or "reduce_scatter"; None chooses by the number of ranks, the format
+            and the size of the bucket (docs/guide/choosing.md).
         process_group: the ranks to average over, including this one; default: the group of `ddp`.
         mesh: the ranks of `ddp` as a DeviceMesh with dimensions ("node", "local"). Gradients are
             dense inside a node and compressed between nodes. See `node_mesh`.
@@ -152,7 +152,8 @@ class DCTState:
         """Return a table of the bytes and the capacity of each bucket in a compressed step.
 
         DDP's buckets are unknown until compression has started. Until then the table assumes a
-        single bucket, as its last line states. Afterwards the bytes are exact.
+        single bucket, as its last line states. Afterwards the bytes are exact, for the rank that
+        sends the most.
 
         Raises:
             RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
@@ -173,8 +174,8 @@ class DCTState:
         - `density`: fraction of the entries that this rank sent.
         - `overflow`: fraction of all ranks' payloads that could not hold all entries above the
           threshold.
-        - `wire_bytes`: bytes sent per rank and compressed step; with a mesh, only to other nodes.
-          Payloads have a fixed size, so every step sends the same number of bytes.
+        - `wire_bytes`: bytes per compressed step of the rank that sends the most; with a mesh, only
+          to other nodes. Payloads have a fixed size, so only new buckets of DDP change the bytes.
 
         Raises:
             RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
@@ -210,8 +211,8 @@ class DCTState:
                 optimizer.zero_grad()
                 continue
 
-        The result is exact for finite gradients, except that the residuals of owners (transport
-        "reduce_scatter") are rounded to float32. NaN and Inf are dropped. In quantized formats, the
+        The result is exact for finite gradients, except that "ternary" and the residuals of owners
+        (transport "reduce_scatter") are rounded. NaN and Inf are dropped. In quantized formats, the
         whole group of 64 entries that contains a NaN or Inf is dropped. With a mesh, the entries of
         all ranks of the node at the same position are dropped. If several backward passes were
         exchanged, the call takes back all of them, because DDP accumulates them. A second call, or

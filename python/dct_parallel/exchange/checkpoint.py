@@ -29,7 +29,7 @@ from .bucket import SegmentState
 from .plan import keeps_owners
 from .settings import TRANSPORTS, Settings
 
-VERSION = 6  # the version of all saved states; versions 1 to 5 were never released
+VERSION = 6  # the version of all saved states; earlier versions are rejected
 WHOLE = "whole"  # the "shard" of a rank that holds whole parameters
 _MEAN = "mean"  # replaces the rank's number in the result of merge_states, which any rank loads
 _RESIDUAL, _OWNER, _BASE = "residual", "owner_residual", "base"  # keys of a parameter

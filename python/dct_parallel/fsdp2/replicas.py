@@ -77,8 +77,7 @@ def dct_fully_shard_hook(
         ValueError, TypeError: an argument is out of range, ranks differ, or a module has several
             parameter groups or is wrapped differently (with a mesh of two dimensions, torch itself
             averages over replicas).
-        RuntimeError: another rank raised an error, or did not call this in time. Restart the
-            process.
+        RuntimeError: another rank raised an error, or did not call this in time.
     """
     from .units import units_of  # FSDP2 takes a second to import
 

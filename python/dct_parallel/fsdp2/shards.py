@@ -51,9 +51,9 @@ def compress_fully_shard(
     reduce-scatter of every module. All ranks compute with bitwise equal rounded weights. The
     sharded parameters and the optimizer are not rounded. Vectors (parameters with fewer than two
     dimensions) are never rounded. Gradients are summed in float32 in rank order, without error
-    feedback. torch's collectives remain in use for a module if messages would not be smaller, if
-    its weights have several dtypes, or if some of its parameters have no gradient. Results are
-    deterministic. See docs/guide/fsdp2.md.
+    feedback. torch's collectives remain in use for a module if messages would not be smaller (for
+    gradients, than in float32), if its weights have several dtypes, or if some of its parameters
+    have no gradient. Results are deterministic. See docs/guide/fsdp2.md.
 
     Args:
         model: modules that `fully_shard` was applied to, on a mesh of one or two dimensions. With
