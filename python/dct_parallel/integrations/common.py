@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from .. import DCTState, dct_hook
 from .._torch import comm_hooks
@@ -25,18 +24,15 @@ class HookCallback:
     state: DCTState | None = None
     _logged = False
 
-    def _register(self, model: nn.Module, **settings: Any) -> DCTState:
-        """Create a new state, and use it in the hook of the DDP module in `model`."""
-        # A framework may wrap the DDP module, for example with torch.compile.
-        found = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
-        ddp: Any = next(found, model)
+    def _register(self, ddp: Any, **settings: Any) -> DCTState:
+        """Create a new state, and use it in the hook of a DDP module, which may be compiled."""
         if getattr(ddp, "find_unused_parameters", False):
             warn_user(
                 "DCT: with find_unused_parameters=True, DDP discards the entries that the hook "
                 "sent for a parameter that no rank used. Set it to False. For the HF Trainer, set "
                 "ddp_find_unused_parameters in the TrainingArguments."
             )
-        self.state = DCTState(ddp, **settings)  # raises an error without a DDP
+        self.state = DCTState(ddp, **settings)
         for _, current in comm_hooks(ddp):  # the framework has trained with this DDP before
             if isinstance(current, _Current):
                 current.state = self.state
