@@ -85,6 +85,9 @@ class ReplicaDeltas:
     ranks. Save directly after `dmp.sync()`: TorchRec's checkpoint contains the weights of one
     replica, and replicas differ between syncs.
 
+    After `load_state_dict` of `dmp`, on every rank, the next sync sends only the changes after the
+    load.
+
     After a damaged payload, every method raises a RuntimeError with the rank of the sender. Then
     load a checkpoint into a new model.
     """
