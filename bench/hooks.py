@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.cli import Parser, count, exit_status
+from bench.cli import Parser, announce_backend, count, exit_status
 from bench.tables import table
 from dct_parallel import DCTState, dct_hook
 
@@ -66,6 +66,7 @@ def added(buckets: int, steps: int) -> dict[str, float]:
 
 
 def run(options: argparse.Namespace) -> None:
+    announce_backend("cpu")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -53,6 +54,21 @@ def _check_step(model, rank, ranks, format, plain=None, most=1e-5, factor=1.0, m
         for r in range(ranks)
     ]
     require_close(found, by_rank, format, most, factor)
+
+
+@on_ranks(2)
+def test_exports_are_exact(rank):
+    """The weights that `unshard` gathers are rounded. `get_model_state_dict` gathers exact ones."""
+    model = sharded()
+    exact = full_weights(model)
+    compress_fully_shard(model)
+    for module in fsdp_modules(model):
+        module.unshard()
+    rounded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    exported = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert exported.keys() == exact.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in exact.items())
+    assert not torch.equal(rounded["head.weight"], exact["head.weight"])
 
 
 def _train(model, optimizer, rank, steps=2):

@@ -18,7 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from dct_kernels import checks
 
 from .. import groups
-from .._torch import NO_PASS, after_backward, fsdp_hook, fsdp_in_backward, span
+from .._torch import (
+    NO_PASS,
+    after_backward,
+    backward_pass,
+    fsdp_hook,
+    fsdp_in_backward,
+    span,
+)
 from ..collectives import dense_mean
 from ..exchange.bucket import Bucket, SegmentState, parameter_stats
 from ..exchange.checkpoint import Entry, Run, Sharded, States, changeable
@@ -159,8 +166,9 @@ class FullyShardState:
             unit.module.set_all_reduce_hook(partial(self._reduce, index))
 
     def _bucket(self, pieces: "tuple[Piece, ...]", packed: int, states: States) -> Bucket:
-        names, sizes = [piece.name for piece in pieces], [piece.padded for piece in pieces]
-        plan = plan_bucket(names, sizes, self.settings, self._group.size())
+        names, sizes = [piece.name for piece in pieces], [piece.local.numel() for piece in pieces]
+        numel = sum(piece.padded for piece in pieces)  # so that all shards have one transport
+        plan = plan_bucket(names, sizes, self.settings, self._group.size(), numel)
         log_plan(OP, plan, self._device)
         return Bucket(plan, self._group, self._device, packed, states)
 
@@ -185,7 +193,7 @@ class FullyShardState:
     def plan(self) -> str:
         """Return a table of the bytes per rank and module in a compressed step.
 
-        A bucket is a module that fully_shard was applied to. Sizes are per shard.
+        A bucket is a module that fully_shard was applied to. Sizes are for this rank's shards.
         """
         self._ledger.read()
         return plan_table([bucket.plan for bucket in self._buckets], self._device)
@@ -193,7 +201,7 @@ class FullyShardState:
     def stats(self) -> dict[str, float | int | None]:
         """Return means over the last 100 steps, and the bytes per step; see `DCTState.stats`.
 
-        `wire_bytes` counts the bytes that each rank sends to other replicas in a compressed step.
+        `wire_bytes` counts the bytes that this rank sends to other replicas in a compressed step.
         It excludes FSDP's messages inside a shard group, and the 16 bytes per step (and on the CPU
         also per module) that all ranks reduce to compare the order of modules.
         """
@@ -311,16 +319,22 @@ class FullyShardState:
         if flat.is_cuda:  # FSDP allocated it on a different stream
             flat.record_stream(torch.cuda.current_stream(flat.device))
         step, bucket = self._ledger.current, self._buckets[index]
+        parts = flat.split([piece.padded for piece in self._pieces[index]])
+        parts = [part[:size] for part, size in zip(parts, bucket.plan.sizes, strict=True)]
+        is_padded = bucket.plan.numel < flat.numel()
+        entries = torch.cat(parts) if is_padded else flat
         if step.compressed is None:
             with span("dct::exchange_dense"):
-                flat.copy_(dense_mean(flat, torch.bfloat16, self._group))
+                entries.copy_(dense_mean(entries, torch.bfloat16, self._group))
         else:
             self._ledger.record(f"bucket {index}", bucket)
-            bucket.reduce(flat, step.scale, step.inv_scale)
+            bucket.reduce(entries, step.scale, step.inv_scale)
+        if is_padded:
+            torch._foreach_copy_(parts, list(entries.split(bucket.plan.sizes)))
 
     def _require(self, index: int, flat: Tensor) -> None:
         """Raise if `flat` is not the gradient of all pieces, or if all-reduce is turned off."""
-        unit, numel = self._units[index], self._buckets[index].plan.numel
+        unit, numel = self._units[index], sum(piece.padded for piece in self._pieces[index])
         if not unit.group.all_reduce_grads:
             rule = "accumulated with set_requires_gradient_sync(False)"
             checks.fail(OP, "gradients", rule, "set_requires_all_reduce(False)")
@@ -355,8 +369,11 @@ class FullyShardState:
             groups.require_same_order(OP, self._orders.pop(0), self._after_step)
 
     def _finish_last_step(self) -> None:
-        """Read the results of the last step and compare its units on all ranks. Collective."""
+        """Read the results of the last step and compare its units on all ranks. Collective.
+
+        Inside a backward pass, the step continues, and its units are compared later.
+        """
         self._ledger.read()
-        self._in_step = False
-        self._compare_orders(0)
+        self._in_step &= backward_pass() != NO_PASS
+        self._compare_orders(int(self._in_step))
         self._ledger.finish()

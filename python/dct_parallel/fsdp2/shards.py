@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dct_kernels import checks
+from dct_kernels import backend_of, checks
 
 from .. import groups
 from .._torch import (
@@ -181,7 +181,10 @@ class CompressedShardsState:
             rows.append([name, *(f"{number:,}" for number in numbers)])
         dense = (all_gather_bytes(2 * numel, ranks) for numel in (total[1], total[-1]))
         rows.append(["torch in bfloat16", "", "", *(f"{nbytes:,}" for nbytes in dense)])
-        lines = [f"FSDP2: weights {self._weights}, gradients {self._gradients}, ranks: {ranks}"]
+        lines = [
+            f"FSDP2: weights {self._weights}, gradients {self._gradients}, ranks: {ranks}, "
+            f"backend: {backend_of(self._units[0].device)}"
+        ]
         lines += aligned(rows)
         for unit in self._units:
             if self._weights is not None and len({*fsdp_gathered_dtypes(unit.group)}) > 1:
@@ -241,7 +244,8 @@ class CompressedShardsState:
 
     def _read(self) -> None:
         """Read the status of all messages so far. Waits for their exchanges."""
-        self._end_step()
+        if backward_pass() == NO_PASS:
+            self._end_step()
         self._ledger.require_intact()
         self._record()
         self._ledger.read()

@@ -18,6 +18,7 @@ from ..collectives import all_reduce_bytes, any_rank, dense_mean
 from ..exchange.bucket import Bucket, SegmentState
 from ..exchange.checkpoint import Flat, Run, States, changeable
 from ..exchange.ledger import StepLedger
+from ..exchange.optimizers import AveragerChecks
 from ..exchange.plan import log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
 from ..groups import Agreement, known_group, sharing_errors
@@ -114,6 +115,7 @@ class DCTAverager(ModelAverager):
         self._resumed = False  # whether there was no step since `load_state_dict`
         self._unaveraged = 0  # steps since the last averaging
         self._bucket = self._new_bucket({})
+        self._optimizers = AveragerChecks(weights.names, period, step_ahead)
 
     @property
     def step(self) -> int:
@@ -153,6 +155,7 @@ class DCTAverager(ModelAverager):
                 checkpoint into a new averager. Other ranks raise as if this rank were gone.
         """
         self._ledger.require_intact()
+        self._optimizers.called()
         if self._resumed:
             self._loaded.take()  # the same, if they were loaded after the averager
             self._resumed = False
@@ -183,6 +186,7 @@ class DCTAverager(ModelAverager):
                 raises, and nothing has changed. Or this rank received a damaged payload.
         """
         self._ledger.require_intact()
+        self._optimizers.called()
         self._weights.require_same("flush")
         self._rebase()
         self._compare("flush")
