@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dct_parallel import DCTAverager
-from support.averaged import adamw, train, uneven
+from support.averaged import train, uneven
 from support.ranks import assert_same, entry, gathered, on_ranks, owed, weights
 
 PERIOD = 4
@@ -16,7 +16,8 @@ PERIOD = 4
 def _trained(rank, steps=PERIOD + 2, **options):
     """A model with residuals and two local steps, its optimizer and its averager."""
     model = uneven(rank)
-    averager, optimizer = DCTAverager(model, period=PERIOD, **options), adamw(model)
+    averager = DCTAverager(model, period=PERIOD, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer, averager, rank, range(steps))
     return model, optimizer, averager
 
