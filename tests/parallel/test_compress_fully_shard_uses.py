@@ -5,6 +5,7 @@ The reference is an unsharded model that uses the gathered weights.
 
 import copy
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+from bench.hooks import faked_collectives
 from dct_parallel import compress_fully_shard
+from dct_parallel.fsdp2 import collectives
 from support.compressed_shards import (
     Net,
     computed_weights,
@@ -418,3 +421,17 @@ def test_one_rank_matches_torch(rank):
             results.append(torch.cat([w.flatten() for w in full_weights(model).values()]))
         assert torch.equal(*results)
         assert not state.stats()["wire_bytes"]
+
+
+def test_status_of_prefetched_weights_stays_in_one_tensor(one_rank):
+    """Explicit prefetch gathers on another stream. A freed tensor would belong to one stream."""
+    part, whole = torch.zeros(520), torch.zeros(1040)
+    with faked_collectives(fully_shard(nn.Linear(64, 8)), 2) as (gather, _):
+        (status,) = gather.words
+        damage = patch.object(collectives, "all_gather", lambda messages, *_: messages.zero_())
+        with damage, torch.inference_mode():
+            gather(whole, part, None)
+        with patch.object(collectives, "all_gather", lambda messages, own, _: messages.copy_(own)):
+            gather(whole, part, None)
+    assert gather.words[0] is status
+    assert status.tolist() == [1, 1]
