@@ -341,7 +341,7 @@ class Agreement:
 
         Args:
             entry: everything in it must be the same on every rank, except "parameters".
-            base: float32 tensors of the checkpoint that must be bitwise equal on every rank.
+            base: float32 tensors that were loaded and must be bitwise equal on every rank.
         """
         if entry is not None:
             self.run_id = entry["run_id"]
@@ -349,6 +349,8 @@ class Agreement:
             keys = sorted(entry.keys() - {"parameters", "run_id", "step"})
             contents = {key: entry[key] for key in keys} | {"weights": bit_sums(base)}
             self._contents = {f"{key} of the checkpoint": _short(contents[key]) for key in contents}
+        elif base:
+            self._contents["loaded weights"] = _short(bit_sums(base))
         self._start, self._compared = step, False
 
     def check(self, op: str, digest: Callable[[], int] = int) -> list[int]:
@@ -373,6 +375,7 @@ class Agreement:
         if self._shards is not None:
             values.pop("shard of the checkpoint", None)
             values.pop("weights of the checkpoint", None)
+            values.pop("loaded weights", None)
             new_id = self._compare(op, values, self._shards, new_id)[0]
         if self._contents:
             self.run_id = new_id

@@ -108,6 +108,10 @@ def test_shards_are_averaged_like_whole_weights(rank, shapes):
         assert_same(_full(model))
         assert averager.stats() == other.stats()
         averager.plan()
+        _train_step(model, optimizer, 6)
+        model.load_state_dict({n: torch.full_like(p, 0.5) for n, p in model.named_parameters()})
+        averager.flush()
+        assert (_flat(model) == 0.5).all()
 
 
 @on_ranks(4)
