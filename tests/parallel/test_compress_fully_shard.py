@@ -151,16 +151,14 @@ def _payload(parts, format):
 
 
 def _summed(by_rank, format, dtype, scale=1.0):
-    """Return `scale` times the sum of the ranks' parts, added in rank order."""
+    """Return `scale` times the sum of the ranks' parts; matrices are added in rank order."""
     total = torch.empty(sum(map(len, by_rank[0])), dtype=dtype)
     payloads = torch.stack([_payload(parts, format) for parts in by_rank])
     reference.dequantize_sum(payloads, total, format, scale)
     sums = list(total.split([len(part) for part in by_rank[0]]))
     for index, shape in enumerate(SHAPES):
         if len(shape) == 1:
-            exact = torch.zeros(len(sums[index]))
-            for parts in by_rank:
-                exact += parts[index].float()
+            exact = torch.stack([parts[index].float() for parts in by_rank]).sum(0)
             sums[index] = (exact * scale).to(dtype)
     return sums
 

@@ -112,9 +112,10 @@ def test_invalid_meshes_and_states_raise(rank):
     mesh = node_mesh(2, "cpu")
     assert mesh.mesh.tolist() == [[0, 1]] and mesh.mesh_dim_names == ("node", "local")
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    names = r"\('node', 'local'\)"
     for error, text, arguments in (
         (ValueError, "process_group must be None with a mesh", {"process_group": dist.group.WORLD}),
-        (ValueError, r"mesh must have dimensions \('node', 'local'\), got", {"mesh": other}),
+        (ValueError, rf"have dimensions {names} \(mesh_dim_names={names}\), got", {"mesh": other}),
     ):
         with pytest.raises(error, match=text):
             DCTState(model, **{"mesh": mesh} | arguments)

@@ -7,7 +7,7 @@ Every bucket is packed, exchanged and unpacked during the backward pass, in the 
 rank. The host reads the results of a step (damage, overflow) at the end of the next backward pass.
 """
 
-import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from ..exchange.optimizers import OptimizerChecks, Optimizers, loss_scale_of
 from ..exchange.plan import describe, keeps_owners, plan_table
 from ..exchange.settings import Settings
 from ..groups import Agreement, known_group, sharing_errors
+from ..user_warnings import warn_user
 from .buckets import Buckets, device_of, named_parameters
 from .executors import executor_for
 from .node import Topology
@@ -50,7 +51,8 @@ class DCTState:
     Thresholding, data-parallel (arXiv 2010.08899).
 
     Args:
-        ddp: the DDP module, with dense gradients on one CPU or CUDA device.
+        ddp: the DDP module or the result of torch.compile for it, with dense gradients on one CPU
+            or CUDA device.
         density: fraction of the entries of each bucket sent per step, in (0, 1]; default 0.005, or
             1 with quantized formats. 1 % is 0.01.
         format: a name or a torch dtype. "bfloat16" (default) and "float32" send the largest
@@ -95,6 +97,7 @@ class DCTState:
         refresh_every: int = 1,
     ) -> None:
         op = "DCTState"
+        ddp = getattr(ddp, "_orig_mod", ddp)  # inside the result of torch.compile
         group = getattr(ddp, "process_group", None) if process_group is None else process_group
         with sharing_errors(op, known_group(group)):
             self.settings = Settings.checked(op, density, format, transport, refresh_every)
@@ -117,7 +120,9 @@ class DCTState:
         self._buckets = Buckets(self._names, self.settings, self._topology)
         sends_once = not keeps_owners(self.settings, self._topology.between.size())
         self._executor = executor_for(device, sends_once and node.size == 1)
-        self._optimizers = OptimizerChecks(op, self._names, self.settings.density, loss_scale)
+        unused = weakref.WeakMethod(self._warn_if_unused)
+        density = self.settings.density
+        self._optimizers = OptimizerChecks(op, self._names, density, loss_scale, unused)
         self._ledger = StepLedger(
             op, start_step, loss_scale, self._optimizers, self._executor.run_after
         )
@@ -342,10 +347,9 @@ class DCTState:
             return
         if any(parameter.grad is not None for parameter in self._names):
             self._warned = True
-            warnings.warn(
+            warn_user(
                 "DCT: there are gradients, but no hook is registered with the DDP for this state, "
-                "so it did not compress them: call ddp.register_comm_hook(state, dct_hook).",
-                stacklevel=4,
+                "so it did not compress them: call ddp.register_comm_hook(state, dct_hook)."
             )
 
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dct_kernels import checks
 
@@ -188,8 +187,7 @@ class Sharded(NamedTuple):
         for key, value in ((_RESIDUAL, state.residual), (_OWNER, state.owner)):
             if value is not None:
                 saved[key] = torch.zeros_like(parameter, dtype=torch.float32)
-                local = saved[key].to_local()
-                local.copy_(value[: local.numel()].view(local.shape))
+                saved[key].to_local().copy_(value.view(self.piece.local))
         return saved
 
     def state(self, op: str, saved: object, entry: Entry, suffix: str = "") -> SegmentState:
@@ -206,7 +204,7 @@ class Sharded(NamedTuple):
         if entry["shards"] == mesh.size() and (shards != rank).any():
             checks.fail(op, "state", f"that of shard {rank}", f"that of shard {shards[0]:g}")
         parts = [found[k].to_local().cpu().flatten() for k in (_RESIDUAL, _OWNER) if k in found]
-        return SegmentState(*(pad(part, (0, self.piece.padded - len(part))) for part in parts))
+        return SegmentState(*parts)
 
 
 _Parameters = Mapping[str, Flat | Sharded]
@@ -452,7 +450,7 @@ def _loads(
             dtype = stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
             # DCP converts any stored dtype to the dtype of the tensor that it reads into.
             if isinstance(part, Sharded) and dtype in (None, torch.float32):
-                zeros = torch.zeros(part.piece.padded, dtype=torch.float32, device="cpu")
+                zeros = torch.zeros(part.piece.local, dtype=torch.float32, device="cpu")
                 values[flat] = part.saved(SegmentState(zeros, zeros)).get(path[-1])
             elif isinstance(stored, TensorStorageMetadata):
                 values[flat] = torch.empty(stored.size, dtype=dtype, device="cpu")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dct_kernels import checks
+from dct_kernels import backend_of, checks
 
 from .. import groups
 from .._torch import (
@@ -50,10 +50,10 @@ def compress_fully_shard(
     Call it on every rank after wrapping all modules. It replaces the all-gather and the
     reduce-scatter of every module. All ranks compute with bitwise equal rounded weights. The
     sharded parameters and the optimizer are not rounded. Vectors (parameters with fewer than two
-    dimensions) are never rounded. Gradients are summed in float32 in rank order, without error
-    feedback. torch's collectives remain in use for a module if messages would not be smaller (for
-    gradients, than in float32), if its weights have several dtypes, or if some of its parameters
-    have no gradient. Results are deterministic. See docs/guide/fsdp2.md.
+    dimensions) are never rounded. Gradients are summed in float32, without error feedback. The sum
+    of matrices is in rank order. torch's collectives remain in use for a module if messages would
+    not be smaller (for gradients, than in float32), if its weights have several dtypes, or if some
+    of its parameters have no gradient. Results are deterministic. See docs/guide/fsdp2.md.
 
     Args:
         model: modules that `fully_shard` was applied to, on a mesh of one or two dimensions. With
@@ -181,7 +181,10 @@ class CompressedShardsState:
             rows.append([name, *(f"{number:,}" for number in numbers)])
         dense = (all_gather_bytes(2 * numel, ranks) for numel in (total[1], total[-1]))
         rows.append(["torch in bfloat16", "", "", *(f"{nbytes:,}" for nbytes in dense)])
-        lines = [f"FSDP2: weights {self._weights}, gradients {self._gradients}, ranks: {ranks}"]
+        lines = [
+            f"FSDP2: weights {self._weights}, gradients {self._gradients}, ranks: {ranks}, "
+            f"backend: {backend_of(self._units[0].device)}"
+        ]
         lines += aligned(rows)
         for unit in self._units:
             if self._weights is not None and len({*fsdp_gathered_dtypes(unit.group)}) > 1:
@@ -236,12 +239,12 @@ class CompressedShardsState:
         """Record the status of all messages so far in the ledger."""
         for unit, collectives in zip(self._units, self._collectives, strict=True):
             for what, each in zip(("weights", "gradients"), collectives, strict=True):
-                if each.words:
-                    self._ledger.record(f"the {what} of {unit.name}", each)
+                self._ledger.record(f"the {what} of {unit.name}", each)
 
     def _read(self) -> None:
         """Read the status of all messages so far. Waits for their exchanges."""
-        self._end_step()
+        if backward_pass() == NO_PASS:
+            self._end_step()
         self._ledger.require_intact()
         self._record()
         self._ledger.read()

@@ -74,6 +74,9 @@ class Unit:
             checks.fail(op, "model", rule, "a part of them", verb="have")
         self._names = [names[parameter] for parameter in parameters]
         self._numels = fsdp_shard_numels(group)
+        self._layout = tuple(
+            (n, p.dim() < 2) for n, p in zip(self._numels, parameters, strict=True)
+        )
 
     def parameters(self) -> dict[nn.Parameter, str]:
         """The sharded parameters and their names, in the order of the flat tensors.
@@ -87,8 +90,10 @@ class Unit:
 
         Returns (number of elements of the padded shard, whether it is of a vector) per parameter.
         """
-        parts = zip(self.parameters(), self._numels, strict=True)
-        return tuple((n, p.dim() < 2) for p, n in parts if p.requires_grad or not trained)
+        if not trained:
+            return self._layout
+        parts = zip(self._layout, fsdp_parameters(self.group), strict=True)
+        return tuple(part for part, parameter in parts if parameter.requires_grad)
 
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks that hold the shards of the module."""

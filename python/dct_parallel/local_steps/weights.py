@@ -78,7 +78,8 @@ def require_replicas(op: str, group: dist.ProcessGroup, mesh: DeviceMesh) -> Non
     shared = sorted(others & set(dist.get_process_group_ranks(group)))
     if shared:
         rule = 'the ranks with the same shard, such as mesh["replicate"].get_group()'
-        got = f"a group with {', '.join(map(str, shared))}, of other shards of the same replica"
+        ranks = " and rank ".join(map(str, shared))
+        got = f"a group that contains other shards of this replica, on rank {ranks}"
         checks.fail(op, "process_group", rule, got)
 
 
