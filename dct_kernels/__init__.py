@@ -37,6 +37,8 @@ from .layout import (
     payload_layout,
     quantized_payload_bytes,
 )
+from .patch_layout import PatchInfo, patch_bytes, patch_info
+from .patch_ops import checksum, diff_pack, patch_apply, patch_check
 from .payload_ops import (
     dequantize_sum,
     mask_pack,
@@ -58,6 +60,8 @@ _load.setup()  # after the imports above have defined every op
 __version__ = "0.3.0"
 
 __all__ = ["PayloadInfo", "PayloadLayout", "backend_of", "payload_info", "payload_layout"]
+__all__ += ["PatchInfo", "checksum", "diff_pack", "patch_apply", "patch_bytes", "patch_check"]
+__all__ += ["patch_info"]
 __all__ += ["dequantize_sum", "mask_pack", "quantize_pack"]
 __all__ += ["quantized_payload_bytes", "sample_threshold", "scatter_unpack"]
 __all__ += ["row_dequantize", "row_dequantize_sum", "row_gather", "row_pack", "row_quantize"]
