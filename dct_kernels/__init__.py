@@ -16,6 +16,8 @@ Common to all ops
 - Meta and fake tensors are supported.
 - Empty tensors and tensors of more than 2**31 elements work. Subnormals are kept. The results for
   NaN and Inf are defined.
+- Weight patches hold the entries of 16-bit weights whose bits changed. `patch_bytes` returns the
+  size of a patch, and `patch_info` reads its header.
 - A tensor may be split into R equal ranges of whole blocks of 16,384 elements. The last ranges may
   be short or empty. Each range has one threshold and one payload. `dct_kernels.layout.range_bounds`
   computes the offsets.

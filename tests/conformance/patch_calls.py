@@ -10,6 +10,7 @@ from oracle import patch as oracle
 from conformance import bits
 from conformance.calls import PREFILL
 from conformance.memory import Arena
+from dct_kernels import patch_bytes, patch_info
 
 
 class Packed(NamedTuple):
@@ -37,6 +38,10 @@ def diff_pack(backend, weights, snapshot, capacity=None, checksums=True, offset=
     sent, blocks = oracle.diff_pack(new, old, dtype, capacity)
     expected = sent + bytes([PREFILL]) * (size - len(sent))
     bits.assert_equal(patch.cpu().numpy(), np.frombuffer(expected, np.uint8), "patch")
+    need = sum(len(entries + values) for entries, values in blocks)
+    info = (snapshot.dtype, numel, need, need > capacity, oracle.words_offset(numel) + 2 * need)
+    assert patch_info(patch) == patch_info(patch[:64]) == info
+    assert patch_bytes(numel, capacity) == size
     if checksums:
         assert sums.tolist() == [oracle.checksum(old), oracle.checksum(new)]
     return Packed(sent, blocks)
