@@ -50,25 +50,22 @@ def diff_pack(backend, weights, snapshot, capacity=None, checksums=True, offset=
 def patch_apply(backend, raw, weights, offset=0):
     """Run patch_check and patch_apply on bytes, compare with the oracle, return (status, weights).
 
-    The patch lies between guards, so any access past its end is detected under ASan.
+    The patch has memory of its exact size, so ASan detects any access past its end.
     """
     dtype = bits.name(weights.dtype)
     arena = Arena(backend.device, offset)
-    patch = arena.read(torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else u8(0), 0)
+    patch = torch.tensor(list(raw), dtype=torch.uint8).to(backend.device)
     new = arena.written(weights)
     found = backend.patch_check(patch, weights.numel(), weights.dtype)
     bits.assert_floats(new, bits.raw(weights), "weights before patch_apply")
     status = backend.patch_apply(patch, new)
     arena.check()
+    assert patch.tolist() == list(raw)
     expected, values = oracle.patch_apply(bytes(raw), bits.raw(weights), dtype)
     assert found.dtype == status.dtype == torch.int32
     assert found.tolist() == status.tolist() == [expected]
     bits.assert_floats(new, values, "weights")
     return expected, new.cpu()
-
-
-def u8(*shape):
-    return torch.zeros(*shape, dtype=torch.uint8)
 
 
 STEPS = (*range(-9, 10), 0x7FFF, 0x8000, 0x8001, 256, -256)
