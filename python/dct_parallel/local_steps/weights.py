@@ -199,9 +199,9 @@ class FlatWeights(LoadWatcher):
         if parameter not in self._before:
             return
         now, loaded = local(parameter).clone(), self._loaded.pop(parameter, None)
-        restores = loaded is not None and torch.equal(now, self._before[parameter])
         # A load replaces a tied parameter under each of its names.
-        if not restores or torch.equal(now, loaded):
+        is_first = loaded is None or torch.equal(now, loaded)
+        if is_first or not torch.equal(now, self._before[parameter]):
             self._loaded[parameter] = now
 
     def take_loaded(self) -> dict[Parameter, Tensor]:
