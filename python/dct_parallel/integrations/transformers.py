@@ -71,9 +71,9 @@ class LocalStepsCallback(_RankFiles):
     def _begin(self) -> dict[str, Any]:
         trainer = self._trainer
         self.averager = DCTAverager(trainer.model, **self._settings)
-        # As in DDP.no_sync. It has no effect without DDP, which the Trainer does not create if it
-        # has evaluated before.
-        trainer.model_wrapped.require_backward_grad_sync = False
+        # The Trainer may compile the DDP, and creates none if it has evaluated before.
+        self._ddp = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
+        self._ddp.require_backward_grad_sync = False  # as in DDP.no_sync
         parts = {"model": trainer.model, "optimizer": trainer.optimizer}
         return {**parts, "averager": self.averager}
 
@@ -83,5 +83,5 @@ class LocalStepsCallback(_RankFiles):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if self.averager is not None:
-            self._trainer.model_wrapped.require_backward_grad_sync = True
+            self._ddp.require_backward_grad_sync = True
             self.averager.flush()  # trainer.save_model() requires equal weights on all ranks
