@@ -12,13 +12,7 @@ from torch import nn
 from dct_parallel import DCTAverager, merge_states
 from support.entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from support.nodes import TRANSPORTS, rank_sum
-from support.ranks import (
-    assert_same_states,
-    entry,
-    integers,
-    on_ranks,
-    run_ranks,
-)
+from support.ranks import assert_same_states, entry, integers, on_ranks, run_ranks
 
 # An odd number of rows, one row for two shards, a small tensor, and more than one block.
 SIZES = ((301, 7), (1, 900), (31,), (20_000,))
