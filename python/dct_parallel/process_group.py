@@ -194,6 +194,7 @@ def _method(kind: str, name: str) -> Any:
         outputs, inputs = ([x] if isinstance(x, Tensor) else x for x in (args[0], args[count - 1]))
         given = args[count] if len(args) > count else options.get("opts", options.get("op"))
         op = ReduceOp.SUM if given is None else getattr(given, "reduceOp", given)
+        op = getattr(op, "op", op)  # RedOpType, whose values are equal only to each other
         pairs = list(zip(outputs, inputs, strict=False))
         calls = [getattr(group, kind)(output, tensor, op) for output, tensor in pairs]
         if not any(calls) or len(outputs) != len(inputs):
