@@ -221,8 +221,8 @@ class DCTProcessGroup(dist.ProcessGroup):
         self._store, self._settings = options.store, settings
         self._dense, self._backends = group_of_backends(self, options, nccl_options)
         self._inner: dist.ProcessGroup | None = None  # created by the first compressed call
-        self._executors: dict[str, Executor] = {}
-        self._unread: deque[tuple[str, StepResults]] = deque()
+        # For each device type, an executor and the results that the host has not read.
+        self._pending: dict[str, tuple[Executor, deque[tuple[str, StepResults]]]] = {}
         self._coalescing = False
 
     def getBackendName(self) -> str:
@@ -255,7 +255,7 @@ class DCTProcessGroup(dist.ProcessGroup):
         return self._dense._end_coalescing(device)
 
     def shutdown(self) -> None:
-        for executor in self._executors.values():
+        for executor, _ in self._pending.values():
             executor.close()
         if self._inner is not None:
             self._destroy()
@@ -322,9 +322,9 @@ class DCTProcessGroup(dist.ProcessGroup):
             self._destroy = destroyer(self, self._inner)
             text = "dct: the group of ranks %s compresses collectives of at least %s bytes in %s"
             logger.info(text, ranks, settings.min_bytes, settings.format)
-        if device.type not in self._executors:
-            self._executors[device.type] = executor_for(device, sends_once=False)
-        group = self._inner
+        if device.type not in self._pending:
+            self._pending[device.type] = executor_for(device, sends_once=False), deque()
+        (executor, unread), group = self._pending[device.type], self._inner
 
         def run() -> Any:
             for call in calls:
@@ -332,24 +332,25 @@ class DCTProcessGroup(dist.ProcessGroup):
                 if device.type == "cuda":  # the caller may free these before the stream reads them
                     for tensor in (call.part, *call.parts):
                         tensor.record_stream(torch.cuda.current_stream(device))
-                self._unread.append((call.name, StepResults({"": exchange}, run_now)))
+                unread.append((call.name, StepResults({"": exchange}, run_now)))
                 _count(call.name, calls=1, dense_bytes=call.dense_bytes, sent_bytes=sent_bytes)
             if others is not None:
                 others.wait()
-            self._raise_if_damaged()
+            _raise_if_damaged(unread)
             return result
 
-        done: Any = self._executors[device.type].run_after(run)
+        done: Any = executor.run_after(run)
         # DDP reads the future in C++, which recognizes an exception only if a callback raised it.
         return _Work(done.then(Future.value))
 
-    def _raise_if_damaged(self) -> None:
-        """Raise an error if an earlier call received a damaged message. Does not wait for CUDA."""
-        while self._unread and self._unread[0][1].has_arrived():
-            name, results = self._unread.popleft()
-            if damaged := results.read()[""].damaged:
-                rule, got = "every payload must be intact", "; ".join(damaged)
-                raise RuntimeError(f"dct::{name}: {rule}, got {got}")
+
+def _raise_if_damaged(unread: deque[tuple[str, StepResults]]) -> None:
+    """Raise an error if a call received a damaged message. Does not wait for CUDA."""
+    while unread and unread[0][1].has_arrived():
+        name, results = unread.popleft()
+        if damaged := results.read()[""].damaged:
+            rule, got = "every payload must be intact", "; ".join(damaged)
+            raise RuntimeError(f"dct::{name}: {rule}, got {got}")
 
 
 def _nbytes(tensor: Tensor) -> int:
