@@ -15,6 +15,7 @@ from torch.distributed import _functional_collectives as functional
 from dct_parallel import process_group
 from dct_parallel.collectives import all_gather, reduce_scatter
 from support.ranks import assert_same, on_ranks, run_ranks
+from wire_meter import WireMeter
 
 BLOCK = 16_384
 NUMEL = 2 * BLOCK + 1000  # each of three ranks owns one block; the last is short
@@ -192,6 +193,11 @@ def test_stats_count_bytes(rank):
     reduce_scatter(torch.empty(32_768, dtype=torch.bfloat16), torch.ones(65_536).bfloat16(), group)
     figures = {"calls": 1, "dense_bytes": 2 * 32_768, "sent_bytes": message}
     assert process_group.stats()["reduce_scatter"] == figures
+    with WireMeter(group._inner) as meter:
+        dist.all_reduce(torch.ones(32_768), group=group)
+        assert meter.take() == message
+        dist.all_reduce(torch.ones(1), group=group)  # in no group below
+        assert meter.take() == 0
     assert 2 * 32_768 / message > 1.9 and 4 * 32_768 / message > 3.8
 
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import process_group
 from dct_parallel.collectives import all_gather, reduce_scatter
@@ -130,12 +131,15 @@ def test_destroyed_groups_leave_nothing(rank):
 
 
 def _survivor(rank):
-    dist.all_reduce(torch.ones(2**20))
+    model = DistributedDataParallel(torch.nn.Linear(512, 600))  # 1.2 MB
+    model(torch.ones(1, 512)).sum().backward()
+    assert process_group.stats()["all_reduce"]["calls"] == 1
     if rank == 1:
         os._exit(7)
-    dist.all_reduce(torch.ones(2**20))
+    model(torch.ones(1, 512)).sum().backward()
 
 
 def test_surviving_rank_raises_after_another_exits():
+    """DDP raises the error of the exchange in `backward`."""
     with pytest.raises(RuntimeError, match=r"exit codes \[1, 7\](.|\n)*RuntimeError.*peer"):
         run_ranks(_survivor, 2, backend="dct")
