@@ -177,7 +177,7 @@ def scatter_unpack(
     tensor([1], dtype=torch.int32)
     """
     op = "scatter_unpack"
-    _require_sum(op, payloads, out, scale, out_scale)
+    _require_sum(op, payloads, out, scale, out_scale, 1)
     _require_entries(op, "payloads", payloads, 3, out.numel(), capacity, value_dtype)
 
 
@@ -230,7 +230,8 @@ def quantize_pack(
     """
     op, like = "quantize_pack", ("payload", payload)
     checks.require_tensor(op, "payload", payload, UINT8, (1, 2))
-    dims, written = (1, 2), {"payload": payload}
+    dims: tuple[int, ...] = (1, 2)
+    written = {"payload": payload}
     if residual is not None:
         checks.require_tensor(op, "residual", residual, FLOAT32, dims, like)
         dims, written = (residual.dim(),), {"residual": residual, "payload": payload}
@@ -278,21 +279,16 @@ def dequantize_sum(
     tensor([1], dtype=torch.int32)
     """
     op = "dequantize_sum"
-    _require_sum(op, payloads, out, scale, out_scale, (1, 2))
+    _require_sum(op, payloads, out, scale, out_scale, 2)
     _require_rows(op, "payloads", payloads, 3, ("out", out), format)
 
 
 def _require_sum(
-    op: str,
-    payloads: Tensor,
-    out: Tensor,
-    scale: float,
-    out_scale: Tensor | None,
-    dims: tuple[int, ...] = (1,),
+    op: str, payloads: Tensor, out: Tensor, scale: float, out_scale: Tensor | None, dims: int
 ) -> None:
     like = ("out", out)
     checks.require_number(op, "scale", scale)
-    checks.require_tensor(op, "out", out, FLOATS, dims)
+    checks.require_tensor(op, "out", out, FLOATS, tuple(range(1, dims + 1)))
     checks.require_tensor(op, "payloads", payloads, UINT8, (2, 3), like)
     checks.require_scale(op, "out_scale", out_scale, like)
     read = {"payloads": payloads, "out_scale": out_scale}

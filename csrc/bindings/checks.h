@@ -70,9 +70,9 @@ struct Checks {
     if (std::find(allowed.begin(), allowed.end(), dtype) == allowed.end()) {
       std::string rule;
       for (ScalarType each : allowed) {
-        rule += (rule.empty() ? "be " : " or ") + std::string(torch::headeronly::toString(each));
+        rule += (rule.empty() ? "be " : " or ") + name(each);
       }
-      fail(arg, rule, torch::headeronly::toString(dtype));
+      fail(arg, rule, name(dtype));
     }
     return dtype == ScalarType::BFloat16 ? DType::kBFloat16
            : dtype == ScalarType::Half   ? DType::kFloat16
@@ -184,6 +184,20 @@ struct Checks {
   }
 
  private:
+  // The name of a dtype in Python.
+  static std::string name(ScalarType dtype) {
+    constexpr std::pair<ScalarType, const char*> kNamed[] = {
+        {ScalarType::Float, "float32"},     {ScalarType::Double, "float64"},
+        {ScalarType::BFloat16, "bfloat16"}, {ScalarType::Half, "float16"},
+        {ScalarType::Byte, "uint8"},        {ScalarType::Char, "int8"},
+        {ScalarType::Short, "int16"},       {ScalarType::Int, "int32"},
+        {ScalarType::Long, "int64"},        {ScalarType::Bool, "bool"}};
+    for (const auto& [value, name] : kNamed) {
+      if (dtype == value) return name;
+    }
+    return torch::headeronly::toString(dtype);
+  }
+
   static std::string name(torch::stable::Device device) {
     return device.is_cuda() ? "cuda:" + std::to_string(device.index()) : "cpu";
   }

@@ -25,9 +25,7 @@ def quantize_pack(
     if residual is not None:
         acc = residual + acc
     rows = payload.view(-1, payload.shape[-1])
-    old: Sequence[Tensor | None] = [None] * len(rows)
-    if residual is not None:
-        old = _ranges(residual, len(rows))
+    old = [None] * len(rows) if residual is None else _ranges(residual, len(rows))
     for each in zip(_ranges(acc, len(rows)), old, rows, strict=True):
         _pack(*each, format)
 

@@ -229,6 +229,12 @@ def fsdp_has_extension(group: Any) -> bool:
     return any(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
 
 
+def fsdp_mesh_groups(group: Any) -> list[dist.ProcessGroup]:
+    """The process groups along the mesh of a group: over shards, and over replicas."""
+    names = "shard_process_group", "replicate_process_group"
+    return [found for name in names if (found := getattr(group.mesh_info, name, None)) is not None]
+
+
 def fsdp_shard_group(group: Any) -> dist.ProcessGroup | None:
     """The process group that shards a group's parameters, or None if they are replicated."""
     return getattr(group.mesh_info, "shard_process_group", None)

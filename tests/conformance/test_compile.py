@@ -1,7 +1,5 @@
 """torch.compile(fullgraph=True): equal results and mutations, one compilation for all sizes."""
 
-import math
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -61,7 +59,7 @@ def exchange(residual, grad, payload, out, format):
 
 
 def exchange_arguments(*shape, format="ternary"):
-    nbytes, numel = quantized_payload_bytes(shape[-1], format), math.prod(shape)
+    nbytes, numel = quantized_payload_bytes(shape[-1], format), torch.Size(shape).numel()
     payload = torch.zeros(*shape[:-1], nbytes, dtype=torch.uint8)
     residual, grad = samples.normal(numel), samples.normal(numel, torch.bfloat16, seed=1)
     return residual.view(shape), grad.view(shape), payload, torch.empty(shape), format

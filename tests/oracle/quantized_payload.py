@@ -15,16 +15,13 @@ VERSION, HEADER_BYTES, ROW, GROUP = 4, 64, 1024, 64
 
 @dataclass(frozen=True)
 class Geometry:
-    """The parameters that sender and receiver share; `room` bytes follow the longest range.
-
-    `matrix`: whether the tensor is a matrix, whose rows are the ranges.
-    """
+    """The parameters that sender and receiver share; `room` bytes follow the longest range."""
 
     numel: int
     format: str
     ranges: int = 1
     room: int = 0
-    matrix: bool = False
+    matrix: bool = False  # whether the tensor is a matrix, whose rows are the ranges
 
     def bounds(self, r):
         if self.matrix:
@@ -97,10 +94,7 @@ def decode(body, numel, format):
 
 
 def dequantize_sum(payloads, geometry, out_dtype, scale=1.0, out_scale=None):
-    """Return the raw bits of `out` and the status of every rank (of each range, for a matrix).
-
-    `payloads[p][r]` are bytes.
-    """
+    """Return the raw bits of `out` and the status of ranks; `payloads[p][r]` are bytes."""
     total = np.zeros(geometry.numel, np.float32)
     status = np.zeros((len(payloads), geometry.ranges), np.int32)
     with np.errstate(all="ignore"):

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
@@ -13,14 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dct_parallel import compress_fully_shard
 from dct_parallel.exchange import results
 from dct_parallel.fsdp2 import collectives
-from support.compressed_shards import (
-    Net,
-    computed_weights,
-    faked_collectives,
-    full_weights,
-    loss_of,
-    sharded,
-)
+from support.compressed_shards import Net, computed_weights, full_weights, loss_of, sharded
 from support.ranks import assert_same, mlp, on_ranks, shard_mesh
 
 # Formats of weights and gradients. Weights have no int4.
@@ -151,20 +145,6 @@ def test_corrupted_gradient_message_adds_nothing(rank):
         _require_raised(state, model, rank, "gradients", module)
 
 
-def test_status_stays_in_one_tensor(one_rank, monkeypatch):
-    """FSDP2 may run exchanges on several streams, and a freed tensor belongs to one of them."""
-    gather, _ = faked_collectives(fully_shard(nn.Linear(64, 8)), 2, monkeypatch)
-    (status,) = gather.words
-    part, whole = torch.zeros(520), torch.zeros(1040)
-    monkeypatch.setattr(collectives, "all_gather", lambda messages, *_: messages[1].zero_())
-    with torch.inference_mode():
-        gather(whole, part, None)
-    monkeypatch.setattr(collectives, "all_gather", lambda messages, part, _: messages.copy_(part))
-    gather(whole, part, None)
-    assert gather.words[0] is status
-    assert status.tolist()[1] == 1
-
-
 class _NoReads(TorchDispatchMode):
     """Raises for ops that would synchronize the host with a device."""
 
@@ -215,6 +195,40 @@ def test_collectives_do_not_synchronize_the_host(rank):
     assert set(calls) == {"WeightGather", "GradientReduceScatter"} and len(calls) == 3 * 3 * 9
     with _NoReads(), pytest.raises(AssertionError):
         torch.ones(1).item()
+
+
+@on_ranks(4)
+def test_ranks_compare_over_the_mesh_of_the_model(rank):
+    """Models on two halves of the ranks have different formats. Replicas have the same formats."""
+    mesh = shard_mesh()
+    halves = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    model = sharded(mesh=halves[rank // 2])
+    if rank < 2:  # the other half makes no call
+        compress_fully_shard(model).close()
+    dist.barrier()
+    state = compress_fully_shard(model, gradients=("int8", "int4")[rank // 2])
+    _step(model, 0, rank)
+    assert state.stats()["step"] == 1
+    model = sharded(mesh=mesh)
+    text = "gradients must be the same on every rank, got int8 on rank"
+    with pytest.raises(ValueError, match=text):
+        compress_fully_shard(model, gradients=("int8", "int4")[rank // 2])
+    with pytest.raises(ValueError if rank > 1 else RuntimeError, match=text):
+        compress_fully_shard(model, gradients="int4" if rank == 3 else "int8")
+    state = compress_fully_shard(model)
+    _step(model, 0, rank)
+    assert state.stats()["step"] == 1
+
+
+@on_ranks(2)
+def test_shards_that_run_different_modules_raise(rank):
+    """The messages of the two modules differ in size."""
+    model = sharded()
+    compress_fully_shard(model)
+    _step(model, 0, rank)
+    text = "compress_fully_shard: every rank must run the same modules in the same order, got"
+    with pytest.raises(RuntimeError, match=text):
+        model.blocks[rank](torch.ones(8, (50, 71)[rank]))
 
 
 @on_ranks(2)

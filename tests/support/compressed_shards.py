@@ -5,8 +5,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from dct_parallel.fsdp2 import collectives
-from dct_parallel.fsdp2.units import units_of
 from support.ranks import batch
 
 # Bounds of the rounding error, relative to the largest of 64 entries. In int8 and int4, the bound
@@ -42,19 +40,6 @@ def sharded(model=None, **options):
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
-
-
-def faked_collectives(module, ranks, monkeypatch):
-    """Return an int8 gather and an int8 reduce-scatter of a module on one rank.
-
-    They pack and unpack messages as on one of `ranks` ranks, but send nothing.
-    """
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: range(ranks))
-    monkeypatch.setattr(collectives, "all_gather", lambda *_: None)
-    monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: None)
-    (unit,) = units_of("test", module)
-    kinds = collectives.WeightGather, collectives.GradientReduceScatter
-    return [kind(unit, None, "int8", lambda nbytes: None) for kind in kinds]
 
 
 def fsdp_modules(model):

@@ -218,10 +218,10 @@ class _Weights:
 
     def resume(self, numbers: Mapping[str, Any], state: SegmentState) -> None:
         """Resume from the current weights and the results of `checked`."""
-        entry = {**numbers, "world_size": self._group.size()}
-        self._agreement.resume(numbers["step"], entry)
         self.ledger.restart(numbers["step"])
         self._reset({_NAME: state})
+        entry = {**numbers, "world_size": self._group.size()}
+        self._agreement.resume(numbers["step"], entry, [self._base])
 
     def _flat(self) -> Tensor:
         return torch.cat([tensor.flatten() for tensor in self._tensors])

@@ -22,8 +22,6 @@ _ALIGNMENT = 16  # the alignment of payloads in bytes
 class MessageLayout:
     """The layout of a message for a rank's part of a flat tensor: a payload, then the vectors.
 
-    The number of kernels of each method does not depend on the number of messages or vectors.
-
     Args:
         parameters: for each parameter, the number of elements and whether it is a vector.
         format: the format of the payload, as for `dct_kernels.quantize_pack`.
@@ -50,28 +48,25 @@ class MessageLayout:
         return self._payload_bytes + -(-vector_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def pack(self, parts: Tensor) -> Tensor:
-        """Return a message for each of `parts` [R, numel]. Sets the vectors of `parts` to 0.
-
-        Returns:
-            uint8 [R, nbytes].
-        """
+        """Return messages [R, nbytes] of `parts` [R, numel]. Sets the vectors of `parts` to 0."""
         messages = parts.new_empty(len(parts), self.nbytes(parts.dtype), dtype=torch.uint8)
         if len(self._vectors):
             sent = self._tails(messages, parts.dtype)
             torch.gather(parts, 1, self._vectors.expand(len(parts), -1), out=sent)
-            messages[:, self._payload_bytes + sent.shape[1] * sent.itemsize :].zero_()
+            if padding := -(sent.shape[1] * sent.itemsize) % _ALIGNMENT:
+                messages.narrow(1, -padding, padding).zero_()
             # So that vectors do not affect the scales of matrices.
             parts.index_fill_(1, self._vectors, 0)
         _quantize_pack(None, parts, messages, self._format)
         return messages
 
     def unpack(self, messages: Tensor, out: Tensor) -> Tensor:
-        """Write each of `messages` [R, nbytes] into a row of `out` [R, numel].
+        """Write each of `messages` [R, nbytes] into a row of `out` [R, numel], or 0 if damaged.
 
         Returns:
-            status int32 [R], not 0 for a damaged message, whose row becomes 0.
+            status int32 [R], not 0 for a damaged message.
         """
-        status = _dequantize_sum(messages.unsqueeze(0), out, self._format).view(-1)
+        status: Tensor = _dequantize_sum(messages.unsqueeze(0), out, self._format).view(-1)
         if len(self._vectors):
             received = self._received(messages, status, out.dtype)
             out.scatter_(1, self._vectors.expand(len(out), -1), received)

@@ -15,6 +15,7 @@ from dct_kernels import checks
 from .._torch import (
     fsdp_divide_factor,
     fsdp_groups,
+    fsdp_mesh_groups,
     fsdp_parameters,
     fsdp_reduced_dtype,
     fsdp_shard_group,
@@ -124,6 +125,13 @@ class Unit:
             return "mean"
         shards = self.shard_group().size()
         return f"{'sum' if sums else 'mean'} of {shards} in {dtype}, divide factor {factor}"
+
+
+def mesh_groups(model: object) -> list[dist.ProcessGroup]:
+    """The groups along the meshes of all units, before any check. Empty if there are no units."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = [g for m in modules if isinstance(m, FSDPModule) for g in fsdp_groups(m)]
+    return list(dict.fromkeys(group for g in found for group in fsdp_mesh_groups(g)))
 
 
 def units_of(op: str, model: nn.Module) -> list[Unit]:
