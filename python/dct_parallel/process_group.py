@@ -158,10 +158,6 @@ class _Work(dist.Work):
             return error
         return None
 
-    def result(self) -> list[Tensor]:
-        tensors: list[Tensor] = self._future.value()
-        return tensors
-
     def synchronize(self) -> None:
         self.wait()
 
