@@ -16,6 +16,8 @@ Common to all ops
 - Meta and fake tensors are supported.
 - Empty tensors and tensors of more than 2**31 elements work. Subnormals are kept. The results for
   NaN and Inf are defined.
+- Weight patches hold the entries of 16-bit weights whose bits changed. `patch_bytes` returns the
+  size of a patch, and `patch_info` reads its header.
 - A tensor may be split into R equal ranges of whole blocks of 16,384 elements. The last ranges may
   be short or empty. Each range has one threshold and one payload. `dct_kernels.layout.range_bounds`
   computes the offsets.
@@ -37,6 +39,8 @@ from .layout import (
     payload_layout,
     quantized_payload_bytes,
 )
+from .patch_layout import PatchInfo, patch_bytes, patch_info
+from .patch_ops import checksum, diff_pack, patch_apply, patch_check
 from .payload_ops import (
     dequantize_sum,
     mask_pack,
@@ -58,6 +62,8 @@ _load.setup()  # after the imports above have defined every op
 __version__ = "0.3.0"
 
 __all__ = ["PayloadInfo", "PayloadLayout", "backend_of", "payload_info", "payload_layout"]
+__all__ += ["PatchInfo", "checksum", "diff_pack", "patch_apply", "patch_bytes", "patch_check"]
+__all__ += ["patch_info"]
 __all__ += ["dequantize_sum", "mask_pack", "quantize_pack"]
 __all__ += ["quantized_payload_bytes", "sample_threshold", "scatter_unpack"]
 __all__ += ["row_dequantize", "row_dequantize_sum", "row_gather", "row_pack", "row_quantize"]

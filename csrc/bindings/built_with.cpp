@@ -6,5 +6,5 @@
 
 extern "C" {
 __attribute__((used, visibility("hidden"))) extern const char dct_built_with[] =
-    "dct_kernels built with torch " TORCH_VERSION " for schemas 14f73ecc";
+    "dct_kernels built with torch " TORCH_VERSION " for schemas 750c3e1a";
 }

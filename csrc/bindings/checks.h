@@ -13,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "../common/patch.h"
 #include "../common/payload.h"
 #include "../common/quantized_payload.h"
 #include "../common/row_layout.h"
@@ -25,6 +26,7 @@ using OptionalTensor = std::optional<Tensor>;
 using ScalarTypes = std::initializer_list<ScalarType>;
 
 constexpr ScalarTypes kFloats = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
+constexpr ScalarTypes kHalves = {ScalarType::BFloat16, ScalarType::Half};
 constexpr ScalarTypes kPayloadValues = {ScalarType::Float, ScalarType::BFloat16};
 constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
 constexpr int64_t kUint32Max = std::numeric_limits<uint32_t>::max();
@@ -133,11 +135,15 @@ struct Checks {
     const int64_t dims = payload.dim();
     const int64_t ranges = dims == dims_with_ranges ? payload.size(dims - 2) : 1;
     if (ranges < 1) fail(arg, "have at least 1 range", "0");
+    require_aligned(arg, payload);
+    return ranges;
+  }
+
+  void require_aligned(const char* arg, const Tensor& payload) const {
     const auto address = reinterpret_cast<uintptr_t>(payload.const_data_ptr());
     if (address % 16 != 0) {
       fail(arg, "be 16-byte aligned", "address % 16 = " + std::to_string(address % 16));
     }
-    return ranges;
   }
 
   const uint8_t* require_positions(const Tensor& positions, int64_t rows, int64_t width,

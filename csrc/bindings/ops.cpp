@@ -257,6 +257,79 @@ Tensor row_dequantize_sum(const Tensor& rows, int64_t width, const std::string& 
   return out;
 }
 
+void diff_pack(const Tensor& weights, const Tensor& snapshot, const Tensor& patch,
+               const OptionalTensor& checksums, int64_t capacity) {
+  const Checks checks("diff_pack", snapshot);
+  DiffPackArgs args{};
+  args.dtype = checks.require_tensor("snapshot", snapshot, kHalves, 1);
+  args.numel = snapshot.numel();
+  args.weights_dtype = checks.require_tensor(
+      "weights", weights, {ScalarType::Float, snapshot.scalar_type()}, 1, args.numel);
+  checks.require_tensor("patch", patch, {ScalarType::Byte}, 1);
+  checks.require_in("capacity", "", capacity, {1, kUint32Max});
+  checks.require_in("patch", ".numel()", patch.numel(), patch_bytes(args.numel, capacity));
+  checks.require_aligned("patch", patch);
+  if (checksums.has_value()) {
+    checks.require_tensor("checksums", *checksums, {ScalarType::Long}, 1, 2);
+    args.checksums = checksums->mutable_data_ptr<int64_t>();
+  }
+  checks.require_apart(
+      {{"patch", patch}, {"checksums", checksums}, {"weights", weights}, {"snapshot", snapshot}},
+      2);
+  args.weights = weights.const_data_ptr();
+  args.snapshot = static_cast<const uint16_t*>(snapshot.const_data_ptr());
+  args.patch = patch.mutable_data_ptr<uint8_t>();
+  args.capacity = capacity;
+  backend::run(checks, backend::diff_pack, args);
+}
+
+// Checks and fills the arguments that patch_check and patch_apply share, and returns the status.
+template <typename Args>
+Tensor patch_args(const Checks& checks, const Tensor& patch, Args& args) {
+  checks.require_tensor("patch", patch, {ScalarType::Byte}, 1);
+  checks.require_aligned("patch", patch);
+  Tensor status = new_empty(patch, {1}, ScalarType::Int);
+  args.patch = patch.const_data_ptr<uint8_t>();
+  args.nbytes = patch.numel();
+  args.status = status.mutable_data_ptr<int32_t>();
+  return status;
+}
+
+Tensor patch_check(const Tensor& patch, int64_t numel, ScalarType dtype) {
+  const Checks checks("patch_check", patch);
+  PatchCheckArgs args{};
+  const Tensor status = patch_args(checks, patch, args);
+  checks.require_in("numel", "", numel, kAny);
+  args.numel = numel;
+  args.dtype = checks.require_dtype("dtype", dtype, kHalves);
+  backend::run(checks, backend::patch_check, args);
+  return status;
+}
+
+Tensor patch_apply(const Tensor& patch, const Tensor& weights) {
+  const Checks checks("patch_apply", weights);
+  PatchApplyArgs args{};
+  args.dtype = checks.require_tensor("weights", weights, kHalves, 1);
+  const Tensor status = patch_args(checks, patch, args);
+  checks.require_apart({{"weights", weights}, {"patch", patch}}, 1);
+  args.numel = weights.numel();
+  args.weights = static_cast<uint16_t*>(weights.mutable_data_ptr());
+  backend::run(checks, backend::patch_apply, args);
+  return status;
+}
+
+Tensor checksum(const Tensor& weights) {
+  const Checks checks("checksum", weights);
+  ChecksumArgs args{};
+  checks.require_tensor("weights", weights, kHalves, 1);
+  args.weights = static_cast<const uint16_t*>(weights.const_data_ptr());
+  args.numel = weights.numel();
+  Tensor sum = new_empty(weights, {1}, ScalarType::Long);
+  args.checksum = sum.mutable_data_ptr<int64_t>();
+  backend::run(checks, backend::checksum, args);
+  return sum;
+}
+
 }  // namespace
 }  // namespace dct
 
@@ -272,4 +345,8 @@ STABLE_TORCH_LIBRARY_IMPL(dct, DCT_DISPATCH_KEY, m) {
   m.impl("row_quantize", TORCH_BOX(&dct::row_quantize));
   m.impl("row_dequantize", TORCH_BOX(&dct::row_dequantize));
   m.impl("row_dequantize_sum", TORCH_BOX(&dct::row_dequantize_sum));
+  m.impl("diff_pack", TORCH_BOX(&dct::diff_pack));
+  m.impl("patch_check", TORCH_BOX(&dct::patch_check));
+  m.impl("patch_apply", TORCH_BOX(&dct::patch_apply));
+  m.impl("checksum", TORCH_BOX(&dct::checksum));
 }

@@ -152,4 +152,38 @@ struct RowDequantizeSumArgs {
   DType out_dtype;
 };
 
+struct DiffPackArgs {
+  const void* weights;       // [numel] of weights_dtype
+  DType weights_dtype;       // float32 or the dtype of the snapshot
+  const uint16_t* snapshot;  // [numel]
+  DType dtype;               // of the snapshot
+  int64_t numel;
+  uint8_t* patch;      // out: [patch_bytes(numel, capacity)], 16-byte aligned
+  int64_t* checksums;  // out: [2], or null
+  int64_t capacity;
+};
+
+struct PatchCheckArgs {
+  const uint8_t* patch;  // [nbytes], 16-byte aligned
+  int64_t nbytes;
+  int64_t numel;
+  DType dtype;
+  int32_t* status;  // out: [1]
+};
+
+struct PatchApplyArgs {
+  const uint8_t* patch;  // [nbytes], 16-byte aligned
+  int64_t nbytes;
+  int64_t numel;
+  DType dtype;
+  int32_t* status;    // out: [1]
+  uint16_t* weights;  // in and out: [numel] of dtype
+};
+
+struct ChecksumArgs {
+  const uint16_t* weights;  // [numel]
+  int64_t numel;
+  int64_t* checksum;  // out: [1]
+};
+
 }  // namespace dct

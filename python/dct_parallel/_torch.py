@@ -88,6 +88,11 @@ def optimizer_notes(scaler: GradScaler) -> dict[int, dict[str, Any]]:
     return scaler._per_optimizer_states
 
 
+def count_writes(tensor: Tensor) -> int:
+    """The number of in-place operations on the tensor so far."""
+    return tensor._version
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The timeout of the group's collectives on this device."""
     return group._get_backend(device).options._timeout

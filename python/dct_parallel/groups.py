@@ -262,13 +262,23 @@ def require_same_order(op: str, order: Sequence[object], group: dist.ProcessGrou
 
     `group` is a gloo group, also if tensors are on CUDA, so that only the host waits.
     """
+    compare_order(op, order, group)()
+
+
+def compare_order(op: str, order: Sequence[object], group: dist.ProcessGroup) -> Callable[[], None]:
+    """Start what `require_same_order` does. The result waits for all ranks, and may raise."""
     digest = zlib.crc32(repr(order).encode())
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    highest, lowest = bounds.tolist()
-    if highest != -lowest:
-        rule = "run the same modules in the same order"
-        raise RuntimeError(f"dct::{op}: every rank must {rule}, got different ones on some")
+    work = dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def require_same() -> None:
+        work.wait()
+        highest, lowest = bounds.tolist()
+        if highest != -lowest:
+            rule = "run the same modules in the same order"
+            raise RuntimeError(f"dct::{op}: every rank must {rule}, got different ones on some")
+
+    return require_same
 
 
 class Agreement:
@@ -334,7 +344,7 @@ class Agreement:
 
         Args:
             entry: everything in it must be the same on every rank, except "parameters".
-            base: float32 tensors of the checkpoint that must be bitwise equal on every rank.
+            base: float32 tensors that were loaded and must be bitwise equal on every rank.
         """
         if entry is not None:
             self.run_id = entry["run_id"]
@@ -342,6 +352,8 @@ class Agreement:
             keys = sorted(entry.keys() - {"parameters", "run_id", "step"})
             contents = {key: entry[key] for key in keys} | {"weights": bit_sums(base)}
             self._contents = {f"{key} of the checkpoint": _short(contents[key]) for key in contents}
+        elif base:
+            self._contents["loaded weights"] = _short(bit_sums(base))
         self._start, self._compared = step, False
 
     def check(self, op: str, digest: Callable[[], int] = int) -> list[int]:
@@ -366,6 +378,7 @@ class Agreement:
         if self._shards is not None:
             values.pop("shard of the checkpoint", None)
             values.pop("weights of the checkpoint", None)
+            values.pop("loaded weights", None)
             new_id = self._compare(op, values, self._shards, new_id)[0]
         if self._contents:
             self.run_id = new_id

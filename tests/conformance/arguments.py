@@ -14,9 +14,11 @@ OPS = ("sample_threshold", "mask_pack", "scatter_unpack")
 OPS += ("quantize_pack", "dequantize_sum")
 OPS += ("row_pack", "row_gather", "row_unpack")
 OPS += ("row_quantize", "row_dequantize", "row_dequantize_sum")
+OPS += ("diff_pack", "patch_check", "patch_apply", "checksum")
 NUMEL, CAPACITY, K, WIDTH, ROWS = 100, 10, 4, 50, 3
 NBYTES = dct_kernels.payload_layout(NUMEL, CAPACITY, F32, ranges=2).nbytes
 QUANTIZED_BYTES = dct_kernels.quantized_payload_bytes(NUMEL, "int8")
+PATCH_BYTES = dct_kernels.patch_bytes(NUMEL, CAPACITY)
 
 
 def arguments(op):
@@ -27,6 +29,7 @@ def arguments(op):
     x, positions = torch.ones(ROWS, WIDTH), torch.zeros(ROWS, K, dtype=U8)
     values, rows = torch.ones(ROWS, K), torch.zeros(ROWS, WIDTH + 2, dtype=U8)
     of_ranks = torch.zeros(2, ROWS, WIDTH + 2, dtype=U8)
+    half, patch = torch.ones(NUMEL, dtype=BF16), torch.full((PATCH_BYTES,), 7, dtype=U8)
     return {
         "sample_threshold": {
             "grad": grad,
@@ -75,6 +78,16 @@ def arguments(op):
         "row_quantize": {"x": x, "format": "int8"},
         "row_dequantize": {"rows": rows, "width": WIDTH, "format": "int8", "dtype": F32},
         "row_dequantize_sum": {"rows": of_ranks, "width": WIDTH, "format": "int8", "dtype": F32},
+        "diff_pack": {
+            "weights": f32,
+            "snapshot": half,
+            "patch": patch,
+            "checksums": torch.full((2,), -1, dtype=I64),
+            "capacity": CAPACITY,
+        },
+        "patch_check": {"patch": patch, "numel": NUMEL, "dtype": BF16},
+        "patch_apply": {"patch": patch, "weights": half},
+        "checksum": {"weights": half},
     }[op]
 
 

@@ -244,6 +244,6 @@ def test_the_schema_digest_is_current():
 def test_older_instruction_sets(isa):
     """The CPU kernels use the best instruction set unless ATEN_CPU_CAPABILITY limits it."""
     ops = ("mask_pack", "overflow", "scatter_unpack", "sample_threshold")
-    ops += ("quantize_pack", "dequantize_sum")
+    ops += ("quantize_pack", "dequantize_sum", "diff_pack", "untrusted_patch")
     ops += ("row_pack", "row_unpack", "row_quantize", "row_dequantize", "row_dequantize_sum")
     run_again(ops, "-k", "cpp", ATEN_CPU_CAPABILITY=isa)

@@ -6,8 +6,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from conformance import samples
 from dct_kernels import (
+    checksum,
     dequantize_sum,
+    diff_pack,
     mask_pack,
+    patch_apply,
+    patch_bytes,
+    patch_check,
     payload_layout,
     quantize_pack,
     quantized_payload_bytes,
@@ -65,6 +70,19 @@ def exchange_arguments(*shape, format="ternary"):
     return residual.view(shape), grad.view(shape), payload, torch.empty(shape), format
 
 
+def update(weights, snapshot, patch, checksums, capacity):
+    """A publisher packs its changes, and a receiver with the same snapshot applies them."""
+    diff_pack(weights, snapshot, patch, checksums, capacity)
+    status = patch_check(patch, snapshot.numel(), snapshot.dtype) | patch_apply(patch, snapshot)
+    return status, checksum(snapshot)
+
+
+def update_arguments(numel, capacity):
+    weights, snapshot = samples.normal(numel), samples.normal(numel, torch.float16)
+    patch = torch.zeros(patch_bytes(numel, capacity), dtype=torch.uint8)
+    return weights, snapshot, patch, torch.zeros(2, dtype=torch.int64), capacity
+
+
 def rows(x, grad, k):
     """Pack, unpack, and the gather of the backward pass."""
     values, positions = row_pack(x, k, torch.bfloat16)
@@ -93,6 +111,7 @@ ROWS = [(5, 64, 3), (31, 128, 7), (8, 250, 20), (100, 99, 2)]
 SIZES = {
     step: [step_arguments(*sizes) for sizes in [(5000, 100), (40000, 300, 3), (999, 3, 5)]],
     exchange: [exchange_arguments(numel) for numel in (5000, 20000, 50021, 999)],
+    update: [update_arguments(*sizes) for sizes in [(5000, 20000), (9000, 5), (4096, 8200)]],
     rows: [rows_arguments(*sizes) for sizes in ROWS],
     quantized_rows: [rows_arguments(5 * ranks, 63 + ranks, 1)[:1] for ranks in (3, 2, 20, 7)],
 }
@@ -127,6 +146,7 @@ def assert_same(compiled, function, args):
         (step, step_arguments(40000, 300)),
         (exchange, exchange_arguments(20000, format="int4")),
         (exchange, exchange_arguments(3, 999, format="int4")),
+        (update, update_arguments(5000, 11000)),
     ],
 )
 def test_inductor(function, args):

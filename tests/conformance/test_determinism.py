@@ -5,7 +5,7 @@ import torch
 from conftest import BACKENDS
 
 from conformance import samples
-from dct_kernels import payload_layout, quantized_payload_bytes
+from dct_kernels import patch_bytes, payload_layout, quantized_payload_bytes
 from dct_kernels.layout import QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS
 
@@ -45,6 +45,7 @@ def run_all_ops(backend):
     ]
     results = (threshold, payload, seen, residual, out, status, values, positions)
     results += (gathered, dense, *rows, *coarse)
+    results += run_patch_ops(backend, residual, out.to(torch.bfloat16))
     for format in QUANTIZED_CODES:
         results += run_dense_ops(backend, residual, grad, format)
     return [result.cpu().contiguous().view(torch.uint8) for result in results]
@@ -63,6 +64,19 @@ def run_dense_ops(backend, residual, grad, format):
     flat = torch.zeros(quantized_payload_bytes(numel, format), dtype=torch.uint8, device=device)
     backend.quantize_pack(None, grad, flat, format)
     return residual, payload, out, status, flat
+
+
+def run_patch_ops(backend, weights, snapshot):
+    """Pack with sufficient capacity and with overflow in a later block; apply the first patch."""
+    results = []
+    for capacity in (2 * weights.numel(), weights.numel() // 2):
+        size = patch_bytes(weights.numel(), capacity)
+        patch = torch.zeros(size, dtype=torch.uint8, device=weights.device)
+        checksums = torch.empty(2, dtype=torch.int64, device=weights.device)
+        backend.diff_pack(weights, snapshot, patch, checksums, capacity)
+        results += [patch, checksums]
+    status = backend.patch_apply(results[0], snapshot)
+    return *results, status, snapshot, backend.checksum(snapshot)
 
 
 @pytest.mark.many_programs

@@ -15,6 +15,7 @@ from conformance.arguments import (
     I64,
     NBYTES,
     NUMEL,
+    PATCH_BYTES,
     QUANTIZED_BYTES,
     ROWS,
     U8,
@@ -52,6 +53,8 @@ QBYTES = QUANTIZED_BYTES
 VECTORS, SCALES = [ones(10, 10), strided(NUMEL)], [ones(2), ones(0), ones(1, 1)]
 CUBES = [ones(10, 5, 2), strided(NUMEL), strided(10, 10)]
 INTEGERS, DOUBLES = ones(NUMEL, dtype=I64), ones(NUMEL, dtype=F64)
+NOT_16_BITS = [ones(NUMEL), ones(NUMEL, dtype=I32)]
+NOT_FLAT = [ones(10, 10, dtype=BF16), ones(2 * NUMEL, dtype=BF16)[::2]]
 
 # (op, argument, exception of the public function, wrong values)
 WRONG = [
@@ -137,6 +140,28 @@ WRONG = [
     ("row_dequantize_sum", "width", ValueError, [0, -1, 2**31]),
     ("row_dequantize_sum", "format", ValueError, ["float8", "ternary"]),
     ("row_dequantize_sum", "dtype", TypeError, [F64]),
+    ("diff_pack", "weights", TypeError, [DOUBLES, ones(NUMEL, dtype=F16)]),
+    ("diff_pack", "weights", ValueError, [*VECTORS, ones(NUMEL - 1)]),
+    ("diff_pack", "snapshot", TypeError, NOT_16_BITS),
+    ("diff_pack", "snapshot", ValueError, NOT_FLAT),
+    ("diff_pack", "patch", TypeError, [ones(PATCH_BYTES)]),
+    ("diff_pack", "patch", ValueError, [u8(0), u8(PATCH_BYTES - 16), u8(PATCH_BYTES + 16)]),
+    ("diff_pack", "patch", ValueError, [u8(1, PATCH_BYTES), u8(2 * PATCH_BYTES)[::2]]),
+    ("diff_pack", "patch", ValueError, [misaligned(PATCH_BYTES)]),
+    ("diff_pack", "checksums", TypeError, [i32(2), ones(2)]),
+    ("diff_pack", "checksums", ValueError, [ones(n, dtype=I64) for n in (0, 1, 3)]),
+    ("diff_pack", "checksums", ValueError, [ones(1, 2, dtype=I64), ones(4, dtype=I64)[::2]]),
+    ("diff_pack", "capacity", ValueError, [0, -1, 2**32]),
+    ("patch_check", "patch", TypeError, [i32(PATCH_BYTES)]),
+    ("patch_check", "patch", ValueError, [u8(1, PATCH_BYTES), misaligned(PATCH_BYTES)]),
+    ("patch_check", "numel", ValueError, [-1]),
+    ("patch_check", "dtype", TypeError, [F64, torch.float32, I32]),
+    ("patch_apply", "patch", TypeError, [i32(PATCH_BYTES)]),
+    ("patch_apply", "patch", ValueError, [u8(2 * PATCH_BYTES)[::2], misaligned(PATCH_BYTES)]),
+    ("patch_apply", "weights", TypeError, NOT_16_BITS),
+    ("patch_apply", "weights", ValueError, NOT_FLAT),
+    ("checksum", "weights", TypeError, NOT_16_BITS),
+    ("checksum", "weights", ValueError, NOT_FLAT),
 ]
 # (op, argument, wrong value, another argument that the error names)
 NAMED = [
@@ -160,6 +185,8 @@ NAMED = [
     ("row_dequantize_sum", "width", WIDTH + 1, "rows"),
     ("row_dequantize_sum", "format", "int4", "rows"),
     ("row_dequantize_sum", "rows", u8(0, ROWS, WIDTH + 2), "rows.shape[0]"),
+    ("diff_pack", "snapshot", ones(NUMEL + 1, dtype=BF16), "weights"),
+    ("diff_pack", "capacity", CAPACITY + 100, "patch"),
 ]
 CASES = [(op, arg, values, arg, error) for op, arg, error, values in WRONG]
 CASES += [(op, arg, [value], named, ValueError) for op, arg, value, named in NAMED]

@@ -5,12 +5,15 @@ import torch
 
 import dct_kernels
 from conformance.arguments import (
+    BF16,
     F16,
     F32,
     I32,
+    I64,
     NBYTES,
     NUMEL,
     OPS,
+    PATCH_BYTES,
     QUANTIZED_BYTES,
     U8,
     arguments,
@@ -23,6 +26,7 @@ from dct_kernels.layout import HEADER, MAGIC
 # (op, argument that the error names, {argument: (dtype, first byte, elements) in one buffer}).
 VECTOR = (F32, 0, NUMEL)
 ROW = (U8, 384, QUANTIZED_BYTES)
+HALF, PATCH = (BF16, 64, NUMEL), (U8, 0, PATCH_BYTES)
 OVERLAPS = [
     ("mask_pack", "grad", {"residual": VECTOR, "grad": VECTOR}),
     ("mask_pack", "grad", {"residual": VECTOR, "grad": (F32, 4 * NUMEL - 4, NUMEL)}),
@@ -41,6 +45,12 @@ OVERLAPS = [
     ("quantize_pack", "inv_scale", {"payload": ROW, "inv_scale": (F32, 400, 1)}),
     ("dequantize_sum", "payloads", {"out": VECTOR, "payloads": (U8, 384, 2 * QUANTIZED_BYTES)}),
     ("dequantize_sum", "out_scale", {"out": VECTOR, "out_scale": (F32, 4 * NUMEL - 4, 1)}),
+    ("diff_pack", "weights", {"weights": VECTOR, "patch": (U8, 384, PATCH_BYTES)}),
+    ("diff_pack", "snapshot", {"snapshot": HALF, "patch": PATCH}),
+    ("diff_pack", "checksums", {"checksums": (I64, 8, 2), "patch": PATCH}),
+    ("diff_pack", "snapshot", {"snapshot": HALF, "checksums": (I64, 64 + 2 * NUMEL - 8, 2)}),
+    ("diff_pack", "weights", {"weights": VECTOR, "checksums": (I64, 0, 2)}),
+    ("patch_apply", "patch", {"weights": HALF, "patch": PATCH}),
 ]
 
 
@@ -86,6 +96,8 @@ DEVICES = [
     ("dequantize_sum", "out", ("payloads", "out_scale")),
     ("row_gather", "x", ("positions",)),
     ("row_unpack", "values", ("positions",)),
+    ("diff_pack", "snapshot", ("weights", "patch", "checksums")),
+    ("patch_apply", "weights", ("patch",)),
 ]
 
 
@@ -104,6 +116,8 @@ WRONG_TYPES = [
     ("mask_pack", [("capacity", 10.0), ("value_dtype", "float32"), ("inv_scale", 0.5)]),
     ("quantize_pack", [("residual", 1.0), ("format", 8), ("inv_scale", 0.5)]),
     ("row_pack", [("x", [[1.0]]), ("k", 4.0), ("k", False)]),
+    ("diff_pack", [("checksums", 1), ("capacity", 1.0)]),
+    ("patch_check", [("numel", 1.0), ("dtype", "bfloat16")]),
     ("row_dequantize_sum", [("width", "50"), ("format", 8), ("dtype", "float32")]),
 ]
 
@@ -128,6 +142,7 @@ def test_sparse_tensors_raise(entry, layout):
 SIZES = [
     ("payload_layout", {"numel": 10, "capacity": 5, "value_dtype": F32, "ranges": 1}),
     ("quantized_payload_bytes", {"numel": 10, "format": "int8", "ranges": 1}),
+    ("patch_bytes", {"numel": 10, "capacity": 5}),
 ]
 WRONG_SIZES = [("numel", -1, ValueError), ("numel", 1.0, TypeError), ("capacity", 0, ValueError)]
 WRONG_SIZES += [("capacity", 2**32, ValueError), ("ranges", 0, ValueError)]
@@ -147,6 +162,9 @@ def test_payload_info_checks_shape_and_dtype():
     for shape, dtype in [(63, U8), ((2, 64), U8), (64, F32), (64, U8)]:
         args = {"payload": torch.zeros(shape, dtype=dtype)}
         raises(dct_kernels.payload_info, args, "payload_info", "payload", ValueError)
+        raises(
+            dct_kernels.patch_info, {"patch": args["payload"]}, "patch_info", "patch", ValueError
+        )
 
 
 @pytest.mark.parametrize(("version", "code"), [(2, 3), (3, 4), (4, 2), (4, 3), (1, 4)])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BACKENDS
-from oracle import floats, payload, quantized_payload, thresholds
+from oracle import floats, patch, payload, quantized_payload, thresholds
 
 NUMEL = 2**31 + 2**22 + 16385
 PLANTED = (0, 16384, 2**30, 2**31 - 1, 2**31, 2**31 + 1, NUMEL - 2, NUMEL - 1)
@@ -132,6 +132,25 @@ def test_dense_payload_of_several_ranges():
     out = torch.empty(NUMEL, dtype=torch.bfloat16)
     assert CPP.dequantize_sum(rows.unsqueeze(0), out, "ternary").tolist() == [0]
     assert_planted(out, 1, where)
+
+
+def test_patch():
+    """Needs 9 GB. Packs, checks and applies changes past 2**31 elements, and counts past 2**32."""
+    old, new = torch.zeros(NUMEL, dtype=torch.bfloat16), planted(torch.bfloat16)
+    raw = torch.zeros(patch.nbytes(NUMEL, 20), dtype=torch.uint8)
+    checksums = torch.empty(2, dtype=torch.int64)
+    CPP.diff_pack(new, old, raw, checksums, 20)
+    assert raw[:64].numpy().tobytes() == patch.header(NUMEL, "bfloat16", 20, 2 * len(PLANTED))
+    assert CPP.checksum(new).tolist() == checksums[1:].tolist()
+    assert CPP.checksum(old).tolist() == checksums[:1].tolist() != checksums[1:].tolist()
+    assert CPP.patch_check(raw, NUMEL, torch.bfloat16).tolist() == [0]
+    assert CPP.patch_apply(raw, old).tolist() == [0]
+    assert_planted(old)
+    new.view(torch.int16).fill_(0x3F80)  # a full value in every entry
+    old.zero_()
+    CPP.diff_pack(new, old, raw, None, 20)
+    assert raw[:64].numpy().tobytes() == patch.header(NUMEL, "bfloat16", 20, 2 * NUMEL)
+    assert CPP.patch_apply(raw, old).tolist() == [8]
 
 
 def test_row_ops():

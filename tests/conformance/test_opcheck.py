@@ -41,6 +41,9 @@ CASES += [
     ("dequantize_sum", {"payloads": RANGES.repeat(3, 1, 1), "out": BF16_OUT, "format": "int4"}),
     ("dequantize_sum", {"payloads": RANGES.repeat(3, 1, 1), "out": ROWS, "format": "int4"}),
     ("dequantize_sum", {"out_scale": None}),
+    ("diff_pack", {"weights": torch.zeros(NUMEL, dtype=BF16), "checksums": None}),
+    ("patch_check", {"patch": u8(7), "numel": 2**40}),
+    ("patch_apply", {"patch": u8(0), "weights": empty(NUMEL, dtype=F16)}),
 ]
 # Empty tensors, tensors without rows, and the rows of a single rank.
 CASES += [
@@ -49,6 +52,8 @@ CASES += [
     ("scatter_unpack", {"out": empty(0), "payloads": u8(2, NOTHING)}),
     ("quantize_pack", {"residual": empty(0), "grad": empty(0), "payload": u8(64)}),
     ("dequantize_sum", {"out": empty(0), "payloads": u8(2, 64)}),
+    ("diff_pack", {"weights": empty(0), "snapshot": empty(0, dtype=F16), "patch": u8(96)}),
+    ("checksum", {"weights": empty(0, dtype=F16)}),
     ("row_pack", {"x": empty(0, 50)}),
     ("row_pack", {"x": empty(0, 50), "k": 20}),  # a bitmap
     ("row_gather", {"x": empty(0, 50), "positions": u8(0, 4)}),

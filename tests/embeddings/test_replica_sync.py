@@ -266,6 +266,26 @@ def test_a_sync_accesses_only_rows_that_were_looked_up(rank):
 
 
 @on_ranks(2)
+def test_loaded_tables_are_the_new_base(rank):
+    for settings in FORMATS:
+        bags = _bags()
+        optimizer = OPTIMIZERS["rowwise"]([bags.weight])
+        sync = ReplicaSync(bags, optimizer=optimizer, every=2, **settings)
+        for step in range(3):
+            _train(bags, optimizer, step, rank)
+            sync.step()
+        best = torch.randn(bags.weight.shape, generator=torch.Generator().manual_seed(7))
+        bags.load_state_dict({**bags.state_dict(), "weight": best})
+        changed = torch.zeros_like(best)
+        if settings:  # without settings, the sync averages the weights
+            _train(bags, optimizer, 3, rank)
+            changed = sum(part / 2 for part in _copies(bags.weight - best))
+        sync.flush()  # sends only the changes after the load
+        torch.testing.assert_close(bags.weight, best + changed, rtol=0, atol=1e-6)
+        assert torch.equal(*_copies(_state(bags, optimizer)))
+
+
+@on_ranks(2)
 def test_the_number_of_a_sync_is_the_seed_of_its_threshold(rank):
     rows, made = [9000, 25], []
 

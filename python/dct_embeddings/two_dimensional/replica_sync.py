@@ -25,9 +25,10 @@ class ReplicaSync:
 
     A sync averages the rows that the optimizer of any replica has changed since the last sync.
     After a sync, all replicas are bitwise equal, but compressed changes may be pending. Call
-    `flush()` before evaluation, before saving a checkpoint, and before loading one into a running
-    job. After a flush, this object has no state to save. With a single replica, a sync changes
-    no weights. Results are deterministic on the CPU. See docs/guide/embeddings.md.
+    `flush()` before evaluation and before saving a checkpoint. After a flush, this object has no
+    state to save. `load_state_dict` of the bags drops the changes since the last sync, so call it
+    on every rank, with the same rows in all replicas. With a single replica, a sync changes no
+    weights. Results are deterministic on the CPU. See docs/guide/embeddings.md.
 
     Args:
         bags: the bags to average. Create one ReplicaSync for them, before training and after
@@ -86,7 +87,8 @@ class ReplicaSync:
         self._average = Average(weight, group)
         if group.size() > 1 and (compresses or settings.format == "bfloat16"):
             bucket_settings = settings if compresses else None
-            self._average = MeanOfChanges(weight, group, bucket_settings)
+            self._average = changes = MeanOfChanges(weight, group, bucket_settings)
+            changes.watch_loads(bags)
         self._steps = 0
         optimizer.register_step_pre_hook(self._before_step)
         _averaged.add(bags)

@@ -51,7 +51,8 @@ class DCTState:
     Thresholding, data-parallel (arXiv 2010.08899).
 
     Args:
-        ddp: the DDP module, with dense gradients on one CPU or CUDA device.
+        ddp: the DDP module or the result of torch.compile for it, with dense gradients on one CPU
+            or CUDA device.
         density: fraction of the entries of each bucket sent per step, in (0, 1]; default 0.005, or
             1 with quantized formats. 1 % is 0.01.
         format: a name or a torch dtype. "bfloat16" (default) and "float32" send the largest
@@ -96,6 +97,7 @@ class DCTState:
         refresh_every: int = 1,
     ) -> None:
         op = "DCTState"
+        ddp = getattr(ddp, "_orig_mod", ddp)  # inside the result of torch.compile
         group = getattr(ddp, "process_group", None) if process_group is None else process_group
         with sharing_errors(op, known_group(group)):
             self.settings = Settings.checked(op, density, format, transport, refresh_every)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,7 @@ from ..exchange.plan import log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
 from ..groups import Agreement, known_group, sharing_errors
 from ..user_warnings import warn_user
+from .loaded import LoadedWeights
 from .weights import FlatWeights, shard_groups
 
 _OP = "DCTAverager"
@@ -41,6 +43,9 @@ class DCTAverager(ModelAverager):
         residual = moved - sent
         base += mean of all ranks' sent
         weights = base  # with step_ahead: base + residual
+
+    After `load_state_dict` of `module`, on every rank and with the same weights, training continues
+    from the loaded weights. Their earlier changes are dropped.
 
     Results are deterministic. Weights are then bitwise equal on all ranks. With `step_ahead`, they
     are equal only after `flush`. Source: SparseLoCo (arXiv 2508.15706) without its outer optimizer
@@ -105,6 +110,9 @@ class DCTAverager(ModelAverager):
         self._ledger = StepLedger(_OP, unit="averaging")
         weights.broadcast_from_first_rank(group)
         self._base = weights.read()
+        self._loaded = LoadedWeights(module, weights.names)
+        self._ranges = dict(zip(weights.names, pairwise(self._plan.bounds), strict=True))
+        self._resumed = False  # whether there was no step since `load_state_dict`
         self._unaveraged = 0  # steps since the last averaging
         self._bucket = self._new_bucket({})
         self._optimizers = AveragerChecks(weights.names, period, step_ahead)
@@ -148,6 +156,10 @@ class DCTAverager(ModelAverager):
         """
         self._ledger.require_intact()
         self._optimizers.called()
+        if self._resumed:
+            self._loaded.take()  # the same, if they were loaded after the averager
+            self._resumed = False
+        self._rebase()
         averages = (self.step + 1) % self.period == 0
         if averages:
             self._weights.require_same("average_parameters")
@@ -176,6 +188,7 @@ class DCTAverager(ModelAverager):
         self._ledger.require_intact()
         self._optimizers.called()
         self._weights.require_same("flush")
+        self._rebase()
         self._compare("flush")
         self._agreement.check_step("flush", self._ledger.step)
         pending = self._weights.change_from(self._start(self._base))
@@ -233,6 +246,7 @@ class DCTAverager(ModelAverager):
             RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
+        self._rebase()
         parts = zip(self._bucket.states().items(), self._base.split(self._plan.sizes), strict=True)
         states = {
             name: SegmentState(state.residual, state.owner, base.to("cpu", copy=True))
@@ -274,6 +288,8 @@ class DCTAverager(ModelAverager):
         self._bucket = self._new_bucket(states)
         self._base = torch.cat(bases).to(self._device)
         self._unaveraged = entry["unaveraged"]
+        self._loaded.take()  # the weights that belong to this state
+        self._resumed = True
         if self._step_ahead and not self._unaveraged:
             # Restores the saved weights, which the constructor's broadcast may have overwritten.
             self._weights.write(self._start(self._base))
@@ -326,6 +342,19 @@ class DCTAverager(ModelAverager):
         self._base = base
         self._weights.write(start)
         self._unaveraged = 0
+
+    def _rebase(self) -> None:
+        """Use the weights that `load_state_dict` of the module has loaded as the base.
+
+        Drops their changes since the last averaging and their residuals.
+        """
+        loaded = self._loaded.take()
+        for parameter, value in loaded.items():
+            low, high = self._ranges[parameter]
+            self._base[low:high] = value.flatten()
+            self._bucket.drop_range(low, high)
+        if loaded:
+            self._agreement.resume(self.step, base=[self._base])
 
     def _compare(self, op: str) -> None:
         """Compare the run and step. Warn if all ranks have equal gradients, as with DDP."""

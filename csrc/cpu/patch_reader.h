@@ -1,0 +1,81 @@
+#pragma once
+
+// Validates a patch, for patch_check and patch_apply. The bytes are not trusted.
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "../common/patch.h"
+#include "parallel.h"
+#include "simd_dispatch.h"
+
+namespace dct::cpu {
+
+struct PatchBlock {
+  int64_t begin;          // of its elements
+  const uint16_t* words;  // entries, then full values
+  int64_t entries;
+};
+
+// Whether the positions ascend strictly within `length` elements, and each code for a full value
+// has one. Call it inside vectorize().
+inline bool block_words_ok(const uint16_t* words, BlockNumbers numbers, int64_t length) {
+  const int64_t entries = numbers.entries;
+  if (entries == 0) return true;
+  uint16_t descends = 0, full = (words[0] & 15) == kFullValue;
+  for (int64_t i = 1; i < entries; ++i) {
+    descends |= words[i] >> 4 <= words[i - 1] >> 4;
+    full += (words[i] & 15) == kFullValue;
+  }
+  return descends == 0 && words[entries - 1] >> 4 < length && full == numbers.words - entries;
+}
+
+// Sets args.status, and calls visit(block) for every valid block of a patch that is not ignored.
+template <typename Args, typename Visit>
+void read_patch(const Args& args, const Parallel& parallel, const Visit& visit) {
+  const int64_t at = patch_words_offset(args.numel);
+  *args.status = kStatusHeader;
+  if (args.nbytes < at) return;
+  const auto& header = *reinterpret_cast<const PayloadHeader*>(args.patch);
+  *args.status = patch_header_status(header, args.nbytes, args.numel, args.dtype);
+  if (*args.status != 0) return;
+
+  const auto* numbers = reinterpret_cast<const BlockNumbers*>(args.patch + sizeof(header));
+  const int64_t blocks = patch_blocks(args.numel), tasks = std::min(parallel.threads, blocks);
+  const auto length = [&](int64_t b) {
+    return std::min(args.numel - b * kPatchBlock, kPatchBlock);
+  };
+  std::vector<int64_t> first(tasks);  // the first word of each task
+  int64_t count = 0;
+  bool ok = true;
+  for (int64_t task = 0; task < tasks; ++task) {
+    first[task] = count;
+    const Share span = share(blocks, tasks, task);
+    for (int64_t b = span.begin; b < span.end; ++b) {
+      ok &= block_numbers_ok(numbers[b], length(b));
+      count += numbers[b].words;
+    }
+  }
+  if (!ok || count != header.count) {
+    *args.status = kStatusNumbers;
+    return;
+  }
+
+  const auto* words = reinterpret_cast<const uint16_t*>(args.patch + at);
+  parallel.run(tasks, [&](int64_t task) {
+    const Share span = share(blocks, tasks, task);
+    vectorize([&] {
+      const uint16_t* next = words + first[task];
+      for (int64_t b = span.begin; b < span.end; next += numbers[b++].words) {
+        if (block_words_ok(next, numbers[b], length(b))) {
+          visit(PatchBlock{b * kPatchBlock, next, numbers[b].entries});
+        } else {
+          __atomic_fetch_or(args.status, kStatusWords, __ATOMIC_RELAXED);
+        }
+      }
+    });
+  });
+}
+
+}  // namespace dct::cpu
