@@ -89,6 +89,7 @@ ALLOWED = {
     "dct_parallel": {
         **{name: set() for name in ("exchange", "rows", "integrations")},
         **{name: {"exchange"} for name in ENTRY_POINTS},
+        "process_group": {"exchange", "ddp"},
     },
     "dct_embeddings": {"two_dimensional": set(), "substitution": set(), "torchrec": set()},
 }

@@ -26,6 +26,11 @@ Without a hook: a quantized all-reduce.
 
     all_reduce_compressed(tensor, residual, format="int4")
 
+Without a hook: every reduction of a framework.
+
+    import dct_parallel.process_group
+    torch.distributed.init_process_group("dct")
+
 Model parallelism: send the largest activations of each row, and their gradients.
 
     values, positions = pack_rows(x, k)  # on one device, for any transport

@@ -98,20 +98,75 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return group._get_backend(device).options._timeout
 
 
-def new_gloo_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Create and register a gloo group of the same ranks as `group`. Only these ranks call it.
+def new_group_like(
+    group: dist.ProcessGroup, name: str, timeout: timedelta, backend: str
+) -> dist.ProcessGroup:
+    """Create and register a group of the same ranks as `group`. Only these ranks call it.
 
     Args:
         name: unique in this process, and the same on all ranks.
         timeout: the timeout of the group's collectives and connections.
+        backend: as for `torch.distributed.new_group`.
     """
     ranks = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup
     create: Any = distributed_c10d._new_process_group_helper  # its GroupName is a str
-    members = len(ranks), group.rank(), ranks, "gloo", group.get_group_store()
+    members = len(ranks), group.rank(), ranks, backend, group.get_group_store()
     made, _ = create(*members, name, timeout=timeout, group_desc="dct")
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
+
+
+def group_of_backends(
+    group: dist.ProcessGroup, options: Any, nccl_options: Any
+) -> tuple[dist.ProcessGroup, str]:
+    """Register new backends in a subclass of ProcessGroup: gloo, and NCCL where CUDA exists.
+
+    Args:
+        group: a group without backends.
+        options: the options of a backend registered with `extended_api`.
+        nccl_options: options of NCCL, or None.
+
+    Returns:
+        A plain group with the same backends, and its backend string.
+    """
+    size = options.group_rank, options.group_size
+    gloo: Any = dist.ProcessGroupGloo(
+        dist.PrefixStore("gloo", options.store), *size, timeout=options.timeout
+    )
+    gloo.options.global_ranks_in_group = options.global_ranks_in_group
+    gloo.options.group_name = options.group_id
+    kinds: Any = dist.ProcessGroup.BackendType
+    backends, names = {"cpu": (kinds.GLOO, gloo)}, "gloo"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        chosen: Any = dist.ProcessGroupNCCL.Options() if nccl_options is None else nccl_options
+        chosen._timeout = options.timeout
+        chosen.global_ranks_in_group = options.global_ranks_in_group
+        chosen.group_name = options.group_id
+        store = dist.PrefixStore("nccl", options.store)
+        backends["cuda"] = kinds.NCCL, dist.ProcessGroupNCCL(store, *size, chosen)
+        names = "cpu:gloo,cuda:nccl"
+    plain = dist.ProcessGroup(options.store, *size)
+    for each in (group, plain):
+        for device, (kind, backend) in backends.items():
+            each._register_backend(torch.device(device), kind, backend)
+        each._set_default_backend(kind)
+    return plain, names
+
+
+# {name of a method of process groups: its name before torch 2.13}
+_OLD_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
+
+def method_of(group: dist.ProcessGroup, name: str) -> Callable[..., Any]:
+    """The method of a process group that has this name from torch 2.13 on."""
+    method: Callable[..., Any] = getattr(group, name if hasattr(group, name) else _OLD_NAMES[name])
+    return method
 
 
 def has_step_hooks(optimizer: object) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dct_kernels import __version__, checks
 
-from ._torch import new_gloo_group
+from ._torch import new_group_like
 from ._torch import timeout_of as timeout_of
 
 
@@ -72,8 +72,10 @@ def exists(group: dist.ProcessGroup) -> bool:
         return False
 
 
-def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Create a gloo group of the same ranks, whose collectives are independent of `group`.
+def separate_group(
+    group: dist.ProcessGroup, name: str, timeout: timedelta, backend: str = "gloo"
+) -> dist.ProcessGroup:
+    """Create a group of the same ranks, whose collectives are independent of `group`.
 
     Only the ranks of `group` call this function. `dist.new_group` is no alternative, because every
     rank of the world has to call it. With `use_local_synchronization`, the name of the new group
@@ -82,11 +84,12 @@ def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
     Args:
         name: a new name for this `group`, the same on all ranks.
         timeout: the timeout of the group's collectives and of its creation.
+        backend: as for `torch.distributed.new_group`.
 
     Raises:
         RuntimeError: some rank does not create the group.
     """
-    made = new_gloo_group(group, f"{group.group_name}/dct/{name}", timeout)
+    made = new_group_like(group, f"{group.group_name}/dct/{name}", timeout, backend)
     made.barrier().wait()  # so that no rank destroys the group while another rank still connects
     return made
 

@@ -1,6 +1,7 @@
 """A quantized all-reduce of one tensor, for training loops without a hook."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -88,7 +89,8 @@ def all_reduce_compressed(
     `dct_hook`). The result is deterministic and bitwise the same on every rank, because ranks sum
     in float32 in rank order. The call uses one all-gather. With three or more ranks, it instead
     uses an all-to-all and an all-gather if this sends fewer bytes. Each rank then also rounds its
-    range of the mean, and adds the error to its residual. Allocates messages and 4 bytes per entry.
+    range of the mean, and adds the error to its residual. Allocates messages and, if there is a
+    residual, 4 bytes per entry.
 
     Args:
         tensor: float32, bfloat16 or float16, contiguous, any shape, on the CPU or CUDA. All ranks
@@ -127,19 +129,26 @@ def all_reduce_compressed(
         checks.fail(_OP, "op", "ReduceOp.SUM or ReduceOp.AVG", op)
     checks.require_type(_OP, "async_op", async_op, bool, "a bool")
     group = require_group(_OP, group)
-    ranks, device = group.size(), tensor.device
     values = {"numel": tensor.numel(), "dtype": str(tensor.dtype), "op": str(op)}
-    _compare({**values, "format": settings.format}, group, device)
-    plan = plan_bucket(["tensor"], [tensor.numel()], settings, ranks)
-    bucket = Bucket(plan, group, device, 0, {})
-    scale = None
-    if op == ReduceOp.SUM:
-        scale = torch.full((1,), ranks, dtype=torch.float32, device=device)
+    _compare({**values, "format": settings.format}, group, tensor.device)
+    settings = dataclasses.replace(settings, has_residual=residual is not None)
+    bucket, scale = tensor_bucket(tensor, settings, op, group)
     work = CompressedWork(bucket, tensor, residual, scale)
     if async_op:
         return work
     work.wait()
     return None
+
+
+def tensor_bucket(
+    tensor: Tensor, settings: Settings, op: Any, group: dist.ProcessGroup
+) -> tuple[Bucket, Tensor | None]:
+    """Return a bucket for one tensor, and the scale that turns its mean into the result of `op`."""
+    plan = plan_bucket(["tensor"], [tensor.numel()], settings, group.size())
+    scale = None
+    if op == ReduceOp.SUM:
+        scale = torch.full((1,), group.size(), dtype=torch.float32, device=tensor.device)
+    return Bucket(plan, group, tensor.device, 0, {}), scale
 
 
 # {group: the combinations of values that this rank has compared with the other ranks}

@@ -27,6 +27,7 @@ class Quantized:
         ranges: number of payloads, each for an equal range of whole blocks.
         row_of: if this tensor is one of several ranges, the number of elements of the longest one.
         device: the device of all tensors.
+        has_residual: whether to keep rounding errors. If False, `residual` is empty.
 
     Attributes:
         residual: float32 [numel], the rounding errors, in units of the unscaled gradient.
@@ -36,12 +37,19 @@ class Quantized:
     """
 
     def __init__(
-        self, numel: int, format: str, ranges: int, row_of: int | None, device: torch.device
+        self,
+        numel: int,
+        format: str,
+        ranges: int,
+        row_of: int | None,
+        device: torch.device,
+        has_residual: bool = True,
     ) -> None:
         warn_if_eager(device.type)
         longest = range_bounds(numel, ranges, 0)[1] if row_of is None else row_of
-        self._format = format
-        self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
+        self._format, self._has_residual = format, has_residual
+        kept = numel if has_residual else 0
+        self.residual = torch.zeros(kept, dtype=torch.float32, device=device)
         self.threshold = torch.zeros(ranges, dtype=torch.float32, device=device)
         nbytes = quantized_payload_bytes(longest, format)
         shape = (ranges, nbytes) if ranges > 1 else (nbytes,)
@@ -50,7 +58,8 @@ class Quantized:
 
     def pack(self, grad: Tensor, inv_scale: Tensor | None = None) -> Tensor:
         """See `Compressor.pack`."""
-        _quantize_pack(self.residual, grad, self.payload, self._format, inv_scale)
+        residual = self.residual if self._has_residual else None
+        _quantize_pack(residual, grad, self.payload, self._format, inv_scale)
         self.step += 1
         return self.payload
 

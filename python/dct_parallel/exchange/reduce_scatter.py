@@ -39,7 +39,8 @@ class ReduceScatter(Transport):
         device = codec.residual.device
         self._owner = self._codec_of(rank, codec.step)
         self.owned = low, self._owner.residual
-        self._mean = torch.empty_like(self._owner.residual)  # of the payloads that arrived
+        # The mean of the payloads that arrived.
+        self._mean = torch.empty(high - low, dtype=torch.float32, device=device)
         self._packed = False  # whether the owner has packed the mean of the received payloads
         self._overwritten = False  # whether a new exchange may have overwritten the results
         self._splits = [int(index < plan.owners) for index in range(ranks)]
@@ -98,8 +99,9 @@ class ReduceScatter(Transport):
             return [f"status {code} from one of ranks {ranks}, of the mean"]
         codes: list[int] = []
         for owner, result in enumerate(self._results):
-            codec = self._codec_of(owner, 0)
-            codes += codec.unpack(result.unsqueeze(0), torch.empty_like(codec.residual)).tolist()
+            low, high = self._plan.range_bounds[owner : owner + 2]
+            out = torch.empty(high - low, dtype=torch.float32, device=result.device)
+            codes += self._codec_of(owner, 0).unpack(result.unsqueeze(0), out).tolist()
         return self._damaged(codes, ", of the mean")
 
     def _codec_of(self, owner: int, step: int) -> Codec:
@@ -139,7 +141,7 @@ class ReduceScatter(Transport):
             status = self._owner.unpack(self._arrived, self._mean)
             packed = self._owner.pack(self._mean)
         else:  # an empty range
-            status, packed = self._no_status, self._owner.pack(self._owner.residual)
+            status, packed = self._no_status, self._owner.pack(self._mean)
         self._packed = True
         return status, packed
 

@@ -67,6 +67,9 @@ class HostCopy:
             # By default, an event records a stream of the current device.
             self._copied.record(torch.cuda.current_stream(tensor.device))
 
+    def has_arrived(self) -> bool:
+        return self._copied is None or self._copied.query()
+
     def tolist(self) -> list[Any]:
         if self._copied is not None:
             self._copied.synchronize()
@@ -104,6 +107,10 @@ class StepResults:
         """Wait until the words are copied from the payloads. On CUDA the current stream waits."""
         if self._posted is not None:
             self._posted.wait()
+
+    def has_arrived(self) -> bool:
+        """Whether `read` does not wait for the device. The exchanges must be complete."""
+        return self._words is None or self._words.has_arrived()
 
     def read(self) -> dict[str, ExchangeResult]:
         """Return {name: the result of the exchange}. Waits for the exchanges."""

@@ -32,12 +32,14 @@ class Settings:
     Attributes:
         format: one of FORMATS.
         transport: one of TRANSPORTS, or None, in which case `plan_bucket` chooses.
+        has_residual: whether codecs keep rounding errors; False requires density 1.
     """
 
     density: float
     format: str
     refresh_every: int = 1
     transport: str | None = None
+    has_residual: bool = True
 
     @staticmethod
     def checked(
@@ -115,7 +117,9 @@ class Settings:
         """
         codec: Codec
         if self.every_entry:
-            codec = quantized.Quantized(numel, self.format, ranges, row_of, device)
+            codec = quantized.Quantized(
+                numel, self.format, ranges, row_of, device, self.has_residual
+            )
         else:
             codec = Compressor(
                 numel,
