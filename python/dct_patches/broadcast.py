@@ -78,7 +78,7 @@ def broadcast_patch(
     dist.broadcast(raw, src, group)
     if patch is None:
         header = bytes(raw.tolist()).decode()
-        sizes = [size for size, _ in json.loads(header)["data"]]
+        sizes = [size for size, _ in json.loads(header[8:])["data"]]
         data = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     for tensor in data:
         dist.broadcast(tensor, src, group)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -154,7 +155,7 @@ class WeightPatch:
             return WeightPatch(step.id, step.base, step.version, parts)
 
     def header(self) -> str:
-        """Everything except the data, as JSON."""
+        """Everything except the data: a checksum of 8 digits, and JSON."""
         data = [part.data for part in self.parts]
         rows = zip(self.parts, checksums(data), strict=True)
         content = {
@@ -165,7 +166,8 @@ class WeightPatch:
             "parts": [part.to_json() for part in self.parts],
             "data": [[part.data.numel(), check] for part, check in rows],
         }
-        return json.dumps(content)
+        text = json.dumps(content)
+        return f"{zlib.crc32(text.encode()):08x}{text}"
 
     def _write(self, file: BinaryIO, name: str) -> None:
         tensors = {str(index): part.data for index, part in enumerate(self.parts)}
@@ -192,7 +194,9 @@ def from_header(op: str, arg: str, header: str, data: Sequence[Tensor]) -> Weigh
         data: uint8 tensors, in the order of the header.
     """
     try:
-        content = json.loads(header)
+        if f"{zlib.crc32(header[8:].encode()):08x}" != header[:8]:
+            raise ValueError("a header with another checksum")
+        content = json.loads(header[8:])
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}")
         found = [[*pair] for pair in zip(map(Tensor.numel, data), checksums([*data]), strict=True)]
@@ -222,7 +226,10 @@ def _read(op: str, path: Path) -> WeightPatch:
         raise FileNotFoundError(f"dct::{op}: folder must have the file {path.name}, got {path}")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            data = [file.get_tensor(str(index)).clone() for index in range(len(file.keys()))]
+            data = [
+                file.get_tensor(str(index)).view(torch.uint8).clone()
+                for index in range(len(file.keys()))
+            ]
             header = file.metadata()[KEY]
     except (safetensors.SafetensorError, TypeError, KeyError) as error:
         fail_damaged(op, str(path), error)
