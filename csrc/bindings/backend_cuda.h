@@ -51,6 +51,11 @@ inline cudaError_t mask_pack(const MaskPackArgs& args, const Stream& stream) {
   return cuda::mask_pack(args, sizes, scratch.mutable_data_ptr(), stream);
 }
 
+inline cudaError_t diff_pack(const DiffPackArgs& args, const Stream& stream) {
+  const Tensor scratch = stream.scratch(diff_pack_scratch_bytes(args));
+  return cuda::diff_pack(args, scratch.mutable_data_ptr(), stream);
+}
+
 template <typename Kernel, typename Args>
 void run(const Checks& checks, Kernel kernel, const Args& args) {
   const cudaError_t error = kernel(args, Stream(checks.like));

@@ -53,4 +53,18 @@ cudaError_t row_quantize(const RowQuantizeArgs& args, cudaStream_t stream);
 cudaError_t row_dequantize(const RowDequantizeArgs& args, cudaStream_t stream);
 cudaError_t row_dequantize_sum(const RowDequantizeSumArgs& args, cudaStream_t stream);
 
+// The scratch bytes of diff_pack. Scratch memory must be 16-byte aligned.
+int64_t diff_pack_scratch_bytes(const DiffPackArgs& args);
+
+// One kernel, or two if there are elements, and one memset if there are checksums. They read each
+// element once, except the blocks whose words do not fit in a slot (diff_pack.cu).
+cudaError_t diff_pack(const DiffPackArgs& args, void* scratch, cudaStream_t stream);
+
+// One memset and one kernel.
+cudaError_t patch_check(const PatchCheckArgs& args, cudaStream_t stream);
+cudaError_t patch_apply(const PatchApplyArgs& args, cudaStream_t stream);
+
+// One memset, and one kernel if there are elements.
+cudaError_t checksum(const ChecksumArgs& args, cudaStream_t stream);
+
 }  // namespace dct::cuda

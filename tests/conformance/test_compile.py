@@ -141,8 +141,11 @@ def assert_same(compiled, function, args):
 
 @pytest.mark.parametrize(
     ("function", "args"),
-    [(step, step_arguments(40000, 300)), (exchange, exchange_arguments(20000, "int4"))]
-    + [(update, update_arguments(5000, 11000))],
+    [
+        (step, step_arguments(40000, 300)),
+        (exchange, exchange_arguments(20000, "int4")),
+        (update, update_arguments(5000, 11000)),
+    ],
 )
 def test_inductor(function, args):
     """Mutations are in order and in place, although AOTAutograd functionalizes them first."""

@@ -85,7 +85,7 @@ def test_the_patch_without_changes_is_valid(backend):
 @pytest.mark.parametrize("fault", ["duplicate", "descending", "past the end", "one value too few"])
 def test_wrong_words_void_their_block(backend, b, fault):
     blocks = [(list(entries), list(values)) for entries, values in BLOCKS]
-    entries, values = blocks[b]
+    entries, _ = blocks[b]
     if fault == "duplicate":
         entries[1] = entries[0] & 0xFFF0 | entries[1] & 15
     elif fault == "descending":

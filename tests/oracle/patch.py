@@ -3,6 +3,7 @@
 Weights are numpy uint16 arrays of raw bits.
 """
 
+import itertools
 import math
 import struct
 
@@ -86,7 +87,7 @@ def patch_apply(patch, weights, dtype):
         stream = stream[words:]
         here = weights[b * BLOCK : (b + 1) * BLOCK]
         positions, codes = [word // 16 for word in first], [word % 16 for word in first]
-        ascends = all(a < z for a, z in zip(positions, positions[1:], strict=False))
+        ascends = all(a < z for a, z in itertools.pairwise(positions))
         if not ascends or max(positions, default=-1) >= len(here) or codes.count(8) != len(values):
             status = 4
             continue

@@ -236,5 +236,29 @@ def row_dequantize_sum(rows, width, format, dtype):
     return out
 
 
+def diff_pack(weights, snapshot, patch, checksums, capacity):
+    source = weights, weights.dtype, snapshot, snapshot.dtype, snapshot.numel()
+    _call("diff_pack", *source, patch, checksums, capacity)
+
+
+def patch_check(patch, numel, dtype):
+    status = poisoned(1, dtype=torch.int32)
+    _call("patch_check", patch, patch.numel(), numel, dtype, status)
+    return status
+
+
+def patch_apply(patch, weights):
+    status = poisoned(1, dtype=torch.int32)
+    size = weights.numel(), weights.dtype
+    _call("patch_apply", patch, patch.numel(), *size, status, weights)
+    return status
+
+
+def checksum(weights):
+    result = poisoned(1, dtype=torch.int64)
+    _call("checksum", weights, weights.numel(), result)
+    return result
+
+
 _OPS = SimpleNamespace(**{op: globals()[op] for op in OPS})
 BACKEND = SimpleNamespace(**{op: checked(getattr(_OPS, op), op) for op in OPS}, device="cpu")

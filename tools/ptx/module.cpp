@@ -100,4 +100,18 @@ int64_t row_dequantize(const Field* fields) {
 int64_t row_dequantize_sum(const Field* fields) {
   return dct::cuda::row_dequantize_sum(fill<dct::RowDequantizeSumArgs, 7>(fields), nullptr);
 }
+int64_t diff_pack(const Field* fields) {
+  const auto args = fill<dct::DiffPackArgs, 8>(fields);
+  const Scratch scratch(dct::cuda::diff_pack_scratch_bytes(args));
+  return dct::cuda::diff_pack(args, scratch.data, nullptr);
+}
+int64_t patch_check(const Field* fields) {
+  return dct::cuda::patch_check(fill<dct::PatchCheckArgs, 5>(fields), nullptr);
+}
+int64_t patch_apply(const Field* fields) {
+  return dct::cuda::patch_apply(fill<dct::PatchApplyArgs, 6>(fields), nullptr);
+}
+int64_t checksum(const Field* fields) {
+  return dct::cuda::checksum(fill<dct::ChecksumArgs, 3>(fields), nullptr);
+}
 }

@@ -1,0 +1,205 @@
+// diff_pack.cu -- packs the entries whose bits differ, in two kernels.
+//
+// In the first kernel, a thread block compares one block of 4,096 entries, and reads every entry
+// once. It writes the numbers of the block to the patch, and the words to the block's slot in
+// scratch memory if they fit. When the second kernel runs, all numbers are known. Each of its warps
+// copies the slots of consecutive blocks to the patch. It compares a block again if its words did
+// not fit. No thread block waits for another.
+#include "detail/patch_blocks.cuh"
+#include "kernels.cuh"
+
+namespace dct::cuda {
+namespace {
+
+// At most 80 registers per thread in the first kernel, and 64 in the second.
+constexpr int kStageMinBlocks = 3, kPlaceMinBlocks = 4;
+// A slot holds one and a half times a block's share of the capacity, and a few words more.
+constexpr int64_t kMoreInSlot = 32;
+
+struct Slots {
+  uint16_t* words;  // [blocks, capacity]
+  uint32_t capacity;
+};
+
+struct Compared {
+  Eight now, before;
+  uint32_t changed, full;  // bit masks
+
+  // The numbers of entries (in the low 16 bits) and of full values.
+  __device__ uint32_t counts() const { return __popc(changed) | __popc(full) << 16; }
+};
+
+template <typename Half, typename Weight>
+__device__ void load(const DiffPackArgs& args, int64_t index, bool aligned, Compared& x) {
+  load_eight<Half>(static_cast<const Weight*>(args.weights), index, args.numel, aligned, x.now);
+  load_eight<Half>(args.snapshot, index, args.numel, aligned, x.before);
+}
+
+__device__ void compare(Compared& x) {
+  x.changed = x.full = 0;
+#pragma unroll
+  for (int e = 0; e < kEight; ++e) {
+    const uint32_t now = x.now.entry(e), before = x.before.entry(e);
+    x.changed |= uint32_t{now != before} << e;
+    x.full |= uint32_t{step_code(now, before) == kFullValue} << e;
+  }
+}
+
+// Writes the words of a lane. `preceding` are the counts of the preceding lanes of the block,
+// `entries` is the number of entries of the block. Words from `limit` on are not written.
+__device__ void put(const Compared& x, uint32_t position, uint32_t preceding, uint32_t entries,
+                    uint16_t* words, uint32_t limit) {
+  if (x.changed == 0) return;
+  uint32_t entry = preceding & 0xffff, value = entries + (preceding >> 16);
+#pragma unroll
+  for (int e = 0; e < kEight; ++e) {
+    if ((x.changed >> e & 1) == 0) continue;
+    const uint32_t code = step_code(x.now.entry(e), x.before.entry(e));
+    if (entry < limit) words[entry] = static_cast<uint16_t>((position + e) << 4 | code);
+    ++entry;
+    if (code != kFullValue) continue;
+    if (value < limit) words[value] = static_cast<uint16_t>(x.now.entry(e));
+    ++value;
+  }
+}
+
+template <typename Half, typename Weight>
+__global__ void __launch_bounds__(kThreads, kStageMinBlocks)
+    diff_pack_stage_kernel(DiffPackArgs args, Slots slots, bool aligned) {
+  __shared__ uint32_t warp_counts[kWarps];
+  __shared__ Word old_sums[kWarps], new_sums[kWarps];
+  const int64_t block = blockIdx.x, begin = block * kPatchBlock;
+  const int offset = warp_index() * kHalves * kWarpEntries + lane_index() * kEight;
+  Compared x[kHalves];
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+    load<Half, Weight>(args, begin + offset + h * kWarpEntries, aligned, x[h]);
+  }
+  uint32_t preceding[kHalves], counts = 0;
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+    compare(x[h]);
+    const uint32_t inclusive = warp_inclusive_sum(x[h].counts());
+    preceding[h] = counts + inclusive - x[h].counts();
+    counts += __shfl_sync(kFullWarp, inclusive, kWarpSize - 1);
+  }
+  if (lane_index() == 0) warp_counts[warp_index()] = counts;
+  __syncthreads();
+  uint32_t all = 0, lower = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w == warp_index()) lower = all;
+    all += warp_counts[w];
+  }
+  const uint32_t entries = all & 0xffff, words = entries + (all >> 16);
+  if (thread_index() == 0) {
+    block_numbers(args.patch)[block] = {static_cast<uint16_t>(entries),
+                                        static_cast<uint16_t>(words)};
+  }
+  if (words <= slots.capacity) {
+    uint16_t* slot = slots.words + block * slots.capacity;
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      put(x[h], offset + h * kWarpEntries, lower + preceding[h], entries, slot, words);
+    }
+  }
+  if (args.checksums == nullptr) return;
+  Word old_hashes = 0, new_hashes = 0;
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+    const int position = offset + h * kWarpEntries;
+    const int64_t inside = args.numel - begin - position;
+    old_hashes += hash_eight(x[h].before, position, inside);
+    new_hashes += hash_eight(x[h].now, position, inside);
+  }
+  add_hashes(old_hashes, block, args.checksums, old_sums);
+  add_hashes(new_hashes, block, args.checksums + 1, new_sums);
+}
+
+// Compares a block again. By one warp.
+template <typename Half, typename Weight>
+__device__ void pack_block(const DiffPackArgs& args, int64_t begin, bool aligned, uint32_t entries,
+                           uint16_t* words, uint32_t limit) {
+  uint32_t counts = 0;
+  for (int first = 0; first < kPatchBlock; first += kWarpEntries) {
+    const int position = first + lane_index() * kEight;
+    Compared x;
+    load<Half, Weight>(args, begin + position, aligned, x);
+    compare(x);
+    const uint32_t inclusive = warp_inclusive_sum(x.counts());
+    put(x, position, counts + inclusive - x.counts(), entries, words, limit);
+    counts += __shfl_sync(kFullWarp, inclusive, kWarpSize - 1);
+  }
+}
+
+template <typename Half, typename Weight>
+__global__ void __launch_bounds__(kThreads, kPlaceMinBlocks)
+    diff_pack_place_kernel(DiffPackArgs args, PatchGrid grid, Slots slots, bool aligned) {
+  __shared__ Word warp_sums[kWarps];
+  const BlockNumbers* numbers = block_numbers(args.patch);
+  auto* const words = reinterpret_cast<uint16_t*>(args.patch + patch_words_offset(args.numel));
+  Word at = words_before(numbers, grid, warp_sums);
+  const int64_t first = grid.first_of(warp_index()), last = grid.first_of(warp_index() + 1);
+  BlockNumbers next = first < last ? numbers[first] : BlockNumbers{};
+  for (int64_t b = first; b < last; ++b) {
+    const BlockNumbers n = next;
+    if (b + 1 < last) next = numbers[b + 1];  // loaded while the words of this block are copied
+    const Word capacity = args.capacity, room = capacity - min(at, capacity);
+    const auto limit = static_cast<uint32_t>(min(room, Word{n.words}));
+    if (n.words > slots.capacity) {
+      pack_block<Half, Weight>(args, b * kPatchBlock, aligned, n.entries, words + at, limit);
+    } else {
+      const uint16_t* slot = slots.words + b * slots.capacity;
+#pragma unroll 4
+      for (uint32_t i = lane_index(); i < limit; i += kWarpSize) words[at + i] = slot[i];
+    }
+    at += n.words;
+  }
+  // The end of the last warp is the end of the patch.
+  if (blockIdx.x + 1 == gridDim.x && warp_index() == kWarps - 1 && lane_index() == 0) {
+    *reinterpret_cast<PayloadHeader*>(args.patch) =
+        patch_header(args.numel, args.capacity, args.dtype, at);
+  }
+}
+
+template <typename Half, typename Weight>
+cudaError_t run(const DiffPackArgs& args, const Slots& slots, cudaStream_t stream) {
+  const bool aligned =
+      is_aligned(args.weights, kVectorBytes) && is_aligned(args.snapshot, kVectorBytes);
+  const PatchGrid grid(args.numel);
+  if (grid.blocks > 0) {
+    const cudaError_t staged = launch(diff_pack_stage_kernel<Half, Weight>, grid.blocks, kThreads,
+                                      0, stream, args, slots, aligned);
+    if (staged != cudaSuccess) return staged;
+  }
+  return launch(diff_pack_place_kernel<Half, Weight>, grid.thread_blocks, kThreads, 0, stream, args,
+                grid, slots, aligned);
+}
+
+uint32_t slot_capacity(const DiffPackArgs& args) {
+  const int64_t blocks = patch_blocks(args.numel);
+  const int64_t share = blocks > 0 ? ceil_div(args.capacity, blocks) : 0;
+  return static_cast<uint32_t>(min(share + share / 2 + kMoreInSlot, kMostBlockWords) / 8 * 8);
+}
+
+}  // namespace
+
+int64_t diff_pack_scratch_bytes(const DiffPackArgs& args) {
+  return patch_blocks(args.numel) * slot_capacity(args) * int64_t{sizeof(uint16_t)};
+}
+
+cudaError_t diff_pack(const DiffPackArgs& args, void* scratch, cudaStream_t stream) {
+  const Slots slots = {static_cast<uint16_t*>(scratch), slot_capacity(args)};
+  if (args.checksums != nullptr) {
+    const cudaError_t cleared =
+        cudaMemsetAsync(args.checksums, 0, 2 * sizeof(*args.checksums), stream);
+    if (cleared != cudaSuccess) return cleared;
+  }
+  if (args.weights_dtype != DType::kFloat32) {
+    return run<BFloat16, uint16_t>(args, slots, stream);  // compares bits of any dtype
+  }
+  return args.dtype == DType::kBFloat16 ? run<BFloat16, float>(args, slots, stream)
+                                        : run<Float16, float>(args, slots, stream);
+}
+
+}  // namespace dct::cuda
