@@ -226,13 +226,11 @@ def _read(op: str, path: Path) -> WeightPatch:
         raise FileNotFoundError(f"dct::{op}: folder must have the file {path.name}, got {path}")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            data = [
-                file.get_tensor(str(index)).view(torch.uint8).clone()
-                for index in range(len(file.keys()))
-            ]
+            found = [file.get_tensor(str(index)) for index in range(len(file.keys()))]
             header = file.metadata()[KEY]
     except (safetensors.SafetensorError, TypeError, KeyError) as error:
         fail_damaged(op, str(path), error)
+    data = [tensor.view(torch.uint8).clone() for tensor in found]
     return from_header(op, str(path), header, data)
 
 

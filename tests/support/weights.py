@@ -37,8 +37,9 @@ def step(weights, share, seed):
 
 
 def bits(tensors):
-    """{name: the raw numbers}, to compare NaN and -0.0."""
-    return {n: t.detach().contiguous().view(NUMBER[t.itemsize]).numpy() for n, t in tensors.items()}
+    """{name: a copy of the raw numbers}, to compare NaN and -0.0."""
+    copies = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+    return {name: copy.view(NUMBER[copy.itemsize]).numpy() for name, copy in copies.items()}
 
 
 def published(weights):
