@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,11 @@ class Step(NamedTuple):
     base: str | None
     version: int
     files: list[str]
+
+
+def folder_path(op: str, folder: str | PathLike[str]) -> Path:
+    checks.require_type(op, "folder", folder, (str, PathLike), "a path")
+    return Path(folder)
 
 
 def read_index(folder: Path) -> list[Version]:

@@ -5,7 +5,7 @@ import io
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -40,7 +40,7 @@ class WeightPatch:
     id: str
     base: str | None
     version: int
-    parts: Sequence[Part]
+    parts: Sequence[Part] = field(repr=False)
     group: dist.ProcessGroup | None = None
 
     @property
@@ -102,11 +102,12 @@ class WeightPatch:
             OSError: writing failed, for example because the disk is full.
             RuntimeError: another rank raised an error.
         """
-        op, path = "WeightPatch.save", Path(folder)
         rank, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
         kind = "full" if self.is_full else "patch"
         files = [folders.file_name(self.version, self.id, kind, r) for r in range(ranks)]
+        op = "WeightPatch.save"
         with self._together(op):
+            path = folders.folder_path(op, folder)
             if keep is not None:
                 checks.require_int(op, "keep", keep, 0, 2**31)
             path.mkdir(parents=True, exist_ok=True)
@@ -133,7 +134,10 @@ class WeightPatch:
             FileNotFoundError: the folder has no full copy, or lacks a file.
             ValueError: a file is damaged.
         """
-        op, path = "WeightPatch.load", Path(folder)
+        op = "WeightPatch.load"
+        path = folders.folder_path(op, folder)
+        if after is not None:
+            checks.require_type(op, "after", after, str, "the id of a version, or None")
         while True:
             versions = folders.read_index(path)
             if not versions:

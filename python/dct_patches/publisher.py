@@ -3,7 +3,6 @@
 import uuid
 from collections.abc import Callable, Iterator
 from os import PathLike
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from dct_kernels.patch_layout import MOST_WORDS, words_offset
 from dct_parallel.groups import gather_values, require_same, sharing_errors, timeout_of
 
 from . import engines
-from .folder import remove_unlisted_files
+from .folder import folder_path, remove_unlisted_files
 from .part import SIXTEEN_BITS, Part, checksum, checksums, to_host
 from .patch import WeightPatch
 from .shards import NamedTensors, Shard, cast, group_of, local_shards, named
@@ -121,7 +120,7 @@ class WeightPublisher:
             made._sums = made._checksums()
             made.id, made.version = str(subscriber.id), int(subscriber.version or 0)
             if made._is_first_rank():
-                remove_unlisted_files(Path(folder))
+                remove_unlisted_files(folder_path(op, folder))
         made._new_id(op)  # compares the ids of all ranks
         return made
 
@@ -235,7 +234,9 @@ class WeightPublisher:
         self._require_pending(op, patch)
         if self._group is not None:
             checks.fail(op, "patch", "of whole tensors", "a patch of shards")
-        engines.save_delta(op, self._changes(patch), patch.version, Path(folder), encoding)
+        engines.save_delta(
+            op, self._changes(patch), patch.version, folder_path(op, folder), encoding
+        )
 
     def _draft(self, name: str, new: Tensor) -> tuple[Tensor, Tensor]:
         """(the payload, int64 [10]: its header and the checksums of the snapshot and of `new`)."""

@@ -32,7 +32,9 @@ class Shard(NamedTuple):
 def named(op: str, named_tensors: NamedTensors) -> dict[str, Tensor]:
     """The tensors by name. Raises an error for wrong types and repeated names."""
     pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    checks.require_type(op, "named_tensors", pairs, Iterable, "a dict, or (name, tensor) pairs")
+    if isinstance(pairs, Tensor) or not isinstance(pairs, Iterable):
+        got = checks.shown(pairs)
+        checks.fail(op, "named_tensors", "a dict, or (name, tensor) pairs", got, TypeError)
     found: dict[str, Tensor] = {}
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):

@@ -160,7 +160,7 @@ WRONG = {
     "twice": (lambda p, _: replace(p, parts=[*p.parts, p.parts[0]]), "each of the 9100"),
     "numel in the payload": (lambda p, _: _part(p, WEIGHT, lambda q: _flip(q, 8)), WEIGHT),
     "count in the payload": (lambda p, _: _part(p, WEIGHT, lambda q: _flip(q, 20)), WEIGHT),
-    "values": (lambda p, _: _part(p, "double", lambda q: _flip(q, 70)), "double"),
+    "values": (lambda p, _: _part(p, "double", lambda q: _flip(q, 30)), "double"),
 }
 
 

@@ -15,7 +15,7 @@ def initial(seed=0):
         "half": torch.randn(3, 1500, generator=generator).half(),
         "position": torch.arange(7),
         "mask": torch.tensor([True, False, True]),
-        "double": torch.randn(9, generator=generator).double(),
+        "double": torch.randn(4, generator=generator).double(),
         "scale": torch.tensor(0.5),
         "empty": torch.empty(0, 4),
     }
@@ -33,7 +33,8 @@ def step(weights, share, seed):
             chosen = torch.rand(tensor.shape, generator=generator) < share
             factor = torch.where(torch.rand(tensor.shape, generator=generator) < 0.8, 1.008, -3.0)
             tensor[chosen] = (tensor * factor).to(tensor.dtype)[chosen]
-    weights["position"] += 1
+    if "position" in weights:
+        weights["position"] += 1
 
 
 def bits(tensors):
