@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from conftest import BACKENDS
 
 from conformance import samples
-from conftest import BACKENDS
 from dct_kernels import patch_bytes, payload_layout, quantized_payload_bytes
 from dct_kernels.layout import QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS

@@ -10,9 +10,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from oracle import floats, patch, payload, quantized_payload, thresholds
-
 from conftest import BACKENDS
+from oracle import floats, patch, payload, quantized_payload, thresholds
 
 NUMEL = 2**31 + 2**22 + 16385
 PLANTED = (0, 16384, 2**30, 2**31 - 1, 2**31, 2**31 + 1, NUMEL - 2, NUMEL - 1)

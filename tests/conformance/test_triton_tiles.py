@@ -5,10 +5,10 @@ import importlib
 
 import pytest
 import torch
+from conftest import BACKENDS
 from oracle.payload import Geometry
 
 from conformance import calls, samples
-from conftest import BACKENDS
 
 pytestmark = pytest.mark.skipif("triton" not in BACKENDS, reason="no Triton, or another backend")
 
