@@ -18,13 +18,14 @@ SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -na
 CUDA_ARCHS  ?= 9.0
 WHEEL_ARCHS ?= 8.0 9.0 10.0 12.0+PTX
 
-.PHONY: help train test lint docs native arm sanitize reliability abi recipes torchrec wheel aot cuda triton check-all clean
+.PHONY: help train test programs lint docs native arm sanitize reliability abi recipes torchrec wheel aot cuda triton check-all clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train      train a DLRM on 2 local ranks, dense and with DCT, and print a table (3 to 8 minutes);"
 	@echo "                OPTIONS='--optimizer adamw --format int4' trains it with AdamW and int4"
-	@echo "make test       run the Python and native tests"
+	@echo "make test       run the Python and native tests of the library"
+	@echo "make programs   run the tests of examples and bench"
 	@echo "make lint       run ruff, mypy, codespell, clang-format and clang-tidy"
 	@echo "make docs       build the site in build/site; a broken link, name or command is an error"
 	@echo "make abi        build with $(TORCH), and test the binary with $(OTHER_TORCH)"
@@ -65,7 +66,13 @@ PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
 # `make aot` (Triton) and `make cuda` compile the GPU kernels; `make cuda` also executes their PTX.
 test: $(VENV)/built native
-	$(BIN)/python -m pytest $(PARALLEL) -k "not ptx-cuda" --ignore tests/aot --ignore tests/static
+	$(BIN)/python -m pytest $(PARALLEL) -k "not ptx-cuda" --ignore tests/aot --ignore tests/static \
+	  $(PROGRAMS:%=--ignore %)
+
+# The examples, and the programs and experiments of bench. Many of them train on several ranks.
+PROGRAMS := tests/bench tests/dlrm tests/test_examples.py
+programs: $(VENV)/built
+	$(BIN)/python -m pytest $(PARALLEL) $(PROGRAMS)
 
 NATIVE   ?= build/native
 SANITIZE ?=
@@ -196,7 +203,7 @@ triton: $(VENV)/built
 	done
 	$(BIN)/python -m pytest tests/aot -m large
 
-check-all: test lint docs abi recipes torchrec sanitize triton
+check-all: test programs lint docs abi recipes torchrec sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
 	for seed in 0 2 3; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-cuda --ptx-cases 0 --ptx-seed $$seed || exit 1; done
 	for seed in 0 2; do TRITON_INTERPRET=0 $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-triton --triton-cases 8 --ptx-seed $$seed || exit 1; done

@@ -44,15 +44,20 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-def require(requirement: str, advice: str) -> None:
-    """Check an installed package. Without build isolation, pip does not check it."""
-    package, _, oldest = requirement.partition(">=")
-    try:
-        found = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        stop(f"the build needs {requirement}, found none: {advice}")
-    if numbers(found) < numbers(oldest):
-        stop(f"the build needs {requirement}, found {found}: {advice}")
+def require(advice: dict[str, str]) -> None:
+    """Check {requirement: what to do}. Without build isolation, pip does not check packages."""
+    wrong = {}
+    for requirement, action in advice.items():
+        package, _, oldest = requirement.partition(">=")
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found = "none"
+        if found == "none" or numbers(found) < numbers(oldest):
+            wrong[f"{requirement}, found {found}"] = action
+    if wrong:
+        actions = "; ".join(dict.fromkeys(wrong.values()))
+        stop(f"the build needs {' and '.join(wrong)}: {actions}")
 
 
 def check_compiler() -> None:
@@ -101,7 +106,6 @@ def sources_of(library: str) -> list[str]:
 
 
 def extensions() -> dict:
-    require(TORCH, f"pip install '{TORCH}', and then pip install --no-build-isolation .")
     check_compiler()
     import torch
 
@@ -149,11 +153,14 @@ def link_packages() -> None:
 
 def main() -> None:
     tools = 'pip install "setuptools>=64,<82" wheel'  # torch 2.11 refuses setuptools 82
-    require("setuptools>=64", tools)
+    needed, builds = {"setuptools>=64": tools}, flag("DCT_BUILD") is not False
     if numbers(setuptools.__version__) < (70, 1):  # later versions do not need it
-        require("wheel", tools)
+        needed["wheel"] = tools
+    if builds:
+        needed[TORCH] = f"pip install '{TORCH}', and then pip install --no-build-isolation ."
+    require(needed)
     link_packages()
-    built = {} if flag("DCT_BUILD") is False else extensions()
+    built = extensions() if builds else {}
     # Not in pyproject.toml, because the form that setuptools < 77 needs makes later versions warn.
     setuptools.setup(license="BSD-3-Clause", **built)
 

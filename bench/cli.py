@@ -1,12 +1,15 @@
 """Argument types, the results folder and the exit status, for the programs of bench."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
+from dct_kernels import backend_of
+from dct_kernels.testing import available
 from dlrm.errors import UsageError
 from dlrm.options import Formatter, count, number, positive
 from dlrm.options import fraction as density
@@ -37,6 +40,20 @@ def several(item: Callable, known: Collection[str] = ()) -> Callable:
         return values
 
     return parse
+
+
+def announce_backend(device: str) -> None:
+    """Print the backend of the ops on this device, in the header of a program.
+
+    Raises:
+        UsageError: it is the eager backend, and DCT_BACKEND does not select this backend.
+    """
+    backend = backend_of(device)
+    if backend == "eager" and os.environ.get("DCT_BACKEND") != "eager":
+        reason = available()["cuda" if device == "cuda" else "cpp"]
+        rule = f"the backend on {device} must be compiled (or set DCT_BACKEND=eager)"
+        raise UsageError(f"{rule}, got eager: {reason}")
+    print(f"Backend on {device}: {backend}", flush=True)
 
 
 def make_folder(folder: Path) -> None:

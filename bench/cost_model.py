@@ -48,8 +48,8 @@ GLOO = Link(1.5e-3, per_byte=5e-10, gathered=0.7)
 CPU = Kernels(1.108e10, 9.773e9, 6.928e9, 1.094e10, 6.436e9)
 H200 = Kernels(4.280e12, 3.534e12, 3.754e12, 3.953e12, 4.020e12)
 SOURCES = {
-    "cpu": "gloo and kernels measured on 2 busy cores of an AMD EPYC",
-    "gpu": "kernels measured on an NVIDIA H200, latency of NCCL assumed",
+    "cpu": "gloo and the cpp backend, measured on 2 busy cores of an AMD EPYC",
+    "gpu": "the cuda backend, measured on an NVIDIA H200; the latency of NCCL is assumed",
 }
 
 

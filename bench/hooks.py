@@ -1,20 +1,25 @@
-"""Measures the host time of communication hooks per DDP bucket."""
+"""Measures the host time of communication hooks per DDP bucket, and of `compress_fully_shard`."""
 
 import argparse
+import contextlib
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.cli import Parser, count, exit_status
+from bench.cli import Parser, announce_backend, count, exit_status
 from bench.tables import table
 from dct_parallel import DCTState, dct_hook
+from dct_parallel.fsdp2 import collectives
+from dct_parallel.fsdp2.units import units_of
 
 DESCRIPTION = """\
 Measure the host time that a communication hook adds to a step of DDP, per bucket.
@@ -22,6 +27,11 @@ Measure the host time that a communication hook adds to a step of DDP, per bucke
 The program uses one rank, gloo and one thread. The model has one bucket of 992 elements per layer,
 so almost all of the time that a hook adds is host time. Hooks run in turns. A reported time is the
 median step time minus the median step time of DDP without a hook, divided by the number of buckets.
+
+The program also measures the time of compress_fully_shard per module and step: two gathers of
+weights and one reduce-scatter of gradients. One rank packs and unpacks the messages of several
+ranks, and sends nothing. The module has seven matrices and two vectors, 512 elements per rank. The
+time is CPU time of one thread.
 """
 HOOKS = {
     "none": None,
@@ -65,13 +75,45 @@ def added(buckets: int, steps: int) -> dict[str, float]:
     return {name: medians[name] - medians["none"] for name in HOOKS if name != "none"}
 
 
+@contextlib.contextmanager
+def faked_collectives(module: torch.nn.Module, ranks: int) -> Iterator[tuple]:
+    """Int8 collectives of a module on one rank, which process the messages of `ranks` ranks."""
+    with (
+        patch.object(dist, "get_process_group_ranks", lambda group: range(ranks)),
+        patch.object(collectives, "all_gather", lambda *_: None),
+        patch.object(dist, "all_to_all_single", lambda *_, **__: None),
+        torch.no_grad(),
+    ):
+        (unit,) = units_of("bench.hooks", module)
+        options = unit, None, "int8", lambda nbytes: None
+        yield collectives.WeightGather(*options), collectives.GradientReduceScatter(*options)
+
+
+def per_module(ranks: int, steps: int) -> str:
+    """Return the microseconds of `compress_fully_shard` per module and step, on `ranks` ranks."""
+    matrices = [torch.nn.Linear(8, 8, bias=False) for _ in range(7)]
+    module = fully_shard(torch.nn.Sequential(*matrices, torch.nn.LayerNorm(32)))
+    part, whole, times = torch.zeros(512), torch.zeros(ranks * 512), []
+    with faked_collectives(module, ranks) as (gather, reduce):
+        for _ in range(WARM_UP + steps):
+            start = time.thread_time()
+            for _ in range(2):
+                gather(whole, part, None)
+            reduce(part, whole, None, dist.ReduceOp.AVG)
+            times.append((time.thread_time() - start) * 1e6)
+    return f"{statistics.median(times[WARM_UP:]):.0f}"
+
+
 def run(options: argparse.Namespace) -> None:
+    announce_backend("cpu")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     result = added(options.buckets, options.steps)
+    sharded = [[str(ranks), per_module(ranks, options.steps)] for ranks in (2, 8, 64)]
     dist.destroy_process_group()
-    print(table(["hook", "us per bucket"], [[name, f"{us:.0f}"] for name, us in result.items()]))
+    hooks = table(["hook", "us per bucket"], [[name, f"{us:.0f}"] for name, us in result.items()])
+    print(hooks, table(["ranks of FSDP2", "us per module and step"], sharded), sep="\n\n")
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from bench import files, provenance
 from bench.cli import (
     Parser,
     UsageError,
+    announce_backend,
     count,
     density,
     exit_status,
@@ -161,6 +162,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--loopback has no rate limit: --rates must be {UNLIMITED}")
     if len({mode in SHARDED for mode in options.modes}) > 1:
         raise UsageError("--modes must train one model: all modes must be fsdp-..., or none")
+    announce_backend("cpu")
     make_folder(options.out)
     print(report.announce(options), flush=True)
     plain = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}

@@ -12,6 +12,7 @@ from bench.cost_model import CPU, H200, METHODS, SOURCES, Link, Model, Step, lin
 from bench.rates import describe_rate, parse_rate
 from bench.tables import table, times
 
+UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
 FASTER = 1.05  # methods whose times differ by a smaller factor count as equally fast
 # By default, the exchange of all DDP buckets except the last overlaps with the backward pass. The
 # backward pass is assumed to take this fraction of the compute.
@@ -37,15 +38,24 @@ examples:
 """
 
 
+def elements(text: str) -> int:
+    """Parse a number such as "50000000", "5e7", "50M" or "7B"."""
+    unit = UNITS.get(text[-1:].upper(), 1)
+    value = unit * float(text[:-1] if unit > 1 else text)
+    if not value.is_integer():
+        raise ValueError
+    return int(value)
+
+
 def parser() -> Parser:
     """Make a parser that, on an error, prints the argument, rule and value, and exits with 2."""
     parser = Parser(prog="python -m bench.scale", description=DESCRIPTION, epilog=EPILOG)
     add = parser.add_argument
     add(
         "--parameters",
-        type=number(int, lambda n: 1 <= n <= 2**40, "an integer in [1, 2^40]"),
+        type=number(elements, lambda n: 1 <= n <= 2**40, "an integer in [1, 2^40], such as 50M"),
         default=25_000_000,
-        help="number of parameters of the model",
+        help="number of parameters of the model, such as 50000000, 5e7 or 50M",
     )
     add(
         "--compute-ms",

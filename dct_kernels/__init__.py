@@ -5,7 +5,7 @@ checks with clear error messages.
 
 Common to all ops
 -----------------
-- Tensors must be contiguous and on one device. Arguments must not overlap in memory.
+- Tensors must be contiguous and on one device. An op must not write to memory of other arguments.
 - All backends return bitwise equal results in every run, with any number of threads.
 - Ops run on the current stream, without host synchronization or data-dependent shapes. So they work
   in CUDA graphs and in torch.compile(fullgraph=True). The eager backend is an exception: it may
@@ -16,6 +16,8 @@ Common to all ops
 - Meta and fake tensors are supported.
 - Empty tensors and tensors of more than 2**31 elements work. Subnormals are kept. The results for
   NaN and Inf are defined.
+- Weight patches hold the entries of 16-bit weights whose bits changed. `patch_bytes` returns the
+  size of a patch, and `patch_info` reads its header.
 - A tensor may be split into R equal ranges of whole blocks of 16,384 elements. The last ranges may
   be short or empty. Each range has one threshold and one payload. `dct_kernels.layout.range_bounds`
   computes the offsets.
@@ -23,7 +25,7 @@ Common to all ops
   scale of a GradScaler without `.item()`.
 - No access is out of bounds, even if payloads or positions are invalid.
 - A wrong type or dtype raises TypeError, and a wrong value raises ValueError. The message is
-  `dct::<op>: <argument> must be <rule>, got <value>`. Nothing is written before the checks pass.
+  `dct::<op>: <argument> must <rule>, got <value>`. Nothing is written before the checks pass.
 
 docs/reference/ops.md has the details.
 """

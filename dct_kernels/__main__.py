@@ -13,7 +13,9 @@ def main() -> None:
     print(f"dct_kernels {__version__}")
     print(f"python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, GPU {gpu}")
     print(f"Triton {_triton_version()}")
-    print(f"DCT_BACKEND: {_load.REQUESTED or 'not set'}")
+    print(f"DCT_BACKEND: {'not set' if _load.VARIABLE is None else repr(_load.VARIABLE)}")
+    if error := _load.why_no_import():
+        print(f"import dct_kernels fails: {error}")
     built = _load.built_with()
     for name, reason in _load.available().items():
         yes = f"yes, built with torch {built[name]}" if name in built else "yes"

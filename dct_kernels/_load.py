@@ -3,12 +3,14 @@
 `DCT_BACKEND=eager|cpp|cuda|triton` selects one backend, and the import fails if that backend is not
 available. Otherwise the dispatcher uses compiled kernels on the devices that they were built for.
 Without CUDA kernels, CUDA tensors use Triton if it is installed. Other devices use eager PyTorch.
+`python -m dct_kernels` imports the package with any value, and prints why other imports fail.
 """
 
 import importlib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +22,8 @@ from . import _torch, checks, reference
 from ._ops import OPS, checked, library, schemas_digest
 
 BACKENDS = ("eager", "cpp", "cuda", "triton")
-REQUESTED = os.environ.get("DCT_BACKEND")
+VARIABLE = os.environ.get("DCT_BACKEND")
+REQUESTED = VARIABLE if VARIABLE in BACKENDS else None
 
 _COMPILED = {"CPU": "cpp", "CUDA": "cuda"}  # dispatch key -> backend
 _PACKAGE = Path(__file__).parent
@@ -61,8 +64,6 @@ def backend_of(device: torch.device | str) -> str:
 
 def setup() -> None:
     """Load or register the kernels of the selected backends. Called once, on import."""
-    if REQUESTED not in (None, *BACKENDS):
-        raise ImportError(f"DCT_BACKEND must be one of {', '.join(BACKENDS)}, got {REQUESTED!r}")
     for backend, file in _FILES.items():
         if reason := _why_not_loaded(backend, file):
             _missing[backend] = reason
@@ -70,8 +71,20 @@ def setup() -> None:
     if REQUESTED in (None, "eager"):
         for name in OPS:
             library.impl(name, checked(getattr(reference, name), name), "CompositeExplicitAutograd")
+    # Before Python runs a package's __main__, sys.argv[0] is "-m".
+    named = any(argument.endswith("dct_kernels") for argument in sys.orig_argv)
+    is_command = named and sys.argv[:1] == ["-m"]
+    if not is_command and (error := why_no_import()):
+        raise ImportError(error)
+
+
+def why_no_import() -> str:
+    """Why the value of DCT_BACKEND makes the import fail, or ""."""
+    if VARIABLE not in (None, *BACKENDS):
+        return f"DCT_BACKEND must be one of {', '.join(BACKENDS)}, got {VARIABLE!r}"
     if REQUESTED and (reason := available()[REQUESTED]):
-        raise ImportError(f"DCT_BACKEND={REQUESTED}, but that backend is not available: {reason}")
+        return f"DCT_BACKEND={REQUESTED}, but that backend is not available: {reason}"
+    return ""
 
 
 def _why_not_loaded(backend: str, file: Path | None) -> str:

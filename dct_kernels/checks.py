@@ -1,4 +1,4 @@
-"""Argument checks of the ops. The message is `dct::<op>: <arg> must be <rule>, got <value>`.
+"""Argument checks of the ops. The message is `dct::<op>: <arg> must <rule>, got <value>`.
 
 The public functions, the Python backends and packages that use the ops share these checks.
 torch.compile traces the metadata checks. `memory` is not traced, because it needs addresses.

@@ -82,6 +82,13 @@ def range_blocks(numel: int, ranges: int) -> int:
     return (blocks + ranges - 1) // ranges
 
 
+def range_length(tensor: torch.Tensor, ranges: int) -> int:
+    """The elements of a full range of a dense payload: whole blocks, or a row of a 2-D tensor."""
+    if tensor.dim() == 2 and ranges > 1:
+        return tensor.shape[1]
+    return range_blocks(tensor.numel(), ranges) * BLOCK
+
+
 def range_bounds(numel: int, ranges: int, index: int) -> tuple[int, int]:
     """The first element of range `index`, and the element after its last one."""
     length = range_blocks(numel, ranges) * BLOCK

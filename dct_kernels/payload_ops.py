@@ -13,8 +13,8 @@ from ._ops import define
 from .checks import FLOAT32, FLOATS, INT32, UINT8
 
 
-def _statuses(payloads: Tensor, *_: object) -> Tensor:
-    return payloads.new_empty(payloads.shape[0], dtype=torch.int32)
+def _statuses(payloads: Tensor, out: Tensor, *_: object) -> Tensor:
+    return payloads.new_empty(payloads.shape[:1] + out.shape[:-1], dtype=torch.int32)
 
 
 @define(
@@ -177,7 +177,7 @@ def scatter_unpack(
     tensor([1], dtype=torch.int32)
     """
     op = "scatter_unpack"
-    _require_sum(op, payloads, out, scale, out_scale)
+    _require_sum(op, payloads, out, scale, out_scale, 1)
     _require_entries(op, "payloads", payloads, 3, out.numel(), capacity, value_dtype)
 
 
@@ -208,8 +208,9 @@ def quantize_pack(
     or becomes 0 if the old value is not finite. A NaN or Inf also sets the non-finite flag.
 
     Args:
-        residual: float32 [numel], read and written, or None for no error feedback.
-        grad: float32, bfloat16 or float16 [numel].
+        residual: float32, with the shape of `grad`, read and written, or None for no error
+            feedback.
+        grad: float32, bfloat16 or float16, [numel], or [R, n] for R ranges of n elements each.
         payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from
             `quantized_payload_bytes` or a larger multiple of 16. Bytes after the last row are not
             written.
@@ -229,14 +230,17 @@ def quantize_pack(
     """
     op, like = "quantize_pack", ("payload", payload)
     checks.require_tensor(op, "payload", payload, UINT8, (1, 2))
-    checks.require_tensor(op, "grad", grad, FLOATS, like=like)
+    dims: tuple[int, ...] = (1, 2)
     written = {"payload": payload}
     if residual is not None:
-        checks.require_tensor(op, "residual", residual, FLOAT32, like=like)
-        checks.require_numel(op, "grad", grad, residual.numel(), "like residual")
-        written = {"residual": residual, "payload": payload}
+        checks.require_tensor(op, "residual", residual, FLOAT32, dims, like)
+        dims, written = (residual.dim(),), {"residual": residual, "payload": payload}
+    checks.require_tensor(op, "grad", grad, FLOATS, dims, like)
+    if residual is not None and grad.shape != residual.shape:
+        rule = f"shape {list(residual.shape)} like residual"
+        checks.fail(op, "grad", rule, list(grad.shape), verb="have")
     checks.require_scale(op, "inv_scale", inv_scale, like)
-    _require_rows(op, "payload", payload, 2, grad.numel(), format)
+    _require_rows(op, "payload", payload, 2, ("grad", grad), format)
     checks.memory(op, written, {"grad": grad, "inv_scale": inv_scale}, ("payload",))
 
 
@@ -257,13 +261,13 @@ def dequantize_sum(
 
     Args:
         payloads: uint8 [P, nbytes] or [P, R, nbytes], 16-byte aligned.
-        out: float32, bfloat16 or float16 [numel], written.
+        out: float32, bfloat16 or float16, written; [numel], or [R, n] for R ranges of n elements.
         format: as given to `quantize_pack`.
         scale: 1 / P for a mean. Rounded to float32 once.
         out_scale: float32, one element, or None.
 
     Returns:
-        status int32 [P]: 0, or 1 if a header is invalid.
+        status int32 [P], or [P, R] if `out` is two-dimensional: 0, or 1 if a header is invalid.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -275,16 +279,16 @@ def dequantize_sum(
     tensor([1], dtype=torch.int32)
     """
     op = "dequantize_sum"
-    _require_sum(op, payloads, out, scale, out_scale)
-    _require_rows(op, "payloads", payloads, 3, out.numel(), format)
+    _require_sum(op, payloads, out, scale, out_scale, 2)
+    _require_rows(op, "payloads", payloads, 3, ("out", out), format)
 
 
 def _require_sum(
-    op: str, payloads: Tensor, out: Tensor, scale: float, out_scale: Tensor | None
+    op: str, payloads: Tensor, out: Tensor, scale: float, out_scale: Tensor | None, dims: int
 ) -> None:
     like = ("out", out)
     checks.require_number(op, "scale", scale)
-    checks.require_tensor(op, "out", out, FLOATS)
+    checks.require_tensor(op, "out", out, FLOATS, tuple(range(1, dims + 1)))
     checks.require_tensor(op, "payloads", payloads, UINT8, (2, 3), like)
     checks.require_scale(op, "out_scale", out_scale, like)
     read = {"payloads": payloads, "out_scale": out_scale}
@@ -313,11 +317,18 @@ def _require_entries(
     return ranges
 
 
-def _require_rows(op: str, arg: str, payload: Tensor, dims: int, numel: int, format: str) -> None:
-    """Check a dense payload, which may be larger than necessary."""
+def _require_rows(
+    op: str, arg: str, payload: Tensor, dims: int, elements: tuple[str, Tensor], format: str
+) -> None:
+    """Check a dense payload, which may be larger than necessary. `elements`: (name, tensor)."""
     ranges = _require_ranges(op, arg, payload, dims)
     checks.require_choice(op, "format", format, tuple(layout.QUANTIZED_CODES))
-    nbytes = layout.quantized_payload_bytes(numel, format, ranges)
+    name, tensor = elements
+    if tensor.dim() == 2 and tensor.shape[0] != ranges:
+        rule = f"{tensor.shape[0]} ranges like {name}"
+        checks.fail(op, arg, rule, ranges, verb="have")
+    numel, parts = (tensor.shape[1], 1) if tensor.dim() == 2 else (tensor.numel(), ranges)
+    nbytes = layout.quantized_payload_bytes(numel, format, parts)
     if payload.shape[-1] < nbytes or payload.shape[-1] % 16:
         rule = f"{nbytes} bytes per range for {numel} elements, or a multiple of 16 above"
         checks.fail(op, arg, rule, payload.shape[-1], verb="have")

@@ -4,8 +4,8 @@
 
 At step 5, the batch of rank 1 contains an infinity, so both ranks get non-finite gradients. Both
 ranks skip the step and halve the scale, and the entries that were sent in that step return to the
-residuals. Each rank prints the skipped step and the sum of its weights. All ranks print exactly the
-same sum.
+residuals. Rank 0 prints the messages of a step. Each rank prints the skipped step and the sum of
+its weights. All ranks print exactly the same sum.
 """
 
 import gc
@@ -28,6 +28,8 @@ def train(rank):
     state = DCTState(ddp, density=0.05, grad_scaler=scaler, optimizer=optimizer)
     ddp.register_comm_hook(state, dct_hook)
 
+    if rank == 0:
+        print(state.plan())
     for step in range(10):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank))
         y = x.mean(1, keepdim=True)

@@ -23,7 +23,7 @@ from dct_parallel import DCTState, dct_hook
 def train(rank, folder, stop):
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1)))
-    state = DCTState(ddp, density=0.05)
+    state = DCTState(ddp, format="int4")
     ddp.register_comm_hook(state, dct_hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
     parts = {"model": ddp.module, "optimizer": optimizer, "dct": state}
@@ -34,7 +34,7 @@ def train(rank, folder, stop):
         for name, part in parts.items():
             part.load_state_dict(saved[name])
     if rank == 0:
-        print(f"starts at step {state.step}")
+        print(f"{state.plan()}\nstarts at step {state.step}")
 
     for step in range(state.step, stop):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank))

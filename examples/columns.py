@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dct_kernels import backend_of
 from dct_parallel import all_gather_rows
 from wire_meter import WireMeter
 
@@ -28,6 +29,8 @@ def train(rank, ranks):
     nn.init.normal_(part.weight, std=0.2, generator=torch.Generator().manual_seed(rank))
     optimizer = torch.optim.Adam([*part.parameters(), *head.parameters()], lr=2e-3)
     widths = [HIDDEN // ranks] * ranks
+    if rank == 0:
+        print(f"backend: {backend_of('cpu')}")
     with WireMeter() as meter:
         for step in range(301):
             x = torch.randn(BATCH, INPUTS, generator=torch.Generator().manual_seed(step))

@@ -34,6 +34,8 @@ def train(rank):
     groups = [{"params": mlp.parameters()}, {"params": table.parameters(), "lr": 20.0}]
     optimizer = torch.optim.SGD(groups, lr=0.2)
 
+    if rank == 0:
+        print(state.plan())
     with WireMeter() as meter:
         for step in range(301):
             generator = torch.Generator().manual_seed(step)

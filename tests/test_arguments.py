@@ -40,6 +40,9 @@ def _valid_arguments():
     adagrad = dct_embeddings.RowWiseAdagrad([weight])
     compressor, out = dct_parallel.Compressor(8, density=1), torch.ones(8)
     payloads = compressor.payload[None]
+    half = torch.zeros(8, dtype=torch.bfloat16)
+    patch = torch.zeros(dct_kernels.patch_bytes(8, 8), dtype=torch.uint8)
+    dct_kernels.diff_pack(half, half, patch, None, 8)
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     state = dct_parallel.DCTState(ddp)
     averager = dct_parallel.DCTAverager(nn.Linear(4, 4))
@@ -55,6 +58,8 @@ def _valid_arguments():
         "payload_layout": {"numel": 8, "capacity": 8, "value_dtype": torch.float32},
         "quantized_payload_bytes": {"numel": 8, "format": "int4"},
         "payload_info": {"payload": compressor.payload},
+        "patch_bytes": {"numel": 8, "capacity": 8},
+        "patch_info": {"patch": patch},
         "backend_of": {"device": "cpu"},
         "Compressor": {"numel": 8},
         compressor.pack: {"grad": out},
@@ -173,4 +178,4 @@ def test_keyword_arguments_given_by_position_are_named():
                 with pytest.raises(TypeError) as error:
                     getattr(package, name)(*positions, 2.5, "x")
                 assert str(error.value) == f"dct::{name}: {first} must be {rule}"
-    assert len(tried) == 14
+    assert len(tried) == 15

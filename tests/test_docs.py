@@ -53,7 +53,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("name", [*OPS, "payload_layout", "quantized_payload_bytes"])
+@pytest.mark.parametrize("name", [*OPS, "patch_bytes", "payload_layout", "quantized_payload_bytes"])
 def test_docstring_examples(name):
     names = {"torch": torch, **vars(dct_kernels)}  # examples of one function may use others
     (examples,) = doctest.DocTestFinder().find(names[name], name, module=False, globs=names)

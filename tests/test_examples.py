@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
+from dct_kernels import backend_of
 from support.programs import ROOT, in_forks, run
 
 EXAMPLES = ROOT / "examples"
+BACKEND = f"backend: {backend_of('cpu')}"
 STARTED_BY_TORCHRUN = [
     path for path in sorted(EXAMPLES.glob("*.py")) if "torchrun --nproc" in path.read_text()
 ]
@@ -50,6 +52,7 @@ def test_hook(run, tmp_path):
 @in_forks
 def test_amp(run, tmp_path):
     printed = run(EXAMPLES / "amp.py", tmp_path)  # lines of two ranks may be mixed
+    assert BACKEND in printed
     skipped = re.findall(r"rank (\d), step (\d): skipped, scale 1024\.0 -> 512\.0", printed)
     assert sorted(skipped) == [("0", "5"), ("1", "5")]
     weights = re.findall(r"weights (-?\d+\.\d+)", printed)
@@ -78,6 +81,7 @@ def test_hybrid(tmp_path):
 @in_forks
 def test_columns(run, tmp_path):
     printed = run(EXAMPLES / "columns.py", tmp_path)
+    assert BACKEND in printed
     losses = [float(loss) for loss in re.findall(r"loss ([^,]+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 5
     assert "16,640 bytes" in printed and "float32: 65,536 bytes" in printed
@@ -89,6 +93,7 @@ def test_columns(run, tmp_path):
 def test_fsdp2(run, tmp_path):
     given = ["--gradients", "int4", "--replicas", "2"]
     printed = run(EXAMPLES / "fsdp2.py", tmp_path, "whole", "80", *given, ranks=4)
+    assert BACKEND in printed
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 20
     # (elements, elements of vectors) in a shard of each block and of the rest.

@@ -198,6 +198,18 @@ def test_every_tensor_is_created_with_a_dtype_and_a_device():
     assert not found, "\n".join(found)
 
 
+def test_every_stream_and_event_names_its_device():
+    """The current device of a process may not be the device of its tensors."""
+    named = ("torch.cuda.current_stream", "torch.cuda.Stream", "torch.cuda.synchronize", ".record")
+    found = [
+        f"{name}:{node.lineno}"
+        for name, (_, tree) in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(named) and not node.args
+    ]
+    assert not found, found
+
+
 def test_a_wheel_contains_every_module(tmp_path):
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = ["wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path, ROOT]

@@ -23,6 +23,7 @@ from dct_embeddings import (
 from dct_parallel import (
     DCTAverager,
     DCTState,
+    compress_fully_shard,
     dct_fully_shard_hook,
     node_mesh,
 )
@@ -41,15 +42,19 @@ def _cases():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, rows = ddp(mlp()), FeatureRows(torch.zeros(10, 1))
 
-    def state(**wrong):
-        return DCTState(model, **wrong)
+    def state(ddp=model, **wrong):
+        return DCTState(ddp, **wrong)
+
+    def shards(**wrong):  # on a mesh of two dimensions
+        compress_fully_shard(fully_shard(mlp(), mesh=mesh), **wrong).close()
 
     def hook(**wrong):
         return dct_fully_shard_hook(fully_shard(mlp(), mesh=mesh["shard"]), mesh=mesh, **wrong)
 
     def sync(**wrong):
         bags = _bags(mesh)
-        return ReplicaSync(bags, optimizer=torch.optim.SGD([bags.weight], 0.1), **wrong)
+        optimizer = torch.optim.SGD([bags.weight], 0.1)
+        return ReplicaSync(**{"bags": bags, "optimizer": optimizer} | wrong)
 
     def features(**wrong):
         return FeatureRows(**{"weight": torch.zeros(10, 1)} | wrong)
@@ -58,24 +63,33 @@ def _cases():
         return DynamicFeatureRows(**{"width": 1, "capacity": 5} | wrong)
 
     def layer(**wrong):
-        return EquivalentSubstitution(rows, [LinearTerms()], **wrong)
+        return EquivalentSubstitution(**{"rows": rows, "operators": [LinearTerms()]} | wrong)
 
     def nodes(**wrong):
         return node_mesh(**{"local_size": 2, "device_type": "cpu"} | wrong)
 
     device = "device must be a torch.device or its name"
+    group = "must be a process group that this rank is in, got 5"
     ways = "transport must be None, 'all_gather' or 'reduce_scatter'"
     return [
         ("DCTState", state, {"density": 0}, "density must be in (0, 1], got 0"),
         ("DCTState", state, {"mesh": 2}, "mesh must be a DeviceMesh, got 2"),
+        ("DCTState", state, {"ddp": model.module}, "ddp must be a DistributedDataParallel"),
+        ("DCTState", state, {"process_group": 5}, f"process_group {group}"),
+        ("DCTAverager", lambda **a: DCTAverager(mlp(), **a), {"process_group": 5}, "process_group"),
+        ("compress_fully_shard", shards, {"weights": "int4"}, "weights must be 'float32', "),
         ("DCTAverager", lambda **a: DCTAverager(mlp(), **a), {"period": 0}, "period must be in"),
         ("dct_fully_shard_hook", hook, {"transport": "auto"}, f"{ways}, got 'auto'"),
         ("ShardedEmbeddingBags", lambda **a: _bags(mesh, **a), {"plan": []}, "plan must"),
+        ("ShardedEmbeddingBags", lambda **a: _bags(**{"mesh": mesh} | a), {"mesh": 5}, "mesh must"),
         ("ReplicaSync", sync, {"every": 0}, "every must be in"),
+        ("ReplicaSync", sync, {"bags": 5}, "bags must be ShardedEmbeddingBags, got 5"),
         ("FeatureRows", features, {"weight": torch.zeros(10)}, "weight must be 2-D, got 1-D"),
+        ("FeatureRows", features, {"group": 5}, f"group {group}"),
         ("DynamicFeatureRows", dynamic, {"capacity": 0}, "capacity must be in"),
         ("DynamicFeatureRows", dynamic, {"device": "x"}, f"{device}, got 'x'"),
         ("EquivalentSubstitution", layer, {"ids_group": 3}, "ids_group must be a process group"),
+        ("EquivalentSubstitution", layer, {"rows": 5}, "rows must be FeatureRows or"),
         ("node_mesh", nodes, {"local_size": 5}, "local_size must be in [1, 4], got 5"),
         (
             "node_mesh",

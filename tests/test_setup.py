@@ -58,14 +58,16 @@ def refusal(setup):
 @pytest.mark.parametrize(
     ("packages", "reason"),
     [
-        ({"setuptools": "63.4.3"}, "setuptools>=64, found 63.4.3"),
-        ({"setuptools": "70.0.0"}, "wheel, found none"),
+        ({"setuptools": "63.4.3", "wheel": "1", "torch": "3"}, "setuptools>=64, found 63.4.3"),
+        ({"setuptools": "70.0.0", "torch": "2.11"}, "wheel, found none"),
+        ({"setuptools": "70.0.0"}, "wheel, found none and torch>=2.11, found none"),
         ({"setuptools": "64", "wheel": "0.37", "torch": "2.10+cpu"}, "torch>=2.11, found 2.10+cpu"),
     ],
 )
-def test_a_missing_or_old_package_is_refused(setup, monkeypatch, packages, reason):
+def test_missing_and_old_packages_are_refused_together(setup, monkeypatch, packages, reason):
     install(setup, monkeypatch, packages)
-    advice = TORCH if reason.startswith("torch") else TOOLS
+    tools, torch = not reason.startswith("torch"), "torch" in reason
+    advice = "; ".join([TOOLS] * tools + [TORCH] * torch)
     assert refusal(setup) == f"setup.py: the build needs {reason}: {advice}"
 
 

@@ -47,7 +47,7 @@ import torch
 from torch import nn
 
 from bench import files
-from bench.cli import Parser, count, exit_status, make_folder, positive, several
+from bench.cli import Parser, announce_backend, count, exit_status, make_folder, positive, several
 from dct_embeddings import RowWiseAdagrad
 
 from . import dp_local, dp_methods, dp_python, dp_ranks, dp_shards, dp_tasks, runs
@@ -211,6 +211,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    announce_backend("cpu")
     make_folder(options.out)
     work(options)
     report = runs.tables(runs.load(options.out, settings_of(options)))

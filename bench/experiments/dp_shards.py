@@ -31,7 +31,9 @@ class _Unit:
         self.parameters, self.ranks = parameters, ranks
         self.numels = [-(-len(p) // ranks) * p[0].numel() for p in parameters]  # entries per shard
         sent = tuple((numel, p.dim() < 2) for p, numel in zip(parameters, self.numels, strict=True))
-        self.gather, self.reduce = message_layout(sent, weights), message_layout(sent, gradients)
+        cpu = torch.device("cpu")
+        self.gather = message_layout(sent, weights, cpu)
+        self.reduce = message_layout(sent, gradients, cpu)
         self.grads: list[Tensor] = []  # the gradients of each rank
 
     def shards(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -49,20 +51,15 @@ class _Unit:
         """The weights [ranks, numel] that each rank receives."""
         shards = self.shards([p.detach() for p in self.parameters])
         got = torch.empty_like(shards)
-        for shard, out in zip(shards, got, strict=True):
-            message = torch.zeros(1, self.gather.nbytes(shard.dtype), dtype=torch.uint8)
-            self.gather.pack(shard, message[0], shard.dtype)
-            self.gather.unpack(message, out, shard.dtype)
+        self.gather.unpack(self.gather.pack(shards), got)
         return got
 
     def reduced(self) -> Tensor:
         """The mean gradients [ranks, numel], as the owners of the shards compute them."""
-        nbytes, means = self.reduce.nbytes(torch.float32), torch.empty_like(self.grads[0])
+        means = torch.empty_like(self.grads[0])
         for owner, out in enumerate(means):
-            messages = torch.zeros(self.ranks, nbytes, dtype=torch.uint8)
-            for grads, message in zip(self.grads, messages, strict=True):
-                self.reduce.pack(grads[owner], message, torch.float32)
-            self.reduce.unpack(messages, out, torch.float32, 1 / self.ranks)
+            messages = self.reduce.pack(torch.stack([grads[owner] for grads in self.grads]))
+            self.reduce.sum(messages, out, 1 / self.ranks)
         self.grads.clear()
         return means
 

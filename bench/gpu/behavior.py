@@ -31,6 +31,8 @@ def chosen(device: str) -> Iterator[Case]:
     for format in QUANTIZED_CODES:
         yield cases.quantize_pack(device, numel, BF16, format)
         yield cases.dequantize_sum(device, numel, format, 3)
+    yield cases.diff_pack(device, numel, 0.03, True)
+    yield cases.patch_apply(device, numel, 0.03)
     yield cases.row_pack(device, rows, width, 0.05)
     yield cases.row_unpack(device, rows, width, 0.05)
     for format in FORMATS:

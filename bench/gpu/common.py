@@ -16,12 +16,13 @@ PICKS = 4096  # number of entries sampled per bucket and step
 
 
 def gpu_backends() -> dict[str, SimpleNamespace]:
-    """{name: ops} of the backends for CUDA tensors. Exits if the CUDA backend is missing."""
+    """Print and return the backends for CUDA tensors, {name: ops}. Exits if "cuda" is missing."""
     if not torch.cuda.is_available():
         raise SystemExit("no GPU: torch.cuda.is_available() is False")
     found = {name: ops for name, ops in testing.backends().items() if ops.device == "cuda"}
     if "cuda" not in found:
         raise SystemExit(f"no cuda backend: {testing.available()['cuda']}")
+    print(f"Backends on cuda: {', '.join(found)}", flush=True)
     return found
 
 

@@ -41,7 +41,7 @@ def ddp(rank: int, device: str, backend: str, transport: str, scaled: bool) -> l
     """Run DDP with the hook. Return the gradients of each step, and the final residuals."""
     module, group = Dictated(SIZES).to(device), dist.new_group(backend=backend)
     model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.5)
-    scaler = torch.amp.GradScaler(device, init_scale=SCALE, enabled=scaled)
+    scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=SCALE, enabled=scaled)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     given = {"grad_scaler": scaler, "optimizer": optimizer}
     state = DCTState(model, density=0.01, transport=transport, **given)

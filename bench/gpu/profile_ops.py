@@ -31,6 +31,8 @@ def chosen(device: str, scale: int = 1) -> Iterator[Case]:
     for format in ("bfloat16", "int4", "ternary"):
         yield cases.quantize_pack(device, numel, F32, format)
         yield cases.dequantize_sum(device, numel, format, 2)
+    yield cases.diff_pack(device, numel, 0.03, True)
+    yield cases.patch_apply(device, numel, 0.03)
     yield cases.row_pack(device, rows, 1024, 0.05)
     yield cases.row_pack(device, rows, 256, 0.05, BF16)
     yield cases.row_unpack(device, rows, 256, 0.05)

@@ -103,6 +103,10 @@ def one_dimensional(device: str, numel: int, peers: bool) -> Iterator[Case]:
             yield cases.quantize_pack(device, numel, grad, format)
         for ranks in (2, 8):
             yield cases.dequantize_sum(device, numel, format, ranks)
+    for changed in cases.CHANGED:
+        yield cases.diff_pack(device, numel, changed, with_peers=peers)
+        yield cases.patch_apply(device, numel, changed)
+    yield cases.diff_pack(device, numel, 0.03, True)
 
 
 def measure(case: Case, device: str, light: bool) -> Iterator[dict]:

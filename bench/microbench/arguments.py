@@ -10,6 +10,7 @@ from bench.cli import Parser, count, density, number, several
 TIMED = ("mask_pack", "sample_threshold", "scatter_unpack")
 TIMED += ("quantize_pack", "dequantize_sum")
 TIMED += ("row_pack", "row_unpack", "row_quantize", "row_dequantize", "row_dequantize_sum")
+TIMED += ("diff_pack", "patch_apply")
 ROUNDS = 5  # turns of each call, except slow calls. In a turn, a call is timed on every buffer set
 # Defaults of the long tables. In argparse, the defaults are None, to detect given options.
 DEFAULTS = {
@@ -80,7 +81,8 @@ def parser() -> Parser:
         "--density",
         type=several(density),
         metavar="F,...",
-        help="fractions of entries that are packed; row_pack and row_unpack use 0.05 "
+        help="fractions of entries that are packed; row_pack and row_unpack use 0.05, and the ops "
+        "on patches 0, 0.005, 0.03, 0.08 and 0.3 "
         f"(default: {_shown('density')})",
     )
     tables.add_argument(

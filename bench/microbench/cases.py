@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dct_kernels import payload_layout, quantized_payload_bytes, testing
+from dct_kernels import patch_bytes, payload_layout, quantized_payload_bytes, testing
 from dct_kernels.layout import QUANTIZED_CODES, range_bounds
 from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 
@@ -25,6 +25,8 @@ COLD_BYTES = 512 << 20  # total size of all buffer sets, larger than the caches
 FIRST_LOOK_COLD_BYTES = 64 << 20  # smaller, because creating buffers takes most of the time
 FIRST_LOOK_SIZES = {"cpu": 2**20, "cuda": 2**24}
 MOST_SETS = 64
+CHANGED = (0.0, 0.005, 0.03, 0.08, 0.3)  # fractions of weights that differ from the snapshot
+FULL_VALUES = 0.02  # of the changed weights, whose new value is sent
 CLUSTER = 64  # elements per row in clustered cases
 
 
@@ -77,6 +79,12 @@ def _cases(numel: int, with_peers: bool, options: argparse.Namespace) -> Iterato
         if "dequantize_sum" in ops:
             for ranks in (2, 8):
                 yield dequantize_sum(device, numel, format, ranks)
+    for changed in CHANGED:
+        if "diff_pack" in ops:
+            yield diff_pack(device, numel, changed, with_peers=with_peers)
+            yield diff_pack(device, numel, changed, checksums=True)
+        if "patch_apply" in ops:
+            yield patch_apply(device, numel, changed)
     # A quarter on the CPU, because malloc reuses blocks below 32 MiB. With larger blocks,
     # allocation of pages by the operating system would dominate the time.
     elements = numel if device == "cuda" else numel // 4
@@ -235,6 +243,57 @@ def dequantize_sum(
 
     detail = f"P={ranks}, {format}{_dtype_suffix(dtype)}"
     return Case("dequantize_sum", detail, numel, moved, sets, run)
+
+
+def diff_pack(
+    device: str, numel: int, changed: float, checksums: bool = False, *, with_peers: bool = False
+) -> Case:
+    """Its bytes are those of a copy of one tensor of weights."""
+    weights, snapshot, capacity = _weights(device, numel, changed)
+    patch = torch.zeros(len(weights), patch_bytes(numel, capacity), dtype=torch.uint8)
+    patch = patch.to(device)
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def run(ops, i):
+        ops.diff_pack(weights[i], snapshot[i], patch[i], sums if checksums else None, capacity)
+        return patch[i], sums
+
+    others = peers.differences(weights, snapshot) if with_peers else {}
+    detail = f"bfloat16, {'with' if checksums else 'without'} checksums"
+    args = ("diff_pack", detail, numel, 4 * numel, len(weights), run)
+    return Case(*args, density=changed, peers=others)
+
+
+def patch_apply(device: str, numel: int, changed: float) -> Case:
+    """Its bytes are those of a copy of the weights."""
+    weights, snapshot, capacity = _weights(device, numel, changed)
+    patch = torch.zeros(len(weights), patch_bytes(numel, capacity), dtype=torch.uint8)
+    patch = patch.to(device)
+    for new, old, to in zip(weights, snapshot, patch, strict=True):
+        _best(device).diff_pack(new, old, to, None, capacity)
+    target = [old.clone() for old in snapshot]
+
+    def run(ops, i):
+        return ops.patch_apply(patch[i], target[i]), target[i]
+
+    def reset(i):
+        target[i].copy_(snapshot[i])
+
+    args = ("patch_apply", "bfloat16", numel, 4 * numel, len(weights), run, reset)
+    return Case(*args, density=changed)
+
+
+def _weights(device: str, numel: int, changed: float) -> tuple[list[Tensor], list[Tensor], int]:
+    """Weights, their snapshots, and a sufficient capacity. Most changes are steps of 1 or -1."""
+    sets = _sets(4 * numel)
+    snapshot = [tensor.to(BF16) for tensor in _normal(sets, numel, device)]
+    weights = []
+    for old in snapshot:
+        chance = torch.rand(numel, device=device)
+        step = torch.where(chance < FULL_VALUES * changed, 100, 1) * (chance < changed)
+        step = torch.where(old < 0, -step, step).to(torch.int16)
+        weights.append((old.view(torch.int16) + step).view(BF16))
+    return weights, snapshot, int(1.1 * changed * numel) + 1024
 
 
 def row_pack(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bench import files, provenance
-from bench.cli import UsageError, make_folder
+from bench.cli import UsageError, announce_backend, make_folder
 from bench.tables import line
 
 from . import cases, native
@@ -22,7 +22,6 @@ SLOW_ROUNDS, SLOW_SETS = 1, 3  # for the eager backend and most peers, which are
 DENSE = torch.contiguous_format  # a tensor without rows may have strides that forbid byte views
 FIRST_LOOK_SECONDS = 1  # after this time, no further round of a case starts
 UNIT = "A copy of the same number of bytes, in the same run, has speed 1. Larger is better.\n"
-EAGER_ALONE = "Compiled kernels are missing. Eager PyTorch is timed. See `python -m dct_kernels`.\n"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,9 +35,8 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     results = []
+    announce_backend(options.device)
     print(_heading(options))
-    if is_first_look and len(cases.backends(options.device)) == 1:
-        print(EAGER_ALONE)
     print(UNIT if is_first_look else HEADER, flush=True)
     for case in cases.first_look(options.device) if is_first_look else cases.cases(options):
         result = measure(case, options, is_first_look)

@@ -2,9 +2,11 @@
 
 A compaction adds a gradient to a residual, moves selected entries out of the residual, and returns
 (values, indices). Like mask_pack, it uses error feedback. A row selection returns the k entries
-with the largest magnitudes in each row.
+with the largest magnitudes in each row. A difference contains what turns a snapshot into new
+weights, like the patch of diff_pack.
 """
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,6 +70,40 @@ def row_selection(x: list[Tensor], k: int) -> dict[str, Peer]:
             raise ValueError("values and columns do not match")
 
     return {"torch.topk": Peer(torch_topk, check)}
+
+
+def differences(weights: list[Tensor], snapshot: list[Tensor]) -> dict[str, Peer]:
+    """Peers of diff_pack: the ways in which most programs pack changed weights."""
+
+    def gather(i: int) -> tuple[Tensor, Tensor]:
+        changed = weights[i].view(torch.int16) != snapshot[i].view(torch.int16)
+        index = changed.nonzero().flatten()
+        return index.to(torch.int32), weights[i][index]
+
+    def check_gather(i: int) -> None:
+        index, values = gather(i)
+        _require_equal(snapshot[i].clone().index_copy_(0, index.long(), values), weights[i])
+
+    found = {"ne, nonzero, gather": Peer(gather, check_gather)}
+    if not weights[0].is_cuda and importlib.util.find_spec("zstandard") is not None:
+        import zstandard
+
+        def xor(i: int) -> bytes:
+            words = [t.view(torch.int16).numpy() for t in (weights[i], snapshot[i])]
+            return zstandard.ZstdCompressor(level=1).compress(words[0] ^ words[1])
+
+        def check_xor(i: int) -> None:
+            raw = bytearray(zstandard.ZstdDecompressor().decompress(xor(i)))
+            words = torch.frombuffer(raw, dtype=torch.int16) ^ snapshot[i].view(torch.int16)
+            _require_equal(words, weights[i].view(torch.int16))
+
+        found["numpy xor, zstd 1"] = Peer(xor, check_xor)
+    return found
+
+
+def _require_equal(rebuilt: Tensor, weights: Tensor) -> None:
+    if not torch.equal(rebuilt.view(torch.int16), weights.view(torch.int16)):
+        raise ValueError("the difference does not give the new weights")
 
 
 def _compaction(run: Callable, residual: list[Tensor], grad: list[Tensor]) -> Peer:

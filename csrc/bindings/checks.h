@@ -72,9 +72,9 @@ struct Checks {
     if (std::find(allowed.begin(), allowed.end(), dtype) == allowed.end()) {
       std::string rule;
       for (ScalarType each : allowed) {
-        rule += (rule.empty() ? "be " : " or ") + std::string(torch::headeronly::toString(each));
+        rule += (rule.empty() ? "be " : " or ") + name(each);
       }
-      fail(arg, rule, torch::headeronly::toString(dtype));
+      fail(arg, rule, name(dtype));
     }
     return dtype == ScalarType::BFloat16 ? DType::kBFloat16
            : dtype == ScalarType::Half   ? DType::kFloat16
@@ -109,17 +109,25 @@ struct Checks {
     return ranges;
   }
 
-  // As require_payload, for the dense payloads of quantize_pack.
-  int64_t require_quantized(const char* arg, const Tensor& payload, int64_t dims_with_ranges,
-                            int64_t numel, PayloadFormat format) const {
-    const int64_t ranges = require_ranges(arg, payload, dims_with_ranges);
-    const int64_t nbytes = payload.size(payload.dim() - 1);
-    const int64_t least = quantized_payload_bytes(numel, format, ranges);
-    if (nbytes < least || nbytes % 16 != 0) {
-      fail(std::string(arg) + ".size(-1)",
-           "be " + std::to_string(least) + " or a multiple of 16 above", std::to_string(nbytes));
+  // Checks dense payloads, and fills the ranges of `args`. The rows of a two-dimensional tensor of
+  // elements are its ranges.
+  template <typename Args>
+  void require_quantized(const char* arg, const Tensor& payload, int64_t dims_with_ranges,
+                         const Tensor& elements, Args& args) const {
+    args.ranges = require_ranges(arg, payload, dims_with_ranges);
+    args.nbytes = payload.size(payload.dim() - 1);
+    args.range_length = range_length(args.numel, args.ranges);
+    if (elements.dim() == 2) {
+      require_in(arg, ".size(-2)", args.ranges, elements.size(0));
+      if (args.ranges > 1) args.range_length = elements.size(1);
     }
-    return ranges;
+    const int64_t least =
+        quantized_payload_bytes(std::min(args.numel, args.range_length), args.format);
+    if (args.nbytes < least || args.nbytes % 16 != 0) {
+      fail(std::string(arg) + ".size(-1)",
+           "be " + std::to_string(least) + " or a multiple of 16 above",
+           std::to_string(args.nbytes));
+    }
   }
 
   // Checks the alignment and returns the number of ranges.
@@ -182,6 +190,20 @@ struct Checks {
   }
 
  private:
+  // The name of a dtype in Python.
+  static std::string name(ScalarType dtype) {
+    constexpr std::pair<ScalarType, const char*> kNamed[] = {
+        {ScalarType::Float, "float32"},     {ScalarType::Double, "float64"},
+        {ScalarType::BFloat16, "bfloat16"}, {ScalarType::Half, "float16"},
+        {ScalarType::Byte, "uint8"},        {ScalarType::Char, "int8"},
+        {ScalarType::Short, "int16"},       {ScalarType::Int, "int32"},
+        {ScalarType::Long, "int64"},        {ScalarType::Bool, "bool"}};
+    for (const auto& [value, name] : kNamed) {
+      if (dtype == value) return name;
+    }
+    return torch::headeronly::toString(dtype);
+  }
+
   static std::string name(torch::stable::Device device) {
     return device.is_cuda() ? "cuda:" + std::to_string(device.index()) : "cpu";
   }

@@ -7,6 +7,7 @@
 
 #include <string>
 #include <tuple>
+#include <vector>
 
 #ifdef USE_CUDA
 #include "backend_cuda.h"
@@ -22,10 +23,10 @@ using torch::stable::new_empty;
 
 // Checks and fills the arguments that scatter_unpack and dequantize_sum share.
 template <typename Args>
-Args sum_args(const Checks& checks, const Tensor& payloads, const Tensor& out, double scale,
-              const OptionalTensor& out_scale) {
+Args sum_args(const Checks& checks, const Tensor& payloads, const Tensor& out, Interval dims,
+              double scale, const OptionalTensor& out_scale) {
   Args args{};
-  args.out_dtype = checks.require_tensor("out", out, kFloats, 1);
+  args.out_dtype = checks.require_tensor("out", out, kFloats, dims);
   checks.require_tensor("payloads", payloads, {ScalarType::Byte}, {2, 3});
   args.out_scale = checks.require_scale("out_scale", out_scale);
   checks.require_apart({{"out", out}, {"payloads", payloads}, {"out_scale", out_scale}}, 1);
@@ -35,13 +36,6 @@ Args sum_args(const Checks& checks, const Tensor& payloads, const Tensor& out, d
   args.numel = out.numel();
   args.scale = static_cast<float>(scale);
   return args;
-}
-
-template <typename Args>
-Tensor new_status(Args& args, const Tensor& payloads) {
-  Tensor status = new_empty(payloads, {args.ranks}, ScalarType::Int);
-  args.status = status.mutable_data_ptr<int32_t>();
-  return status;
 }
 
 // Checks and fills the arguments that row_pack and row_gather share. Both return k entries per row.
@@ -135,13 +129,14 @@ void mask_pack(const Tensor& residual, const Tensor& grad, const Tensor& thresho
 Tensor scatter_unpack(const Tensor& payloads, const Tensor& out, int64_t capacity,
                       ScalarType value_dtype, double scale, const OptionalTensor& out_scale) {
   const Checks checks("scatter_unpack", out);
-  auto args = sum_args<ScatterUnpackArgs>(checks, payloads, out, scale, out_scale);
+  auto args = sum_args<ScatterUnpackArgs>(checks, payloads, out, 1, scale, out_scale);
   checks.require_in("capacity", "", capacity, {1, kUint32Max});
   args.value_dtype = checks.require_dtype("value_dtype", value_dtype, kPayloadValues);
   args.ranges =
       checks.require_payload("payloads", payloads, 3, args.numel, capacity, args.value_dtype);
   args.capacity = capacity;
-  const Tensor status = new_status(args, payloads);
+  Tensor status = new_empty(payloads, {args.ranks}, ScalarType::Int);
+  args.status = status.mutable_data_ptr<int32_t>();
   backend::run(checks, backend::scatter_unpack, args);
   return status;
 }
@@ -152,31 +147,36 @@ void quantize_pack(const OptionalTensor& residual, const Tensor& grad, const Ten
   QuantizePackArgs args{};
   checks.require_tensor("payload", payload, {ScalarType::Byte}, {1, 2});
   args.numel = grad.numel();
+  Interval dims = {1, 2};
   if (residual.has_value()) {
-    checks.require_tensor("residual", *residual, {ScalarType::Float}, 1);
+    checks.require_tensor("residual", *residual, {ScalarType::Float}, dims);
     args.residual = residual->mutable_data_ptr<float>();
     args.numel = residual->numel();
+    dims = residual->dim();
   }
-  args.grad_dtype = checks.require_tensor("grad", grad, kFloats, 1, args.numel);
+  args.grad_dtype = checks.require_tensor("grad", grad, kFloats, dims, args.numel);
+  if (residual.has_value()) checks.require_in("grad", ".size(0)", grad.size(0), residual->size(0));
   args.grad = grad.const_data_ptr();
   args.format = checks.require_payload_format(format);
   args.inv_scale = checks.require_scale("inv_scale", inv_scale);
-  args.ranges = checks.require_quantized("payload", payload, 2, args.numel, args.format);
+  checks.require_quantized("payload", payload, 2, grad, args);
   checks.require_apart(
       {{"residual", residual}, {"payload", payload}, {"grad", grad}, {"inv_scale", inv_scale}}, 2);
   args.payload = payload.mutable_data_ptr<uint8_t>();
-  args.nbytes = payload.size(payload.dim() - 1);
   backend::run(checks, backend::quantize_pack, args);
 }
 
 Tensor dequantize_sum(const Tensor& payloads, const Tensor& out, const std::string& format,
                       double scale, const OptionalTensor& out_scale) {
   const Checks checks("dequantize_sum", out);
-  auto args = sum_args<DequantizeSumArgs>(checks, payloads, out, scale, out_scale);
+  auto args = sum_args<DequantizeSumArgs>(checks, payloads, out, {1, 2}, scale, out_scale);
   args.format = checks.require_payload_format(format);
-  args.ranges = checks.require_quantized("payloads", payloads, 3, args.numel, args.format);
-  args.nbytes = payloads.size(payloads.dim() - 1);
-  const Tensor status = new_status(args, payloads);
+  checks.require_quantized("payloads", payloads, 3, out, args);
+  std::vector<int64_t> shape = {args.ranks};
+  if (out.dim() == 2) shape.push_back(args.ranges);
+  Tensor status = new_empty(payloads, shape, ScalarType::Int);
+  args.status = status.mutable_data_ptr<int32_t>();
+  args.statuses = out.dim() == 2 ? args.ranges : 1;
   backend::run(checks, backend::dequantize_sum, args);
   return status;
 }

@@ -65,7 +65,8 @@ struct QuantizePackArgs {
   int64_t numel;
   uint8_t* payload;  // out: [ranges, nbytes], 16-byte aligned
   int64_t ranges;
-  int64_t nbytes;  // a multiple of 16, enough for the longest range
+  int64_t range_length;  // elements of a full range: whole blocks, or a row of a matrix of ranges
+  int64_t nbytes;        // a multiple of 16, enough for the longest range
   PayloadFormat format;
   const float* inv_scale;  // one element; null means 1
 };
@@ -74,14 +75,20 @@ struct DequantizeSumArgs {
   const uint8_t* payloads;  // [ranks, ranges, nbytes], 16-byte aligned
   int64_t ranks;
   int64_t ranges;
-  int64_t nbytes;  // as in QuantizePackArgs
+  int64_t range_length;  // as in QuantizePackArgs
+  int64_t nbytes;
   PayloadFormat format;
   void* out;  // out: [numel] of out_dtype
   DType out_dtype;
   int64_t numel;
   float scale;
   const float* out_scale;  // one element; null means 1
-  int32_t* status;         // out: [ranks]
+  int32_t* status;         // out: [ranks, statuses]
+  int64_t statuses;        // per rank: 1, or one per range
+
+  DCT_HOST_DEVICE int32_t& status_of(int64_t rank, int64_t range) const {
+    return status[statuses == 1 ? rank : rank * statuses + range];
+  }
 };
 
 struct RowPackArgs {

@@ -53,10 +53,19 @@ DCT_HOST_DEVICE constexpr int64_t range_blocks(int64_t numel, int64_t ranges) {
   return ceil_div(num_blocks(numel), ranges);
 }
 
-DCT_HOST_DEVICE constexpr Range range_bounds(int64_t numel, int64_t ranges, int64_t index) {
-  const int64_t length = range_blocks(numel, ranges) * kBlock;
+// The number of elements in a full range of whole blocks.
+DCT_HOST_DEVICE constexpr int64_t range_length(int64_t numel, int64_t ranges) {
+  return range_blocks(numel, ranges) * kBlock;
+}
+
+// Range `index`, if full ranges have `length` elements.
+DCT_HOST_DEVICE constexpr Range range_of_length(int64_t numel, int64_t length, int64_t index) {
   const int64_t begin = index * length, end = begin + length;
   return {begin < numel ? begin : numel, end < numel ? end : numel};
+}
+
+DCT_HOST_DEVICE constexpr Range range_bounds(int64_t numel, int64_t ranges, int64_t index) {
+  return range_of_length(numel, range_length(numel, ranges), index);
 }
 
 DCT_HOST_DEVICE constexpr PayloadLayout payload_layout(int64_t numel, int64_t capacity,

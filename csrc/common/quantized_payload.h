@@ -73,10 +73,9 @@ DCT_HOST_DEVICE constexpr int64_t row_bytes(PayloadFormat format) {
 
 DCT_HOST_DEVICE constexpr int64_t num_rows(int64_t numel) { return ceil_div(numel, kRow); }
 
-// The minimum size of one payload, if a tensor of `numel` elements is split into `ranges` ranges.
-constexpr int64_t quantized_payload_bytes(int64_t numel, PayloadFormat format, int64_t ranges) {
-  const Range longest = range_bounds(numel, ranges, 0);
-  return static_cast<int64_t>(sizeof(PayloadHeader)) + num_rows(longest.end) * row_bytes(format);
+// The minimum size of the payload of a range.
+constexpr int64_t quantized_payload_bytes(int64_t numel, PayloadFormat format) {
+  return static_cast<int64_t>(sizeof(PayloadHeader)) + num_rows(numel) * row_bytes(format);
 }
 
 // The header of a range with `numel` elements.

@@ -12,7 +12,7 @@ void checksum(const ChecksumArgs& args, const Parallel& parallel) {
   std::vector<uint64_t> sums(tasks);
   parallel.run(tasks, [&](int64_t task) {
     const Share span = share(blocks, tasks, task);
-    vectorize_by<PlainPatch, Avx2Patch, Avx512Patch>([&](auto lanes) {
+    vectorize_patch([&](auto lanes) {
       uint64_t sum = 0;
       for (int64_t b = span.begin; b < span.end; ++b) {
         const int64_t begin = b * kPatchBlock, n = std::min(args.numel - begin, kPatchBlock);

@@ -14,18 +14,18 @@ namespace {
 // The hardware does not prefetch far enough ahead in several narrow streams.
 constexpr int64_t kAheadBytes = 2048;
 
-// Returns which payloads [ranks, ranges] have a valid header. Writes the status of each rank.
+// Returns which payloads [ranks, ranges] have a valid header. Writes the status.
 std::vector<uint8_t> check_headers(const DequantizeSumArgs& args) {
   std::vector<uint8_t> intact(args.ranks * args.ranges);
+  std::fill_n(args.status, args.ranks * args.statuses, 0);
   for (int64_t p = 0; p < args.ranks; ++p) {
-    args.status[p] = 0;
     for (int64_t r = 0; r < args.ranges; ++r) {
-      const Range range = range_bounds(args.numel, args.ranges, r);
+      const Range range = range_of_length(args.numel, args.range_length, r);
       PayloadHeader header;
       std::memcpy(&header, args.payloads + (p * args.ranges + r) * args.nbytes, sizeof(header));
       const bool valid = quantized_header_ok(header, range.end - range.begin, args.format);
       intact[p * args.ranges + r] = valid;
-      if (!valid) args.status[p] = kStatusHeader;
+      if (!valid) args.status_of(p, r) = kStatusHeader;
     }
   }
   return intact;
@@ -61,24 +61,25 @@ void sum_rows(const DequantizeSumArgs& args, const Parallel& parallel) {
   const bool streams = args.numel * static_cast<int64_t>(sizeof(Out)) >= kStreamBytes &&
                        reinterpret_cast<intptr_t>(out) % 64 == 0;
   const auto intact = check_headers(args);
-  const int64_t rows = num_rows(args.numel);
-  const int64_t rows_per_range = range_blocks(args.numel, args.ranges) * (kBlock / kRow);
+  const int64_t rows_per_range = num_rows(std::min(args.numel, args.range_length));
+  const int64_t rows = args.ranges * rows_per_range;
   const int64_t tasks = std::min(parallel.threads, rows);
   parallel.run(tasks, [&](int64_t task) {
     const Share span = share(rows, tasks, task);
     std::vector<const uint8_t*> row(args.ranks);  // the row of each payload with a valid header
     vectorize_unpacking([&](auto how) {
       for (int64_t r = span.begin; r < span.end; ++r) {
-        const int64_t range = r / rows_per_range;
-        const int64_t at = sizeof(PayloadHeader) + r % rows_per_range * row_bytes(kFormat);
+        const int64_t index = r / rows_per_range, in_range = r % rows_per_range;
+        const Range range = range_of_length(args.numel, args.range_length, index);
+        const int64_t at = sizeof(PayloadHeader) + in_range * row_bytes(kFormat);
         int64_t count = 0;
         for (int64_t p = 0; p < args.ranks; ++p) {
-          const int64_t payload = p * args.ranges + range;
+          const int64_t payload = p * args.ranges + index;
           if (intact[payload]) row[count++] = args.payloads + payload * args.nbytes + at;
         }
         for (int64_t g = 0; g < kScales; ++g) {
-          const int64_t begin = r * kRow + g * kScaled;
-          if (begin >= args.numel) break;
+          const int64_t begin = range.begin + in_range * kRow + g * kScaled;
+          if (begin >= range.end) break;
           using Sum = Group<decltype(how)::kVectorBytes>;
           Sum registers;
           registers.for_each(
@@ -90,7 +91,7 @@ void sum_rows(const DequantizeSumArgs& args, const Parallel& parallel) {
             add_group<kFormat>(how, row[p], g, registers);
           }
           Sum sum = registers;  // a copy, because write_sums() takes the address of its argument
-          const int64_t n = std::min(args.numel - begin, kScaled);
+          const int64_t n = std::min(range.end - begin, kScaled);
           write_sums(sum, factor, n, streams && n == kScaled, out + begin);
         }
       }

@@ -69,8 +69,7 @@ class Packer {
     plan(parallel.threads);
     const int64_t tasks = static_cast<int64_t>(chunks_.size());
     parallel.run(tasks, [this](int64_t task) {
-      vectorize_by<PlainPatch, Avx2Patch, Avx512Patch>(
-          [&](auto lanes) { pack<decltype(lanes)>(chunks_[task]); });
+      vectorize_patch([&](auto lanes) { pack<decltype(lanes)>(chunks_[task]); });
     });
     finish();
   }

@@ -28,7 +28,7 @@ inline uint64_t hash_groups(const uint16_t* x, int64_t begin, int64_t n) {
   return sum;
 }
 
-// For each instruction set, with n a multiple of kCompared:
+// Without and with AVX2, with n a multiple of kCompared:
 //
 // `differ` sets bit i of `bits` to x[i] != y[i], for i < n. It also prefetches the entries that
 // follow n entries later, because the memory would be idle while the changed entries are packed.
@@ -48,16 +48,15 @@ struct PlainPatch {
 };
 
 struct Avx2Patch;
-struct Avx512Patch;
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
 // kWordKey times 1, 2, 3, ...
 inline constexpr struct WordKeys {
   constexpr WordKeys() : of() {
-    for (uint32_t i = 0; i < 16; ++i) of[i] = (i + 1) * kWordKey;
+    for (uint32_t i = 0; i < 8; ++i) of[i] = (i + 1) * kWordKey;
   }
-  alignas(64) uint32_t of[16];
+  alignas(32) uint32_t of[8];
 } kWordKeys;
 
 inline void prefetch_strip(const uint16_t* x) {
@@ -103,42 +102,15 @@ struct Avx2Patch {
 #undef DCT_AVX2
 };
 
-struct Avx512Patch {
-#define DCT_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-  DCT_AVX512 static void differ(const uint16_t* x, const uint16_t* y, int64_t n, uint64_t* bits) {
-    for (int64_t i = 0; i < n; i += kCompared) {
-      prefetch_strip(x + i + n);
-      prefetch_strip(y + i + n);
-      const uint64_t low = _mm512_cmpneq_epi16_mask(load(x + i), load(y + i));
-      const uint64_t high = _mm512_cmpneq_epi16_mask(load(x + i + 32), load(y + i + 32));
-      bits[i / kCompared] = low | high << 32;
-    }
-  }
-  // The masks select all lanes. Without masks, gcc 12 warns about an uninitialized value.
-  DCT_AVX512 static uint64_t hash(const uint16_t* x, int64_t n) {
-    __m512i key = load(kWordKeys.of);
-    const __m512i step = _mm512_set1_epi32(static_cast<int>(16 * kWordKey));
-    __m512i sum = _mm512_setzero_si512();
-    for (int64_t i = 0; i < n; i += 32) {
-      const __m512i words = _mm512_add_epi32(load(x + i), key);
-      const __m512i high = _mm512_maskz_srli_epi64(0xff, words, 32);
-      sum = _mm512_add_epi64(sum, _mm512_maskz_mul_epu32(0xff, words, high));
-      key = _mm512_add_epi32(key, step);
-    }
-    uint64_t sums[8], total = 0;
-    std::memcpy(sums, &sum, sizeof(sums));
-    for (uint64_t each : sums) total += each;
-    return total;
-  }
-
- private:
-  DCT_AVX512 static __m512i load(const void* x) { return _mm512_loadu_si512(x); }
-#undef DCT_AVX512
-};
-
 #endif
 
-// The sum of the hashes of a block of n entries. Call it inside vectorize_by().
+// Calls loop(lanes). Vectors of 64 bytes are not faster, because these loops wait for memory.
+template <typename Loop>
+void vectorize_patch(const Loop& loop) {
+  vectorize_by<PlainPatch, Avx2Patch, Avx2Patch>(loop);
+}
+
+// The sum of the hashes of a block of n entries. Call it inside vectorize_patch().
 template <typename Lanes>
 uint64_t hash_block(const uint16_t* x, int64_t n) {
   const int64_t whole = n / kCompared * kCompared;

@@ -29,8 +29,8 @@ void accumulate_row(const QuantizePackArgs& args, int64_t begin, int64_t n, floa
 
 template <typename Grad, PayloadFormat kFormat>
 void quantize(const QuantizePackArgs& args, const Parallel& parallel) {
-  const int64_t rows = num_rows(args.numel);
-  const int64_t rows_per_range = range_blocks(args.numel, args.ranges) * (kBlock / kRow);
+  const int64_t rows_per_range = num_rows(std::min(args.numel, args.range_length));
+  const int64_t rows = args.ranges * rows_per_range;
   const int64_t tasks = std::min(parallel.threads, rows);
   std::vector<RowScratch> scratch(tasks);
   parallel.run(tasks, [&](int64_t task) {
@@ -38,9 +38,12 @@ void quantize(const QuantizePackArgs& args, const Parallel& parallel) {
     vectorize_packing([&](auto how) {
       RowScratch& row = scratch[task];
       for (int64_t r = span.begin; r < span.end; ++r) {
-        const int64_t begin = r * kRow, n = std::min(args.numel - begin, kRow);
-        uint8_t* payload = args.payload + r / rows_per_range * args.nbytes;
-        uint8_t* out = payload + sizeof(PayloadHeader) + r % rows_per_range * row_bytes(kFormat);
+        const int64_t index = r / rows_per_range, in_range = r % rows_per_range;
+        const Range range = range_of_length(args.numel, args.range_length, index);
+        const int64_t begin = range.begin + in_range * kRow, n = std::min(range.end - begin, kRow);
+        if (n <= 0) continue;  // the range is cut short by the end of the tensor
+        uint8_t* payload = args.payload + index * args.nbytes;
+        uint8_t* out = payload + sizeof(PayloadHeader) + in_range * row_bytes(kFormat);
         accumulate_row<Grad>(args, begin, n, row.acc);
         const bool in_place = args.residual != nullptr && n == kRow;
         if (args.residual != nullptr && !in_place) {
@@ -60,7 +63,7 @@ void quantize(const QuantizePackArgs& args, const Parallel& parallel) {
 
 void quantize_pack(const QuantizePackArgs& args, const Parallel& parallel) {
   for (int64_t r = 0; r < args.ranges; ++r) {
-    const Range range = range_bounds(args.numel, args.ranges, r);
+    const Range range = range_of_length(args.numel, args.range_length, r);
     const PayloadHeader header = quantized_header(range.end - range.begin, args.format, false);
     std::memcpy(args.payload + r * args.nbytes, &header, sizeof(header));
   }

@@ -10,10 +10,17 @@ __global__ void __launch_bounds__(kThreads) checksum_kernel(ChecksumArgs args, b
   const int64_t block = blockIdx.x, begin = block * kPatchBlock;
   const int offset = warp_index() * kHalves * kWarpEntries + lane_index() * kEight;
   Eight bits[kHalves];
+  const auto load_all = [&](auto whole) {
 #pragma unroll
-  for (int h = 0; h < kHalves; ++h) {
-    const int64_t index = begin + offset + h * kWarpEntries;
-    load_eight<BFloat16>(args.weights, index, args.numel, aligned, bits[h]);
+    for (int h = 0; h < kHalves; ++h) {
+      const int64_t index = begin + offset + h * kWarpEntries;
+      load_eight<BFloat16, decltype(whole)::value>(args.weights, index, args.numel, bits[h]);
+    }
+  };
+  if (aligned && begin + kPatchBlock <= args.numel) {
+    load_all(std::true_type{});
+  } else {
+    load_all(std::false_type{});
   }
   Word hashes = 0;
 #pragma unroll

@@ -57,7 +57,9 @@ __device__ void check_headers(const DequantizeSumArgs& args, int64_t begin, int 
   memcpy(&header, read, sizeof(header));
   shared.valid[index] = quantized_header_ok(header, block.range_numel, kFormat);
   // Only the first block of a range reports the error, although all its blocks detect it.
-  if (!shared.valid[index] && block.index == 0) atomicOr(&args.status[rank], kStatusHeader);
+  if (!shared.valid[index] && block.index == 0) {
+    atomicOr(&args.status_of(rank, block.range), kStatusHeader);
+  }
 }
 
 // Prefetches the block's rows of the first ranks into the L2 cache. By a block.
@@ -170,11 +172,13 @@ cudaError_t run(const DequantizeSumArgs& args, cudaStream_t stream) {
   constexpr int kBytes = sizeof(float4) * kWarps * kStagingVectors<kFormat>;
   const cudaError_t allowed = allow_shared_bytes<kKernel>(kBytes);
   if (allowed != cudaSuccess) return allowed;
-  const RangeTiles blocks(args.numel, args.ranges, kBlock);
+  const RangeTiles blocks(args.numel, args.ranges, args.range_length, kBlock);
   const bool split = blocks.total < 2 * multiprocessors();
   const auto item = static_cast<size_t>(itemsize(args.out_dtype));
+  const bool aligned =
+      args.range_length % kVectorElements == 0 && is_aligned(args.out, kVectorElements * item);
   return launch(kKernel, blocks.total * (split ? kPasses<kFormat> : 1), kThreads, kBytes, stream,
-                args, blocks, split, is_aligned(args.out, kVectorElements * item));
+                args, blocks, split, aligned);
 }
 
 }  // namespace
@@ -182,7 +186,7 @@ cudaError_t run(const DequantizeSumArgs& args, cudaStream_t stream) {
 cudaError_t dequantize_sum(const DequantizeSumArgs& args, cudaStream_t stream) {
   if (args.ranks > 0) {
     const cudaError_t cleared =
-        cudaMemsetAsync(args.status, 0, sizeof(int32_t) * args.ranks, stream);
+        cudaMemsetAsync(args.status, 0, sizeof(int32_t) * args.ranks * args.statuses, stream);
     if (cleared != cudaSuccess) return cleared;
   }
   return dispatch(args.format,

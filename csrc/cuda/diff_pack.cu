@@ -29,10 +29,24 @@ struct Compared {
   __device__ uint32_t counts() const { return __popc(changed) | __popc(full) << 16; }
 };
 
-template <typename Half, typename Weight>
-__device__ void load(const DiffPackArgs& args, int64_t index, bool aligned, Compared& x) {
-  load_eight<Half>(static_cast<const Weight*>(args.weights), index, args.numel, aligned, x.now);
-  load_eight<Half>(args.snapshot, index, args.numel, aligned, x.before);
+// Loads kCount groups of eight entries per lane, kWarpEntries apart. `whole`: whether all entries
+// of the block exist, at a multiple of 16 bytes.
+template <typename Half, typename Weight, int kCount>
+__device__ void load(const DiffPackArgs& args, int64_t index, bool whole, Compared (&x)[kCount]) {
+  const auto* weights = static_cast<const Weight*>(args.weights);
+  const auto load_all = [&](auto is_whole) {
+#pragma unroll
+    for (int h = 0; h < kCount; ++h) {
+      const int64_t at = index + h * kWarpEntries;
+      load_eight<Half, decltype(is_whole)::value>(args.snapshot, at, args.numel, x[h].before);
+      load_eight<Half, decltype(is_whole)::value>(weights, at, args.numel, x[h].now);
+    }
+  };
+  if (whole) {
+    load_all(std::true_type{});
+  } else {
+    load_all(std::false_type{});
+  }
 }
 
 __device__ void compare(Compared& x) {
@@ -71,9 +85,18 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks)
   const int64_t block = blockIdx.x, begin = block * kPatchBlock;
   const int offset = warp_index() * kHalves * kWarpEntries + lane_index() * kEight;
   Compared x[kHalves];
+  load<Half, Weight>(args, begin + offset, aligned && begin + kPatchBlock <= args.numel, x);
+  if (args.checksums != nullptr) {
+    Word old_hashes = 0, new_hashes = 0;
 #pragma unroll
-  for (int h = 0; h < kHalves; ++h) {
-    load<Half, Weight>(args, begin + offset + h * kWarpEntries, aligned, x[h]);
+    for (int h = 0; h < kHalves; ++h) {
+      const int position = offset + h * kWarpEntries;
+      const int64_t inside = args.numel - begin - position;
+      old_hashes += hash_eight(x[h].before, position, inside);
+      new_hashes += hash_eight(x[h].now, position, inside);
+    }
+    add_hashes(old_hashes, block, args.checksums, old_sums);
+    add_hashes(new_hashes, block, args.checksums + 1, new_sums);
   }
   uint32_t preceding[kHalves], counts = 0;
 #pragma unroll
@@ -103,31 +126,21 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks)
       put(x[h], offset + h * kWarpEntries, lower + preceding[h], entries, slot, words);
     }
   }
-  if (args.checksums == nullptr) return;
-  Word old_hashes = 0, new_hashes = 0;
-#pragma unroll
-  for (int h = 0; h < kHalves; ++h) {
-    const int position = offset + h * kWarpEntries;
-    const int64_t inside = args.numel - begin - position;
-    old_hashes += hash_eight(x[h].before, position, inside);
-    new_hashes += hash_eight(x[h].now, position, inside);
-  }
-  add_hashes(old_hashes, block, args.checksums, old_sums);
-  add_hashes(new_hashes, block, args.checksums + 1, new_sums);
 }
 
 // Compares a block again. By one warp.
 template <typename Half, typename Weight>
 __device__ void pack_block(const DiffPackArgs& args, int64_t begin, bool aligned, uint32_t entries,
                            uint16_t* words, uint32_t limit) {
+  const bool whole = aligned && begin + kPatchBlock <= args.numel;
   uint32_t counts = 0;
   for (int first = 0; first < kPatchBlock; first += kWarpEntries) {
     const int position = first + lane_index() * kEight;
-    Compared x;
-    load<Half, Weight>(args, begin + position, aligned, x);
-    compare(x);
-    const uint32_t inclusive = warp_inclusive_sum(x.counts());
-    put(x, position, counts + inclusive - x.counts(), entries, words, limit);
+    Compared x[1];
+    load<Half, Weight>(args, begin + position, whole, x);
+    compare(x[0]);
+    const uint32_t inclusive = warp_inclusive_sum(x[0].counts());
+    put(x[0], position, counts + inclusive - x[0].counts(), entries, words, limit);
     counts += __shfl_sync(kFullWarp, inclusive, kWarpSize - 1);
   }
 }

@@ -365,8 +365,8 @@ __global__ void __launch_bounds__(kThreads, MaskPackPolicy::kScatterMinBlocks)
   __shared__ Word warp_sums[kWarps];
   const int lane = lane_index(), warp = warp_index();
   const auto index = static_cast<int>(blockIdx.x / blocks_per_range);
-  const unsigned range_begin = tiles.first_of(index);
-  const unsigned range_end = range_begin + tiles.count_of(index);
+  const unsigned range_begin = index * tiles.per_range;
+  const unsigned range_end = range_begin + tiles.per_range;
   const unsigned block_tiles = kWarps * tiles_per_warp;
   const unsigned block_begin = range_begin + (blockIdx.x - index * blocks_per_range) * block_tiles;
   if (block_begin >= range_end) return;
@@ -414,8 +414,8 @@ __global__ void __launch_bounds__(kThreads, MaskPackPolicy::kScatterMinBlocks)
     const WarpCount count = next;
     next = load_count(t + 1);
     const int64_t begin = range.begin + (t - range_begin) * tiles.tile;
+    if (begin >= range.end) return;  // the other tiles are empty
     const int length = static_cast<int>(min(tiles.tile, range.end - begin));
-    if (length == 0) return;  // an empty range
     if (lane == 0 && begin % kBlock == 0) {
       starts[(begin - range.begin) / kBlock] = capacity - output.capacity;
     }
@@ -425,7 +425,8 @@ __global__ void __launch_bounds__(kThreads, MaskPackPolicy::kScatterMinBlocks)
 }
 
 RangeTiles tiles_of(const MaskPackArgs& args, const MaskPackSizes& sizes) {
-  return {args.numel, args.ranges, int64_t{sizes.warp_tile} * kWarps};
+  return {args.numel, args.ranges, range_length(args.numel, args.ranges),
+          int64_t{sizes.warp_tile} * kWarps};
 }
 
 int64_t slot_bytes(const MaskPackArgs& args, const MaskPackSizes& sizes) {
@@ -441,10 +442,9 @@ cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Staging
                                     args, tiles, staging, aligned);
   if (staged != cudaSuccess) return staged;
   // The number of blocks per range is at most the number of resident blocks.
-  const int64_t tiles_in_range = max(max(tiles.tiles_per_full, tiles.short_tiles), 1u);
   const int64_t tiles_per_warp = ceil_div(
-      tiles_in_range, int64_t{MaskPackPolicy::kScatterMinBlocks} * multiprocessors() * kWarps);
-  const int64_t blocks_per_range = ceil_div(tiles_in_range, kWarps * tiles_per_warp);
+      tiles.per_range, int64_t{MaskPackPolicy::kScatterMinBlocks} * multiprocessors() * kWarps);
+  const int64_t blocks_per_range = ceil_div(tiles.per_range, kWarps * tiles_per_warp);
   const PayloadLayout layout =
       payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges);
   return launch(mask_pack_scatter_kernel<Grad>, blocks_per_range * args.ranges, kThreads, 0, stream,

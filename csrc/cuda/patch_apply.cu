@@ -24,7 +24,7 @@ __device__ void apply(uint16_t* weights, const uint16_t* words, BlockNumbers n) 
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kReaderMinBlocks)
     patch_apply_kernel(PatchApplyArgs args, PatchGrid grid) {
   read_patch(args, grid, [&](int64_t begin, const uint16_t* words, BlockNumbers n) {
     apply(args.weights + begin, words, n);

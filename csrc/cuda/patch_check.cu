@@ -5,7 +5,7 @@
 namespace dct::cuda {
 namespace {
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kReaderMinBlocks)
     patch_check_kernel(PatchCheckArgs args, PatchGrid grid) {
   read_patch(args, grid, [](int64_t, const uint16_t*, BlockNumbers) {});
 }

@@ -17,7 +17,7 @@ constexpr int64_t kTile = int64_t{kWarps} * kRow;
 __global__ void __launch_bounds__(kThreads) quantized_headers_kernel(QuantizePackArgs args) {
   const int64_t index = int64_t{blockIdx.x} * kThreads + thread_index();
   if (index >= args.ranges) return;
-  const Range bounds = range_bounds(args.numel, args.ranges, index);
+  const Range bounds = range_of_length(args.numel, args.range_length, index);
   *reinterpret_cast<PayloadHeader*>(args.payload + index * args.nbytes) =
       quantized_header(bounds.end - bounds.begin, args.format, false);
 }
@@ -99,9 +99,10 @@ cudaError_t quantize_pack(const QuantizePackArgs& args, cudaStream_t stream) {
   const cudaError_t headed =
       launch(quantized_headers_kernel, ceil_div(args.ranges, kThreads), kThreads, 0, stream, args);
   if (headed != cudaSuccess) return headed;
-  const RangeTiles tiles(args.numel, args.ranges, kTile);
+  const RangeTiles tiles(args.numel, args.ranges, args.range_length, kTile);
   const auto item = static_cast<size_t>(itemsize(args.grad_dtype));
-  const bool aligned = is_aligned(args.residual, kVectorElements * sizeof(float)) &&
+  const bool aligned = args.range_length % kVectorElements == 0 &&  // then all ranges are aligned
+                       is_aligned(args.residual, kVectorElements * sizeof(float)) &&
                        is_aligned(args.grad, kVectorElements * item);
   return dispatch(args.format, [&](auto format) {
     return launch(quantize_pack_kernel<decltype(format)::value>, tiles.total, kThreads, 0, stream,

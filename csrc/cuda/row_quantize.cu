@@ -2,7 +2,7 @@
 //
 // 4 to 64 lanes hold a narrow row in registers. They pack its codes in shared memory. The block
 // copies its rows out together, by vectors, because single rows are not aligned. A block reads a
-// wide row in several passes; all except the first read from the cache.
+// wide row in several passes. All except the first read from the cache, if the row fits into it.
 #include "detail/device.cuh"
 #include "detail/row_codes.cuh"
 #include "detail/row_quantize_wide.cuh"

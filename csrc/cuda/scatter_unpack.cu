@@ -177,7 +177,8 @@ cudaError_t scatter_unpack(const ScatterUnpackArgs& args, cudaStream_t stream) {
         cudaMemsetAsync(args.status, 0, sizeof(int32_t) * args.ranks, stream);
     if (cleared != cudaSuccess) return cleared;
   }
-  const RangeTiles blocks(args.numel, args.ranges, kBlock);
+  const int64_t length = range_length(args.numel, args.ranges);
+  const RangeTiles blocks(args.numel, args.ranges, length, kBlock);
   return dispatch_payload_value(args.value_dtype, [&](auto value) {
     return dispatch(args.out_dtype, [&](auto out) {
       using Value = decltype(value);

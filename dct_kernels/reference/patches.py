@@ -73,7 +73,7 @@ def checksum(weights: Tensor) -> Tensor:
 class _Entries(NamedTuple):
     """The entries of all valid blocks. A value is arbitrary unless the code is FULL_VALUE."""
 
-    index: Tensor
+    element: Tensor
     code: Tensor
     value: Tensor
 

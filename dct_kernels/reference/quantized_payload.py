@@ -1,5 +1,7 @@
 """Eager quantize_pack and dequantize_sum."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,10 +25,9 @@ def quantize_pack(
     if residual is not None:
         acc = residual + acc
     rows = payload.view(-1, payload.shape[-1])
-    for r, row in enumerate(rows):
-        low, high = layout.range_bounds(acc.numel(), len(rows), r)
-        old = None if residual is None else residual[low:high]
-        _pack(acc[low:high], old, row, format)
+    old = [None] * len(rows) if residual is None else _ranges(residual, len(rows))
+    for each in zip(_ranges(acc, len(rows)), old, rows, strict=True):
+        _pack(*each, format)
 
 
 def dequantize_sum(
@@ -36,7 +37,7 @@ def dequantize_sum(
     scale: float = 1.0,
     out_scale: Tensor | None = None,
 ) -> Tensor:
-    total, status = _sum(payloads, out.numel(), format)
+    total, status = _sum(payloads, out, format)
     factor = total.new_tensor(scale)
     if out_scale is not None:
         factor = factor * out_scale.reshape(())
@@ -66,22 +67,29 @@ def _pack(acc: Tensor, residual: Tensor | None, payload: Tensor, format: str) ->
         residual.copy_(torch.where(sent, left, old))
 
 
-def _sum(payloads: Tensor, numel: int, format: str) -> tuple[Tensor, Tensor]:
-    """Return the sum in rank order from +0.0, float32 [numel], and the status of each rank."""
-    ranks, nbytes = payloads.shape[0], payloads.shape[-1]
-    rows = payloads.view(ranks, payloads.shape[1] if payloads.dim() == 3 else 1, nbytes)
-    status = torch.zeros(ranks, dtype=torch.int32, device=payloads.device)
-    total = torch.zeros(numel, dtype=torch.float32, device=payloads.device)
+def _sum(payloads: Tensor, out: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Return the sum in rank order from +0.0, float32 like `out`, and the status."""
+    ranks, ranges = payloads.shape[0], payloads.shape[1] if payloads.dim() == 3 else 1
+    rows = payloads.view(ranks, ranges, payloads.shape[-1])
+    status = torch.zeros(ranks, ranges, dtype=torch.int32, device=payloads.device)
+    total = torch.zeros_like(out, dtype=torch.float32)
     for p in range(ranks):
-        for r in range(rows.shape[1]):
-            low, high = layout.range_bounds(numel, rows.shape[1], r)
+        for r, part in enumerate(_ranges(total, ranges)):
             header = bytearray(rows[p, r, : layout.HEADER_BYTES].tolist())
             header[layout.FLAGS_BYTE] &= ~layout.FLAG_NON_FINITE
-            if header == _header(high - low, format, 0):
-                total[low:high] += _values(rows[p, r], high - low, format)
+            if header == _header(part.numel(), format, 0):
+                part.add_(_values(rows[p, r], part.numel(), format))
             else:
-                status[p] = 1
-    return total, status
+                status[p, r] = 1
+    return total, status if out.dim() == 2 else status.amax(1)
+
+
+def _ranges(tensor: Tensor, ranges: int) -> Sequence[Tensor]:
+    """Views of the ranges, which are the rows of a two-dimensional tensor."""
+    if tensor.dim() == 2:
+        return tensor.unbind()
+    bounds = (layout.range_bounds(tensor.numel(), ranges, r) for r in range(ranges))
+    return [tensor[low:high] for low, high in bounds]
 
 
 def _values(payload: Tensor, numel: int, format: str) -> Tensor:

@@ -27,9 +27,17 @@ _OVERFLOW = tl.constexpr(8)
 
 
 @triton.jit
-def load_bits(x, i, mask, DTYPE: tl.constexpr):
-    """The bits of entries as numbers in int32, 0 outside the mask. float32 is rounded to DTYPE."""
-    loaded = tl.load(x + i, mask=mask, other=0.0)
+def load_bits(x, block, numel, DTYPE: tl.constexpr):
+    """The bits of the entries of a block as numbers in int32, 0 past the end of the tensor.
+
+    float32 entries are rounded to DTYPE.
+    """
+    x += block * BLOCK
+    i = tl.arange(0, BLOCK)
+    if numel - block * BLOCK >= BLOCK:  # unmasked, so that accesses are wide
+        loaded = tl.load(x + i)
+    else:
+        loaded = tl.load(x + i, mask=i < numel - block * BLOCK, other=0.0)
     if loaded.dtype == tl.float32:
         loaded = round_to(loaded, DTYPE)
     return loaded.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF

@@ -12,17 +12,18 @@ FLAG_NON_FINITE = tl.constexpr(layout.FLAG_NON_FINITE)
 
 
 @triton.jit
-def locate(numel, range_blocks, range_tiles, TILE: tl.constexpr):
+def locate(numel, range_blocks, range_tiles, TILE: tl.constexpr, UNIT: tl.constexpr = BLOCK):
     """Return the tile of this program: its range, first element and length (<= 0: no tile)."""
     range_index = (tl.program_id(0) // range_tiles).to(tl.int64)
     start = (tl.program_id(0) % range_tiles).to(tl.int64) * TILE
-    begin = range_index * range_blocks * BLOCK + start
-    return range_index, begin, tl.minimum(numel - begin, TILE)
+    length = tl.minimum(range_numel(numel, range_blocks, range_index, UNIT) - start, TILE)
+    return range_index, range_index * range_blocks * UNIT + start, length
 
 
 @triton.jit
-def range_numel(numel, range_blocks, range_index):
-    length = range_blocks.to(tl.int64) * BLOCK
+def range_numel(numel, range_blocks, range_index, UNIT: tl.constexpr = BLOCK):
+    """The elements of a range. A full range has `range_blocks` blocks of UNIT elements."""
+    length = range_blocks.to(tl.int64) * UNIT
     return tl.minimum(tl.maximum(numel - range_index * length, 0), length)
 
 

@@ -6,6 +6,7 @@ A tile is [GROUPS, 64]. The 64 entries of a group share a scale. Codes are read 
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .. import layout
 from ._codes import ROUND_TO_INTEGER, scale_bits, ternary_code, units
@@ -23,6 +24,16 @@ SCALED = tl.constexpr(layout.SCALED)
 SCALES = tl.constexpr(layout.ROW // layout.SCALED)  # per row
 GROUPS = tl.constexpr(TILE // layout.SCALED)
 TERNARY_BYTES = tl.constexpr(layout.CODE_BYTES["ternary"])
+
+
+def range_sizes(tensor: Tensor, ranges: int) -> tuple[int, int, int]:
+    """Return the elements of a unit, and the units and tiles of a full range.
+
+    A range consists of whole units. Units of 16 elements let the compiler use wide accesses.
+    """
+    length = layout.range_length(tensor, ranges)
+    unit = 16 if length % 16 == 0 else 1
+    return unit, length // unit, triton.cdiv(min(length, tensor.numel()), TILE)
 
 
 def header_kind(format: str) -> int:

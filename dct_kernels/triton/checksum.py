@@ -13,8 +13,7 @@ from ._patch import BLOCK, hash_block, load_bits
 @triton.jit(do_not_specialize=["numel"])
 def _hash_kernel(weights, result, numel, DTYPE: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    bits = load_bits(weights, i, i < numel, DTYPE)
+    bits = load_bits(weights, block, numel, DTYPE)
     hashed = hash_block(bits, block, numel - block * BLOCK)
     tl.atomic_add(result, hashed, sem="relaxed")
 

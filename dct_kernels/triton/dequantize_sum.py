@@ -22,16 +22,17 @@ from ._quantized import (
     elements,
     header_entries,
     header_kind,
+    range_sizes,
     sum_payloads,
 )
 
 CHUNK = 16  # headers that are read together
 
 
-@triton.jit(do_not_specialize=["numel", "ranges", "range_blocks", "nbytes_16"])
+@triton.jit(do_not_specialize=["numel", "ranges", "range_units", "nbytes_16"])
 def _check_kernel(
-    payloads, verdicts, status, numel, ranges, range_blocks, nbytes_16,
-    KIND: tl.constexpr, CHUNK: tl.constexpr,
+    payloads, verdicts, status, numel, ranges, range_units, nbytes_16,
+    KIND: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     rank = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 8)[None, :]
@@ -43,7 +44,7 @@ def _check_kernel(
         message = payloads + (rank * ranges + range_index) * nbytes_16 * 16
         words = message.to(tl.pointer_type(tl.int64))[:, None] + lane
         header = tl.load(words, mask=inside[:, None], other=0)
-        length = range_numel(numel, range_blocks, range_index.to(tl.int64))[:, None]
+        length = range_numel(numel, range_units, range_index.to(tl.int64), UNIT)[:, None]
         entries = header_entries(length)
         expected = tl.where(lane == 1, length, tl.where(lane == 0, KIND, 0))
         expected = tl.where(lane == 2, entries << 32 | entries, expected)
@@ -64,14 +65,14 @@ def _store(out, factor, total, length, WHOLE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[
-    "numel", "ranks", "ranges", "range_blocks", "range_tiles", "nbytes_16", "scale_bits",
+    "numel", "ranks", "ranges", "range_units", "range_tiles", "nbytes_16", "scale_bits",
 ])  # fmt: skip
 def _sum_kernel(
     payloads, verdicts, out, out_scale,
-    numel, ranks, ranges, range_blocks, range_tiles, nbytes_16, scale_bits,
-    FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, TILE: tl.constexpr,
+    numel, ranks, ranges, range_units, range_tiles, nbytes_16, scale_bits,
+    FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    range_index, begin, length = locate(numel, range_blocks, range_tiles, TILE)
+    range_index, begin, length = locate(numel, range_units, range_tiles, TILE, UNIT)
     if length <= 0:
         return
     length = length.to(tl.int32)
@@ -106,21 +107,20 @@ def dequantize_sum(
 ) -> Tensor:
     numel, ranks, nbytes = out.numel(), payloads.shape[0], payloads.shape[-1]
     ranges = payloads.shape[1] if payloads.dim() == 3 else 1
-    range_blocks = layout.range_blocks(numel, ranges)
-    range_tiles = range_blocks * (layout.BLOCK // TILE)
+    unit, range_units, range_tiles = range_sizes(out, ranges)
     verdicts = torch.empty(ranks, ranges, dtype=torch.int32, device=payloads.device)
     status = torch.empty(ranks, dtype=torch.int32, device=payloads.device)
     launch(
         _check_kernel, ranks,
-        payloads, verdicts, status, numel, ranges, range_blocks, nbytes // 16,
-        KIND=header_kind(format), CHUNK=CHUNK,
+        payloads, verdicts, status, numel, ranges, range_units, nbytes // 16,
+        KIND=header_kind(format), CHUNK=CHUNK, UNIT=unit,
         device=payloads.device, num_warps=1,
     )  # fmt: skip
     launch(
         _sum_kernel, ranges * range_tiles,
         payloads, verdicts, out, out_scale,
-        numel, ranks, ranges, range_blocks, range_tiles, nbytes // 16, _float_bits(scale),
-        FORMAT=format, ROW_BYTES=layout.quantized_row_bytes(format), TILE=TILE,
+        numel, ranks, ranges, range_units, range_tiles, nbytes // 16, _float_bits(scale),
+        FORMAT=format, ROW_BYTES=layout.quantized_row_bytes(format), TILE=TILE, UNIT=unit,
         device=out.device, num_warps=SUM_WARPS,
     )  # fmt: skip
-    return status
+    return verdicts if out.dim() == 2 else status

@@ -29,9 +29,9 @@ from ._payload import FLAG_OVERFLOW, HEADER_BYTES, write_header
 @triton.jit
 def _compare(weights, snapshot, numel, DTYPE: tl.constexpr):
     """Return, for this program's block: new bits, old bits, what differs, codes, full values."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    new = load_bits(weights, i, i < numel, DTYPE)
-    old = load_bits(snapshot, i, i < numel, DTYPE)
+    block = tl.program_id(0).to(tl.int64)
+    new = load_bits(weights, block, numel, DTYPE)
+    old = load_bits(snapshot, block, numel, DTYPE)
     step = new - old
     small = ((step + 7) & 0xFFFF) <= 14
     code = tl.where(small, step & 15, FULL_VALUE)

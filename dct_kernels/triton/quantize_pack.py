@@ -12,13 +12,24 @@ from .. import layout
 from ._launch import launch
 from ._numeric import add_gradient
 from ._payload import FLAG_NON_FINITE, HEADER_BYTES, locate, range_numel, write_header
-from ._quantized import PACK_WARPS, ROW, TILE, elements, header_entries, header_kind, pack
+from ._quantized import (
+    PACK_WARPS,
+    ROW,
+    TILE,
+    elements,
+    header_entries,
+    header_kind,
+    pack,
+    range_sizes,
+)
 
 
-@triton.jit(do_not_specialize=["numel", "range_blocks", "nbytes_16"])
-def _header_kernel(payload, numel, range_blocks, nbytes_16, KIND: tl.constexpr):
+@triton.jit(do_not_specialize=["numel", "range_units", "nbytes_16"])
+def _header_kernel(
+    payload, numel, range_units, nbytes_16, KIND: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
     range_index = tl.program_id(0).to(tl.int64)
-    length = range_numel(numel, range_blocks, range_index)
+    length = range_numel(numel, range_units, range_index, UNIT)
     entries = header_entries(length)
     message = payload + range_index * nbytes_16 * 16
     write_header(message, length, entries, entries, 0, KIND)
@@ -44,12 +55,12 @@ def _pack_tile(
     _flag_non_finite(message, pack(acc, old, residual, rows, length, FORMAT, ROW_BYTES, WHOLE))
 
 
-@triton.jit(do_not_specialize=["numel", "range_blocks", "range_tiles", "nbytes_16"])
+@triton.jit(do_not_specialize=["numel", "range_units", "range_tiles", "nbytes_16"])
 def _pack_kernel(
-    residual, grad, inv_scale, payload, numel, range_blocks, range_tiles, nbytes_16,
-    FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, TILE: tl.constexpr,
+    residual, grad, inv_scale, payload, numel, range_units, range_tiles, nbytes_16,
+    FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    range_index, begin, length = locate(numel, range_blocks, range_tiles, TILE)
+    range_index, begin, length = locate(numel, range_units, range_tiles, TILE, UNIT)
     if length <= 0:
         return
     length = length.to(tl.int32)
@@ -74,18 +85,17 @@ def quantize_pack(
 ) -> None:
     numel = grad.numel()
     ranges = payload.shape[0] if payload.dim() == 2 else 1
-    range_blocks = layout.range_blocks(numel, ranges)
-    range_tiles = range_blocks * (layout.BLOCK // TILE)
+    unit, range_units, range_tiles = range_sizes(grad, ranges)
     launch(
         _header_kernel, ranges,
-        payload, numel, range_blocks, payload.shape[-1] // 16,
-        KIND=header_kind(format),
+        payload, numel, range_units, payload.shape[-1] // 16,
+        KIND=header_kind(format), UNIT=unit,
         device=payload.device, num_warps=1,
     )  # fmt: skip
     launch(
         _pack_kernel, ranges * range_tiles,
         residual, grad, inv_scale, payload,
-        numel, range_blocks, range_tiles, payload.shape[-1] // 16,
-        FORMAT=format, ROW_BYTES=layout.quantized_row_bytes(format), TILE=TILE,
+        numel, range_units, range_tiles, payload.shape[-1] // 16,
+        FORMAT=format, ROW_BYTES=layout.quantized_row_bytes(format), TILE=TILE, UNIT=unit,
         device=payload.device, num_warps=PACK_WARPS,
     )  # fmt: skip

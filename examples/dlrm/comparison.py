@@ -12,6 +12,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 
+from dct_kernels import backend_of
+
 from . import report
 from .arguments import ADAMW, parse
 from .data import criteo
@@ -96,7 +98,7 @@ def describe(console: Console | None, data: Dataset) -> None:
     source = f"rows of {counts['file']}" if "file" in counts else "generated rows (no real data)"
     console.print(
         f"{source}: {counts['train_rows']:,} for training, {counts['test_rows']:,} for the test; "
-        f"{dist.get_world_size()} ranks, {counts['steps']:,} steps",
+        f"{dist.get_world_size()} ranks, {counts['steps']:,} steps; backend: {backend_of('cpu')}",
         markup=False,
     )
 

@@ -70,6 +70,7 @@ def train(folder, local_steps, fsdp2):
         dct = DCTState(model, format="int4", **scaled)
         model.register_comm_hook(dct, dct_hook)
         parts = {"hook": dct}
+    accelerator.print(dct.plan())
     accelerator.register_for_checkpointing(rate)
 
     # Accelerate saves the state of rank 0, or all shards. Each rank adds a file with the state that

@@ -67,7 +67,9 @@ def train(folder, local_steps):
     saved = glob.glob(f"{folder}/*.ckpt")
     trainer.fit(model, data, ckpt_path=max(saved, key=os.path.getmtime) if saved else None)
     if trainer.is_global_zero:
-        stats = trainer.strategy.averager.stats() if local_steps else hook.state.stats()
+        dct = trainer.strategy.averager if local_steps else hook.state
+        stats = dct.stats()
+        print(dct.plan())
         print(f"loss {model.losses[0]:.3f} -> {model.losses[-1]:.3f}, {stats['step']} steps")
         interval = f"every {PERIOD} steps" if local_steps else "per step"
         print(f"sent {stats['wire_bytes']:,} bytes {interval}")

@@ -19,6 +19,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dct_embeddings.torchrec import compress_dense, compressed_sharders
+from dct_kernels import backend_of
 from dct_parallel import RowFormat
 
 ROWS, WIDTH, BATCH, STEPS = (4000, 100, 100, 100), 64, 64, 200
@@ -73,6 +74,7 @@ def train():
         optimizer.step()
         losses.append(loss.item())
     if dist.get_rank() == 0:
+        print(f"backend: {backend_of('cpu')}")
         for table, sharding in plan.plan["bags"].items():
             print(f"{table}: {sharding.sharding_type} on ranks {sharding.ranks}")
         first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10

@@ -58,7 +58,9 @@ def train(folder, local_steps):
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        stats = callback.averager.stats() if local_steps else callback.state.stats()
+        dct = callback.averager if local_steps else callback.state
+        stats = dct.stats()
+        print(dct.plan())
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {stats['step']} steps")
         interval = f"every {PERIOD} steps" if local_steps else "per step"
         print(f"sent {stats['wire_bytes'] or 0:,} bytes {interval}")

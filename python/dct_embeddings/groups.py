@@ -52,20 +52,35 @@ def require_same_settings(
     compare(op, texts, group, device)
 
 
-def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -> None:
+def mesh_groups(mesh: object) -> list[Any]:
+    """The groups in which the ranks of a mesh compare values, one after the other.
+
+    This is the default group if the mesh contains all ranks, so that a rank with an invalid
+    argument instead of the mesh can notify the other ranks.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.size() == dist.get_world_size():
+        return [dist.group.WORLD]
+    # The inner group is first, so that every rank has all values before any rank raises.
+    return mesh.get_all_groups()[::-1] if mesh.get_coordinate() is not None else []
+
+
+def require_same_in_mesh(
+    op: str, mesh: DeviceMesh, values: Mapping[str, Any], of_shard: Mapping[str, Any] | None = None
+) -> None:
     """Raise on every rank of the mesh if one of `values` differs. The error lists all values.
 
-    It waits up to the timeout of the mesh's groups, or the default group's timeout if shorter.
+    `of_shard` contains values that must be the same on all replicas of a shard. It waits up to the
+    timeout of the mesh's groups, or the default group's timeout if shorter.
     """
-    outer, inner = mesh.get_all_groups()
-    device = torch.device(mesh.device_type)
-    timeout = min(timeout_of(outer, device), timeout_of(inner, device))
+    device, groups = torch.device(mesh.device_type), mesh_groups(mesh)
+    timeout = min(timeout_of(group, device) for group in mesh.get_all_groups())
     with contextlib.suppress(RuntimeError):  # the group may have no backend for this device
         timeout = min(timeout, timeout_of(require_group(op, None), device))
-    # Exchange values in the inner group and then in the outer one, so that every rank has the
-    # values of all ranks before any rank raises.
-    with sharing_errors(op, outer):
-        row = gather_values(op, values, inner, timeout)
-    rows = gather_values(op, {str(rank): found for rank, found in row.items()}, outer, timeout)
-    by_rank = {int(rank): found for row in rows.values() for rank, found in row.items()}
-    require_same(op, dict(sorted(by_rank.items())))
+    found: dict[str, Any] = {str(dist.get_rank()): [values, of_shard or {}]}
+    for number, group in enumerate(groups, 1):
+        with sharing_errors(op, *groups[number:]):
+            rows = gather_values(op, found, group, timeout)
+        found = {rank: both for row in rows.values() for rank, both in row.items()}
+    require_same(op, {rank: found[rank][0] for rank in sorted(found, key=int)})
+    for ranks in mesh.mesh.t().tolist():
+        require_same(op, {rank: found[str(rank)][1] for rank in ranks})

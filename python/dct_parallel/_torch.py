@@ -88,6 +88,11 @@ def optimizer_notes(scaler: GradScaler) -> dict[int, dict[str, Any]]:
     return scaler._per_optimizer_states
 
 
+def count_writes(tensor: Tensor) -> int:
+    """The number of in-place operations on the tensor so far."""
+    return tensor._version
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The timeout of the group's collectives on this device."""
     return group._get_backend(device).options._timeout
@@ -172,6 +177,12 @@ def fsdp_has_extension(group: Any) -> bool:
     """Whether a parameter of a group defines its own all-gather (fsdp_pre_all_gather)."""
     shards = [parameter._sharded_local_tensor for parameter in group.fsdp_params]
     return any(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
+
+
+def fsdp_mesh_groups(group: Any) -> list[dist.ProcessGroup]:
+    """The process groups along the mesh of a group: over shards, and over replicas."""
+    names = "shard_process_group", "replicate_process_group"
+    return [found for name in names if (found := getattr(group.mesh_info, name, None)) is not None]
 
 
 def fsdp_shard_group(group: Any) -> dist.ProcessGroup | None:

@@ -204,7 +204,7 @@ class Compressor:
         Use it for a step that was exchanged but not applied. The result is exact for finite
         entries, because packed value + residual is the accumulated value. Non-finite entries are
         dropped. Without `mean`, a second call does nothing, because the first call clears the
-        header. The call allocates `numel` float32.
+        header. The call allocates about 11 bytes per element.
 
         Args:
             mean: what the last `pack` added to the residual, to be subtracted again; or None.
@@ -265,7 +265,7 @@ def warn_if_eager(device_type: str) -> None:
     if dct_kernels.backend_of(device_type) == "eager" and "DCT_BACKEND" not in os.environ:
         warn_user(
             f"DCT: backend eager on {device_type}, which is for correctness only: on a CPU it is "
-            "hundreds of times slower than compiled kernels. `python -m dct_kernels` says what is "
+            "about 100 times slower than compiled kernels. `python -m dct_kernels` says what is "
             f"missing; this installation is in {Path(dct_kernels.__file__).parent}."
         )
 

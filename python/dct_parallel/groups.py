@@ -5,16 +5,19 @@ that disagree about the size of a message hang, or abort with an error that hide
 """
 
 import contextlib
+import hashlib
 import json
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dct_kernels import __version__, checks
 
@@ -112,21 +115,36 @@ class PeerError(RuntimeError):
     """A different rank raised an error or sent no values in time. The message names the rank."""
 
 
-def _publish(group: dist.ProcessGroup, answer: Mapping[str, Any]) -> tuple[dist.Store, int]:
-    """Store this rank's answer for its next comparison. Return the store and its number n.
+# Ranks that take part in a comparison add 1 to its counter. A rank that gives up subtracts
+# _GIVE_UP, which no number of ranks can outweigh. So the order of these two operations in the store
+# decides for all ranks: the comparison is complete if all ranks had arrived before one gave up.
+_ARRIVED, _GIVE_UP = "arrived", 2**40
+_ERROR = "error"  # the text that the first rank that gives up stores; empty if it was too late
 
-    Each rank counts its comparisons in a group. Ranks compare answers with the same number.
+
+def _next_comparison(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store of this rank's next comparison in the group.
+
+    Each rank counts its comparisons in a group. Ranks compare values with the same number.
     """
-    store, rank = dist.PrefixStore("dct/agreement", group.get_group_store()), dist.get_rank()
-    number = store.add(f"rounds/{rank}", 1)
-    store.set(f"{number}/{rank}", json.dumps(answer))
-    return store, number
+    store = dist.PrefixStore("dct/agreement", group.get_group_store())
+    return dist.PrefixStore(str(store.add(f"rounds/{dist.get_rank()}", 1)), store)
+
+
+def _give_up(store: dist.Store, error: str, ranks: int | None = None) -> None:
+    """Raise `error` on every rank of a comparison, unless all of its `ranks` have arrived."""
+    arrived = store.add(_ARRIVED, -_GIVE_UP) + _GIVE_UP
+    if arrived >= 0:  # no rank gave up before
+        store.set(_ERROR, "" if arrived == ranks else error)
 
 
 def gather_values(
     op: str, values: Mapping[str, Any], group: dist.ProcessGroup, timeout: timedelta
 ) -> dict[int, dict[str, Any]]:
     """Collect the values of every rank of the group.
+
+    Either every rank returns the values, or every rank raises an error, also ranks that call this
+    function after the timeout of another rank.
 
     Args:
         op: the name of the operation, for errors; the same on all ranks.
@@ -141,26 +159,36 @@ def gather_values(
         ValueError: ranks run different operations. Every rank raises this error.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    store, number = _publish(group, {"op": op, "values": values})
-    answers, missing = {}, []
-    for rank in dist.get_process_group_ranks(group):
-        key = f"{number}/{rank}"
-        while not (arrived := store.check([key])) and time.monotonic() < deadline:
+    store, ranks = _next_comparison(group), dist.get_process_group_ranks(group)
+    store.set(str(dist.get_rank()), json.dumps({"op": op, "values": values}))
+    store.add(_ARRIVED, 1)
+    while 0 < (arrived := store.add(_ARRIVED, 0)) < len(ranks):
+        if time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        if not arrived:
-            missing.append(rank)
             continue
-        answers[rank] = answer = json.loads(store.get(key))
-        if "error" in answer:
-            raise PeerError(answer["error"])
-    if missing:
+        missing = [rank for rank in ranks if not store.check([str(rank)])]
         rule = f"every rank must do the same within {timeout.total_seconds():g} s"
         got = f"nothing from {named(missing)}: see the output there"
-        raise PeerError(f"dct::{op}: {rule}, got {got}")
+        _give_up(store, f"dct::{op}: {rule}, got {got}", len(ranks))
+    if arrived != len(ranks):
+        store.wait([_ERROR], timedelta(seconds=10))  # short, if the rank that gave up is alive
+        if error := store.get(_ERROR).decode():
+            raise PeerError(error)
+    answers = {rank: json.loads(store.get(str(rank))) for rank in ranks}
     if len({answer["op"] for answer in answers.values()}) > 1:
         got = ", ".join(f"{answer['op']} on rank {rank}" for rank, answer in answers.items())
         raise ValueError(f"dct::{op}: every rank must do the same, got {got}")
     return {rank: answer["values"] for rank, answer in answers.items()}
+
+
+def known_group(group: object) -> dist.ProcessGroup | None:
+    """The group to notify of an error in the argument that determines the group.
+
+    Returns `group`, or the default group if `group` is invalid. The other ranks probably use it.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # the members do not wait for this rank
+        return None
+    return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
 
 
 @contextlib.contextmanager
@@ -180,7 +208,7 @@ def sharing_errors(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]
         for group in groups:
             if isinstance(group, dist.ProcessGroup):
                 with contextlib.suppress(Exception):  # if the store is gone, still raise `error`
-                    _publish(group, {"op": op, "error": _refusal(op, error)})
+                    _give_up(_next_comparison(group), _refusal(op, error))
         raise
 
 
@@ -226,6 +254,20 @@ def compare(
     require_same(op, gather_values(op, values, group, timeout_of(group, device)))
 
 
+def require_same_order(op: str, order: Sequence[object], group: dist.ProcessGroup) -> None:
+    """Raise an error on every rank if the values in `order` differ between ranks. Collective.
+
+    `group` is a gloo group, also if tensors are on CUDA, so that only the host waits.
+    """
+    digest = zlib.crc32(repr(order).encode())
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    highest, lowest = bounds.tolist()
+    if highest != -lowest:
+        rule = "run the same modules in the same order"
+        raise RuntimeError(f"dct::{op}: every rank must {rule}, got different ones on some")
+
+
 class Agreement:
     """Compares what the ranks of a state must agree on: settings, and the run that they resume.
 
@@ -242,7 +284,8 @@ class Agreement:
 
     Attributes:
         rank: the rank of this process; valid after process groups are destroyed.
-        run_id: created by the first rank when training starts, and kept in checkpoints.
+        run_id: created by the first rank when training starts, and again in the first step after a
+            load. Checkpoints contain it.
 
     Raises:
         ValueError: settings differ between ranks.
@@ -260,6 +303,7 @@ class Agreement:
         self._group, self._shards, self._device = group, shards, device
         self.rank, self.run_id = dist.get_rank(), uuid.uuid4().hex
         self._checkpoint, self._start = "none", 0  # what `resume` was called for
+        self._contents: dict[str, Any] = {}  # of the checkpoint
         self._compared = False
         values = {"version": __version__, **values}
         with sharing_errors(op, shards):
@@ -278,14 +322,25 @@ class Agreement:
         require_same(op, gathered)
         return found
 
-    def resume(self, step: int, entry: Mapping[str, Any] | None = None) -> None:
+    def resume(
+        self, step: int, entry: Mapping[str, Any] | None = None, base: Sequence[Tensor] = ()
+    ) -> None:
         """Resume at `step` of this run, or of the run of a checkpoint's entry.
 
         All ranks must call this method. It does not communicate.
+
+        Args:
+            entry: everything in it must be the same on every rank, except "parameters".
+            base: float32 tensors that were loaded and must be bitwise equal on every rank.
         """
         if entry is not None:
             self.run_id = entry["run_id"]
             self._checkpoint = f"one of {entry['world_size']} ranks"
+            keys = sorted(entry.keys() - {"parameters", "run_id", "step"})
+            contents = {key: entry[key] for key in keys} | {"weights": bit_sums(base)}
+            self._contents = {f"{key} of the checkpoint": _short(contents[key]) for key in contents}
+        elif base:
+            self._contents["loaded weights"] = _short(bit_sums(base))
         self._start, self._compared = step, False
 
     def check(self, op: str, digest: Callable[[], int] = int) -> list[int]:
@@ -293,23 +348,49 @@ class Agreement:
 
         The first call, and the first call after `resume`, wait for all ranks up to the group's
         timeout, and return the result of `digest` on each rank. Other calls do nothing and return
-        an empty list. `op` is the call that every rank made, for error messages.
+        an empty list. After a load, all ranks then adopt a new `run_id`, so that the files of two
+        attempts to continue from one checkpoint differ. `op` is the call that every rank made, for
+        error messages.
         """
         if self._compared:
             return []
         values = {"checkpoint": self._checkpoint, "run_id": self.run_id, "step": self._start}
+        values |= self._contents
+        new_id = uuid.uuid4().hex
         with sharing_errors(op, self._group, self._shards):
             own = digest()
         with sharing_errors(op, self._shards):
-            digests = self._compare(op, values, self._group, own)
+            found = self._compare(op, values, self._group, [new_id, own])
+        new_id, _ = found[0]
         if self._shards is not None:
-            self._compare(op, values, self._shards)
+            values.pop("shard of the checkpoint", None)
+            values.pop("weights of the checkpoint", None)
+            values.pop("loaded weights", None)
+            new_id = self._compare(op, values, self._shards, new_id)[0]
+        if self._contents:
+            self.run_id = new_id
         self._compared = True
-        return digests
+        return [own for _, own in found]
 
     def check_step(self, op: str, step: int) -> None:
         """Raise on every rank if the ranks call `op` after different steps. Waits for all ranks."""
         compare(op, {"step": step}, self._group, self._device)
+
+
+def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
+    """The sums of the bits of each tensor as integers. Compares tensors between ranks cheaply."""
+    bits = [t.detach().view(_INTEGERS[t.itemsize]).sum(dtype=torch.int64) for t in tensors]
+    return torch.stack(bits).tolist() if bits else []
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
+
+
+def _short(value: Any) -> Any:
+    """A value of a checkpoint for comparisons: a number or text as it is, a list as a digest."""
+    if not isinstance(value, list):
+        return value
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
 def named(ranks: Iterable[int | str]) -> str:

@@ -19,7 +19,8 @@ def require_mesh(
     """Return this rank's groups along these two dimensions of `mesh`, or raise an error."""
     checks.require_type(op, "mesh", mesh, DeviceMesh, "a DeviceMesh")
     if mesh.mesh_dim_names != dimensions:
-        checks.fail(op, "mesh", f"dimensions {dimensions}", mesh.mesh_dim_names, verb="have")
+        rule = f"dimensions {dimensions} (mesh_dim_names={dimensions})"
+        checks.fail(op, "mesh", rule, mesh.mesh_dim_names, verb="have")
     if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in range(2)):
         rule = "ascending ranks in every row and column, because torch sorts the ranks of a group"
         checks.fail(op, "mesh", rule, mesh.mesh.tolist(), verb="have")

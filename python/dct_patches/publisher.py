@@ -52,9 +52,11 @@ class WeightPublisher:
     >>> publisher.confirm(patch)
     """
 
+    @checks.names_keywords
     def __init__(
         self,
         named_tensors: NamedTensors,
+        *,
         dtype: torch.dtype = torch.bfloat16,
         rename: Callable[[str], str] | None = None,
     ) -> None:
@@ -78,6 +80,7 @@ class WeightPublisher:
         cls,
         folder: str | PathLike[str],
         named_tensors: NamedTensors,
+        *,
         dtype: torch.dtype = torch.bfloat16,
         rename: Callable[[str], str] | None = None,
     ) -> "WeightPublisher":
@@ -97,7 +100,7 @@ class WeightPublisher:
             FileNotFoundError: the folder has no full copy, or lacks a file.
             RuntimeError: another rank raised an error.
         """
-        op, made = "WeightPublisher.resume", cls(named_tensors, dtype, rename)
+        op, made = "WeightPublisher.resume", cls(named_tensors, dtype=dtype, rename=rename)
         with sharing_errors(op, made._group):
             full = WeightPatch.load(folder)
             assert full is not None  # there is always something after no version

@@ -99,6 +99,29 @@ def quantized_cases(format: str, dtype: torch.dtype) -> list[Case]:
     ]
 
 
+def patch_cases(weights_dtype: torch.dtype, dtype: torch.dtype) -> list[Case]:
+    """Calls of the ops on weight patches. The snapshot has `dtype`."""
+
+    def pack(ops):
+        weights, snapshot = torch.empty(NUMEL, dtype=weights_dtype), torch.empty(NUMEL, dtype=dtype)
+        checksums = torch.empty(2, dtype=torch.int64)
+        ops.diff_pack(weights, snapshot, patch(), checksums, CAPACITY)
+
+    def patch():
+        return torch.empty(dct_kernels.patch_bytes(NUMEL, CAPACITY), dtype=torch.uint8)
+
+    label = f"{_name(weights_dtype)} to {_name(dtype)}"
+    return [
+        Case(f"diff_pack, {label}", pack, some=("wide_loads",)),
+        Case(f"patch_check, {label}", lambda ops: ops.patch_check(patch(), NUMEL, dtype)),
+        Case(
+            f"patch_apply, {label}",
+            lambda ops: ops.patch_apply(patch(), torch.empty(NUMEL, dtype=dtype)),
+        ),
+        Case(f"checksum, {label}", lambda ops: ops.checksum(torch.empty(NUMEL, dtype=dtype))),
+    ]
+
+
 def row_cases(shape: str, x_dtype: torch.dtype, value_dtype: torch.dtype) -> list[Case]:
     width, k = SHAPES[shape]
     label = f"{shape}, {_name(x_dtype)} to {_name(value_dtype)}"
@@ -165,6 +188,7 @@ _CASES = [
     *(scatter_unpack_case(*pair) for pair in [(F32, F32), (BF16, BF16), (BF16, F16)]),
     *(case for name in layout.QUANTIZED_CODES for case in quantized_cases(name, F32)),
     *(case for name in ("int4", "ternary") for case in quantized_cases(name, BF16)),
+    *(case for pair in ((F32, F16), (BF16, BF16)) for case in patch_cases(*pair)),
     *(case for shape in MAIN for pair in PAIRS for case in row_cases(shape, *pair)),
     *(case for shape in MORE for case in row_cases(shape, *PAIRS[0])),
     *row_cases("bitmap of wide rows", F16, F16),

@@ -56,7 +56,7 @@ class Task:
 
 
 def _optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def _real(rank, width, ranks, names):

@@ -9,6 +9,7 @@ from bench import kernels as program
 from bench.microbench import cases
 from bench.microbench import command as kernels
 from bench.microbench.arguments import TIMED
+from dct_kernels import backend_of
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +31,9 @@ def test_all_ops_and_peers(tmp_path, capsys):
     for result in results:
         assert all(0 < ms["q20"] <= ms["median"] <= ms["q80"] for ms in result["ms"].values())
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 2 + len(results)  # two heading lines and two lines of the table header
-    assert {line.count("|") for line in lines[2:]} == {11}
+    assert lines[0] == f"Backend on cpu: {backend_of('cpu')}"
+    assert len(lines) == 3 + 2 + len(results)  # heading lines, and two lines of the table header
+    assert {line.count("|") for line in lines[3:]} == {11}
 
 
 def test_bytes_of_cases_by_hand():

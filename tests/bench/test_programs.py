@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 
+from bench import cli
 from bench.cli import exit_status
 from support.programs import ROOT
 
@@ -37,6 +38,17 @@ def test_every_option_has_help_and_no_abbreviation(name, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args([options[1].option_strings[0][:-1], "1"])
     assert "unrecognized arguments: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["hooks", "kernels", "link"])
+def test_the_eager_backend_is_timed_only_on_request(name, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "backend_of", lambda device: "eager")
+    monkeypatch.delenv("DCT_BACKEND", raising=False)
+    assert importlib.import_module(f"bench.{name}").main([]) == 1
+    assert f"{name}: the backend on c" in capsys.readouterr().err
+    monkeypatch.setenv("DCT_BACKEND", "eager")
+    cli.announce_backend("cpu")
+    assert capsys.readouterr().out == "Backend on cpu: eager\n"
 
 
 def test_an_interrupted_program_exits_with_status_130(capsys):

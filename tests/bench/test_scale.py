@@ -33,6 +33,15 @@ def test_collectives_by_hand():
     assert all_to_all(Link(1.0, 1e9), 8, 4) == pytest.approx(3)  # Bruck's algorithm, 3 messages
 
 
+def test_parameters_may_have_a_unit(capsys):
+    for text in ("50000000", "5e7", "50M", "0.05b"):
+        assert scale.parser().parse_args(["--parameters", text]).parameters == 50_000_000
+    for text in ("1.5", "50X", "inf", "0M"):
+        with pytest.raises(SystemExit):
+            scale.parser().parse_args(["--parameters", text])
+        assert f"in [1, 2^40], such as 50M, got {text!r}" in capsys.readouterr().err
+
+
 def test_step_time_is_the_sum_of_its_phases():
     model = Model(10**6, 0.5, Kernels(1e9, 2e9, 4e9, math.inf, math.inf), 0.01)
     step = model.step("dct", 2, Link(0.0, 1e6))

@@ -10,8 +10,6 @@ import dct_kernels
 
 U8, I32, I64 = torch.uint8, torch.int32, torch.int64
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-TORCH_NAMES = {"Float": "float32", "BFloat16": "bfloat16", "Half": "float16", "Double": "float64"}
-TORCH_NAMES |= {"Char": "int8", "Int": "int32", "Long": "int64"}
 OPS = ("sample_threshold", "mask_pack", "scatter_unpack")
 OPS += ("quantize_pack", "dequantize_sum")
 OPS += ("row_pack", "row_gather", "row_unpack")
@@ -153,4 +151,4 @@ def refused(backend, op, args, named, error):
 def values_got(text):
     """The numbers and words after "got" in an error text."""
     found = re.findall(r"-?[\d.]+|\w+", text.rpartition(", got ")[2])
-    return {float(f) if f.lstrip("-")[0].isdigit() else TORCH_NAMES.get(f, f) for f in found}
+    return {float(f) if f.lstrip("-")[0].isdigit() else f for f in found}

@@ -134,6 +134,7 @@ def summed(
     out_scale=None,
     three_dims=False,
     offset=0,
+    shape=None,
 ):
     """Run an op that sums payloads, compare out and status with the oracle, and return them.
 
@@ -143,7 +144,7 @@ def summed(
     """
     call, oracle = op
     arena = Arena(backend.device, offset)
-    out = arena.written(torch.full((geometry.numel,), torch.nan, dtype=out_dtype))
+    out = arena.written(torch.full(shape or (geometry.numel,), torch.nan, dtype=out_dtype))
     given = arena.read(stacked(payloads, geometry, three_dims), offset=0)
     status = call(given, out, *settings, scale, arena.read(out_scale))
     arena.check()

@@ -10,6 +10,7 @@ from oracle import patch as oracle
 from conformance import bits
 from conformance.calls import PREFILL
 from conformance.memory import Arena
+from dct_kernels import patch_bytes, patch_info
 
 
 class Packed(NamedTuple):
@@ -37,6 +38,10 @@ def diff_pack(backend, weights, snapshot, capacity=None, checksums=True, offset=
     sent, blocks = oracle.diff_pack(new, old, dtype, capacity)
     expected = sent + bytes([PREFILL]) * (size - len(sent))
     bits.assert_equal(patch.cpu().numpy(), np.frombuffer(expected, np.uint8), "patch")
+    need = sum(len(entries + values) for entries, values in blocks)
+    info = (snapshot.dtype, numel, need, need > capacity, oracle.words_offset(numel) + 2 * need)
+    assert patch_info(patch) == patch_info(patch[:64]) == info
+    assert patch_bytes(numel, capacity) == size
     if checksums:
         assert sums.tolist() == [oracle.checksum(old), oracle.checksum(new)]
     return Packed(sent, blocks)
@@ -45,25 +50,22 @@ def diff_pack(backend, weights, snapshot, capacity=None, checksums=True, offset=
 def patch_apply(backend, raw, weights, offset=0):
     """Run patch_check and patch_apply on bytes, compare with the oracle, return (status, weights).
 
-    The patch lies between guards, so any access past its end is detected under ASan.
+    The patch has memory of its exact size, so ASan detects any access past its end.
     """
     dtype = bits.name(weights.dtype)
     arena = Arena(backend.device, offset)
-    patch = arena.read(torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else u8(0), 0)
+    patch = torch.tensor(list(raw), dtype=torch.uint8).to(backend.device)
     new = arena.written(weights)
     found = backend.patch_check(patch, weights.numel(), weights.dtype)
     bits.assert_floats(new, bits.raw(weights), "weights before patch_apply")
     status = backend.patch_apply(patch, new)
     arena.check()
+    assert patch.tolist() == list(raw)
     expected, values = oracle.patch_apply(bytes(raw), bits.raw(weights), dtype)
     assert found.dtype == status.dtype == torch.int32
     assert found.tolist() == status.tolist() == [expected]
     bits.assert_floats(new, values, "weights")
     return expected, new.cpu()
-
-
-def u8(*shape):
-    return torch.zeros(*shape, dtype=torch.uint8)
 
 
 STEPS = (*range(-9, 10), 0x7FFF, 0x8000, 0x8001, 256, -256)

@@ -40,11 +40,12 @@ def quantize_pack(backend, residual, grad, format, ranges=None, inv_scale=None, 
     """Run quantize_pack, compare residual and payload bytes with the oracle, and return them.
 
     With `grad=None`, nothing is added to the residual. The payload is [nbytes] if `ranges` is
-    None, otherwise [ranges, nbytes]. Each payload is `room` bytes longer than needed.
+    None, otherwise [ranges, nbytes]. Each payload is `room` bytes longer than needed. The rows of a
+    matrix are its ranges.
     """
     grad = neutral_gradient(residual) if grad is None else grad
-    numel = grad.numel()
-    geometry = Geometry(numel, format, ranges or 1, room)
+    ranges = len(grad) if grad.dim() == 2 else ranges
+    geometry = Geometry(grad.numel(), format, ranges or 1, room, grad.dim() == 2)
     shape = (geometry.nbytes,) if ranges is None else (ranges, geometry.nbytes)
 
     arena = Arena(backend.device, offset)
@@ -55,8 +56,8 @@ def quantize_pack(backend, residual, grad, format, ranges=None, inv_scale=None, 
 
     rows = [bytearray([PREFILL]) * geometry.nbytes for _ in range(geometry.ranges)]
     expected = oracle.quantize_pack(
-        bits.numbers(residual),
-        bits.numbers(grad),
+        None if residual is None else bits.numbers(residual).reshape(-1),
+        bits.numbers(grad).reshape(-1),
         rows,
         geometry,
         None if inv_scale is None else inv_scale.item(),
@@ -67,13 +68,14 @@ def quantize_pack(backend, residual, grad, format, ranges=None, inv_scale=None, 
 def dequantize_sum(backend, payloads, geometry, *options, **named):
     """Run dequantize_sum, compare out and status with the oracle, and return them; see `summed`."""
     op = backend.dequantize_sum, oracle.dequantize_sum
+    named["shape"] = geometry.shape
     return summed(backend, op, (geometry.format,), payloads, geometry, *options, **named)
 
 
 def _compared(residual, expected_residual, payload, rows, geometry):
     compare_rows(payload, rows)
     if residual is not None:
-        bits.assert_floats(residual, expected_residual.view(np.uint32), "residual")
+        bits.assert_floats(residual.view(-1), expected_residual.view(np.uint32), "residual")
         residual = residual.cpu()
     return Packed(residual, list(map(bytes, rows)), geometry)
 

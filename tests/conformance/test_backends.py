@@ -180,6 +180,16 @@ def test_eager_is_used_without_a_compiled_library(uncompiled):
         assert expected in uncompiled[name][1]
 
 
+@pytest.mark.parametrize(
+    "value, error", [("", "must be one of"), ("cpp", "=cpp, but that backend")]
+)
+def test_the_command_explains_a_value_with_which_the_import_fails(uncompiled, value, error):
+    result = python("-m", "dct_kernels", backend=value, package=uncompiled["path"])
+    assert f"DCT_BACKEND: {value!r}\nimport dct_kernels fails: DCT_BACKEND" in result.stdout
+    assert error in result.stdout
+    assert not availability((result.stdout, result.stderr))["cpp"]
+
+
 def test_dct_parallel_warns_once_that_eager_is_used(uncompiled):
     """The warning contains the path of the installation. Forcing eager suppresses the warning."""
     output, error = uncompiled["layer"]

@@ -63,10 +63,11 @@ def exchange(residual, grad, payload, out, format):
     return status, residual + out
 
 
-def exchange_arguments(numel, format="ternary"):
-    payload = torch.zeros(quantized_payload_bytes(numel, format), dtype=torch.uint8)
+def exchange_arguments(*shape, format="ternary"):
+    nbytes, numel = quantized_payload_bytes(shape[-1], format), torch.Size(shape).numel()
+    payload = torch.zeros(*shape[:-1], nbytes, dtype=torch.uint8)
     residual, grad = samples.normal(numel), samples.normal(numel, torch.bfloat16, seed=1)
-    return residual, grad, payload, torch.empty(numel), format
+    return residual.view(shape), grad.view(shape), payload, torch.empty(shape), format
 
 
 def update(weights, snapshot, patch, checksums, capacity):
@@ -143,7 +144,8 @@ def assert_same(compiled, function, args):
     ("function", "args"),
     [
         (step, step_arguments(40000, 300)),
-        (exchange, exchange_arguments(20000, "int4")),
+        (exchange, exchange_arguments(20000, format="int4")),
+        (exchange, exchange_arguments(3, 999, format="int4")),
         (update, update_arguments(5000, 11000)),
     ],
 )

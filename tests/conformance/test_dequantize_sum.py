@@ -33,6 +33,13 @@ def test_ranges(backend, ranges, format):
             backend, payloads(geometry, 2), geometry, three_dims=True
         )
         assert status == [0, 0]
+    for n in (0, 5, 1028, 16385):  # the rows of a matrix are ranges, with or without alignment
+        geometry = Geometry(ranges * n, format, ranges, room=32, matrix=True)
+        dtype = bits.FLOATS[n % 3]
+        _, status = quantized_calls.dequantize_sum(
+            backend, payloads(geometry, 3), geometry, dtype, 0.5
+        )
+        assert status == [[0] * ranges] * 3
 
 
 @pytest.mark.many_programs
@@ -99,9 +106,9 @@ def test_out_is_rounded_once(backend, out_dtype):
 @pytest.mark.parametrize("offset", [1, 3])
 def test_misaligned_views(backend, offset, out_dtype):
     for format in oracle.FORMATS:
-        geometry = Geometry(2500, format)
-        received = payloads(geometry, 2)
-        quantized_calls.dequantize_sum(backend, received, geometry, out_dtype, 0.5, offset=offset)
+        for geometry in (Geometry(2500, format), Geometry(2500, format, 4, matrix=True)):
+            given = payloads(geometry, 2), geometry, out_dtype
+            quantized_calls.dequantize_sum(backend, *given, 0.5, offset=offset)
 
 
 @formats

@@ -51,6 +51,7 @@ def payloads(nbytes):
 
 QBYTES = QUANTIZED_BYTES
 VECTORS, SCALES = [ones(10, 10), strided(NUMEL)], [ones(2), ones(0), ones(1, 1)]
+CUBES = [ones(10, 5, 2), strided(NUMEL), strided(10, 10)]
 INTEGERS, DOUBLES = ones(NUMEL, dtype=I64), ones(NUMEL, dtype=F64)
 NOT_16_BITS = [ones(NUMEL), ones(NUMEL, dtype=I32)]
 NOT_FLAT = [ones(10, 10, dtype=BF16), ones(2 * NUMEL, dtype=BF16)[::2]]
@@ -91,9 +92,10 @@ WRONG = [
     ("scatter_unpack", "out_scale", ValueError, SCALES),
     ("scatter_unpack", "out_scale", TypeError, [ones(1, dtype=F16)]),
     ("quantize_pack", "residual", TypeError, [ones(NUMEL, dtype=BF16)]),
-    ("quantize_pack", "residual", ValueError, VECTORS),
+    ("quantize_pack", "residual", ValueError, CUBES),
     ("quantize_pack", "grad", TypeError, [DOUBLES, INTEGERS]),
-    ("quantize_pack", "grad", ValueError, [ones(NUMEL - 1), *VECTORS, ones(1).expand(NUMEL)]),
+    ("quantize_pack", "grad", ValueError, [ones(NUMEL - 1), ones(10, 10), *CUBES]),
+    ("quantize_pack", "grad", ValueError, [ones(1).expand(NUMEL)]),
     ("quantize_pack", "payload", TypeError, [ones(QBYTES)]),
     ("quantize_pack", "payload", ValueError, [u8(QBYTES - 16), u8(QBYTES + 8), u8(64), u8(0)]),
     ("quantize_pack", "payload", ValueError, [u8(0, QBYTES), u8(1, 1, QBYTES)]),
@@ -104,7 +106,7 @@ WRONG = [
     ("dequantize_sum", "payloads", TypeError, [i32(2, QBYTES)]),
     ("dequantize_sum", "payloads", ValueError, payloads(QBYTES)),
     ("dequantize_sum", "out", TypeError, [DOUBLES, INTEGERS]),
-    ("dequantize_sum", "out", ValueError, VECTORS),
+    ("dequantize_sum", "out", ValueError, CUBES),
     ("dequantize_sum", "format", ValueError, ["sign", "float8"]),
     ("dequantize_sum", "out_scale", ValueError, SCALES),
     ("dequantize_sum", "out_scale", TypeError, [ones(1, dtype=F16)]),
@@ -167,8 +169,11 @@ NAMED = [
     ("mask_pack", "payload", u8(NBYTES), "threshold"),
     ("scatter_unpack", "capacity", CAPACITY + 100, "payloads"),
     ("quantize_pack", "residual", ones(NUMEL + 1), "grad"),
+    ("quantize_pack", "residual", ones(10, 10), "grad"),
     ("quantize_pack", "format", "bfloat16", "payload"),
     ("dequantize_sum", "out", ones(1025), "payloads"),
+    ("dequantize_sum", "out", ones(10, 10), "payloads"),
+    ("dequantize_sum", "out", ones(1, 1025), "payloads"),
     ("dequantize_sum", "format", "float32", "payloads"),
     ("row_gather", "k", K + 1, "positions"),
     ("row_unpack", "width", K - 1, "values.shape[1]"),
@@ -193,6 +198,15 @@ def test_wrong_arguments(backend, op, arg, values, named, error):
         args = arguments(op) | {arg: value}
         args = {name: placed(value, backend.device) for name, value in args.items()}
         refused(backend, op, args, named, error)
+
+
+def test_rows_of_another_shape(backend):
+    """The rows of a matrix are ranges, so residual, grad and payload agree on their number."""
+    for grad, residual, named in ((4, 5, "grad"), (4, 4, "payload"), (1, 2, "grad")):
+        rows = {"grad": ones(grad, 100 // grad), "residual": ones(residual, 100 // residual)}
+        args = arguments("quantize_pack") | rows | {"payload": u8(2, QBYTES)}
+        args = {name: placed(value, backend.device) for name, value in args.items()}
+        refused(backend, "quantize_pack", args, named, ValueError)
 
 
 def test_error_texts_about_ranges(backend):

@@ -162,6 +162,9 @@ def test_payload_info_checks_shape_and_dtype():
     for shape, dtype in [(63, U8), ((2, 64), U8), (64, F32), (64, U8)]:
         args = {"payload": torch.zeros(shape, dtype=dtype)}
         raises(dct_kernels.payload_info, args, "payload_info", "payload", ValueError)
+        raises(
+            dct_kernels.patch_info, {"patch": args["payload"]}, "patch_info", "patch", ValueError
+        )
 
 
 @pytest.mark.parametrize(("version", "code"), [(2, 3), (3, 4), (4, 2), (4, 3), (1, 4)])

@@ -26,6 +26,7 @@ def u8(*shape):
 NOTHING = dct_kernels.payload_layout(0, 10, F32).nbytes
 RANGES = u8(2, dct_kernels.quantized_payload_bytes(40000, "int4", ranges=2) + 16)
 BF16_GRAD, BF16_OUT = samples.normal(40000, BF16), empty(40000, dtype=BF16)
+MATRIX, ROWS = samples.normal(2 * 999).view(2, 999), empty(2, 20001, dtype=BF16)
 CASES = [(op, {}) for op in OPS]
 # Omitted optional tensors, other dtypes, other numbers of dimensions, longer payloads.
 CASES += [
@@ -36,7 +37,9 @@ CASES += [
     ("scatter_unpack", {"out_scale": None}),
     ("quantize_pack", {"residual": None, "inv_scale": None}),
     ("quantize_pack", {"residual": None, "grad": BF16_GRAD, "payload": RANGES, "format": "int4"}),
+    ("quantize_pack", {"residual": MATRIX, "grad": MATRIX.clone(), "payload": RANGES}),
     ("dequantize_sum", {"payloads": RANGES.repeat(3, 1, 1), "out": BF16_OUT, "format": "int4"}),
+    ("dequantize_sum", {"payloads": RANGES.repeat(3, 1, 1), "out": ROWS, "format": "int4"}),
     ("dequantize_sum", {"out_scale": None}),
     ("diff_pack", {"weights": torch.zeros(NUMEL, dtype=BF16), "checksums": None}),
     ("patch_check", {"patch": u8(7), "numel": 2**40}),

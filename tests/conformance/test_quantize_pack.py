@@ -44,6 +44,8 @@ def test_without_a_residual(backend, grad_dtype, format):
 def test_misaligned_views(backend, offset, grad_dtype, format):
     residual, grad = numbers(4500), numbers(4500, grad_dtype, seed=1)
     quantized_calls.quantize_pack(backend, residual, grad, format, offset=offset)
+    rows = residual.view(4, 1125), grad.view(4, 1125)  # one of four rows is aligned
+    quantized_calls.quantize_pack(backend, *rows, format, offset=offset)
 
 
 SCALES = (0.5, 3.0, 0.0, -1.0, 1e-45, 3e38, math.inf, math.nan)

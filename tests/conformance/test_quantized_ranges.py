@@ -23,6 +23,10 @@ def test_ranges(backend, ranges, format):
         residual, grad = numbers(numel), numbers(numel, torch.bfloat16, seed=1)
         packed = quantized_calls.quantize_pack(backend, residual, grad, format, ranges, room=32)
         assert sum(int.from_bytes(row[8:16], "little") for row in packed.rows) == numel
+    for n in (0, 5, 1028, 16385):  # the rows of a matrix are ranges, with or without alignment
+        residual, grad = (numbers(ranges * n, seed=s).view(ranges, n) for s in (0, 1))
+        packed = quantized_calls.quantize_pack(backend, residual, grad, format, room=32)
+        assert [int.from_bytes(row[8:16], "little") for row in packed.rows] == [n] * ranges
 
 
 @formats
@@ -31,6 +35,8 @@ def test_each_range_has_its_own_non_finite_flag(backend, format):
     residual[-1] = math.nan
     packed = quantized_calls.quantize_pack(backend, residual, None, format, ranges=3)
     assert packed.flags == [0, 0, payload.NON_FINITE]
+    rows = residual.view(4, -1)
+    assert quantized_calls.quantize_pack(backend, rows, None, format).flags == [0, 0, 0, 2]
 
 
 @formats

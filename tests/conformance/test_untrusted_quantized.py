@@ -70,15 +70,15 @@ def test_headers_of_other_payloads(backend, format):
 @formats
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_only_the_range_with_the_wrong_header_is_ignored(backend, bad, format):
-    """A wrong header in any of the three ranges gives the payload status 1."""
-    geometry = Geometry(2 * 16384 + 50, format, ranges=3)
-    rows = [bytearray(row) for row in random_payload(geometry)]
-    rows[bad][63] = 1
-    out, status = quantized_calls.dequantize_sum(backend, [list(map(bytes, rows))], geometry)
-    assert status == [1]
-    for r in range(3):
-        low, high = geometry.bounds(r)
-        assert bool(out[low:high].any()) == (r != bad)
+    """A wrong header gives the payload status 1. The status of a matrix names the range."""
+    for geometry in (Geometry(32818, format, 3), Geometry(3 * 1025, format, 3, matrix=True)):
+        rows = [bytearray(row) for row in random_payload(geometry)]
+        rows[bad][63] = 1
+        out, status = quantized_calls.dequantize_sum(backend, [list(map(bytes, rows))], geometry)
+        assert status == ([[int(r == bad) for r in range(3)]] if geometry.matrix else [1])
+        for r in range(3):
+            low, high = geometry.bounds(r)
+            assert bool(out.view(-1)[low:high].any()) == (r != bad)
 
 
 def test_the_header_of_an_empty_range(backend):

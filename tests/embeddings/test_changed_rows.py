@@ -39,8 +39,8 @@ FORMATS = [
     {},
     {"every": 3},
     {"every": 2, "format": "bfloat16"},
-    {"every": 1, "density": 0.3},
-    {"every": 2, "density": 0.3, "transport": "reduce_scatter"},
+    {"every": 1, "density": 0.25},
+    {"every": 2, "density": 0.25, "transport": "reduce_scatter"},
     {"every": 2, "format": "int4"},
 ]
 

@@ -18,7 +18,8 @@ from dct_embeddings import (
     ShardedEmbeddingBags,
     plan_shards,
 )
-from dct_kernels import payload_layout, quantized_payload_bytes
+from dct_embeddings.two_dimensional import averages
+from dct_kernels import payload_layout, quantized_payload_bytes, sample_threshold
 from dct_parallel.exchange import reduce_scatter
 from dct_parallel.exchange import transport as all_gather
 from support.ranks import assert_same, gathered, on_ranks, run_ranks
@@ -114,6 +115,29 @@ def _payload_bytes(settings, numel):
         capacity = min(math.ceil(1.25 * DENSITY * numel), numel)
         return payload_layout(numel, capacity, torch.bfloat16).nbytes
     return quantized_payload_bytes(numel, settings["format"])
+
+
+@on_ranks(4)
+def test_first_sync_after_a_load_compares_replicas(rank):
+    """The replicas of one shard load different weights. Every rank raises."""
+    bags = _bags(shape=(2, 2))
+    optimizer = torch.optim.SGD([bags.weight], lr=LR)
+    sync, state = ReplicaSync(bags, optimizer=optimizer), copy.deepcopy(bags.state_dict())
+    bags.load_state_dict(state | {"weight": state["weight"] + (rank == 3)})
+    text = "weight of the loaded state must be the same on every rank, got .* on rank 1, .* rank 3"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=text):
+            sync.sync()
+    bags.load_state_dict(state)
+    _train(bags, optimizer, 0, rank)
+    sync.sync()
+    sums = _copies(bags.weight.double().sum())
+    assert sums[:2] == sums[2:]
+    bags = _bags(shape=(2, 2))
+    optimizer = RowWiseAdagrad([bags.weight])
+    optimizer.state[bags.weight]["sum"] += rank == 3
+    with pytest.raises(ValueError, match="state of optimizer must be the same on every rank, got"):
+        ReplicaSync(bags, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +263,48 @@ def test_a_sync_accesses_only_rows_that_were_looked_up(rank):
         assert (bags.weight[union] != start[union]).any()
         assert state["sum"][union].isfinite().all() and (state["sum"][union] > 0).any()
         assert torch.equal(*_copies(bags.weight[union]))
+
+
+@on_ranks(2)
+def test_loaded_tables_are_the_new_base(rank):
+    for settings in FORMATS:
+        bags = _bags()
+        optimizer = OPTIMIZERS["rowwise"]([bags.weight])
+        sync = ReplicaSync(bags, optimizer=optimizer, every=2, **settings)
+        for step in range(3):
+            _train(bags, optimizer, step, rank)
+            sync.step()
+        best = torch.randn(bags.weight.shape, generator=torch.Generator().manual_seed(7))
+        bags.load_state_dict({**bags.state_dict(), "weight": best})
+        changed = torch.zeros_like(best)
+        if settings:  # without settings, the sync averages the weights
+            _train(bags, optimizer, 3, rank)
+            changed = sum(part / 2 for part in _copies(bags.weight - best))
+        sync.flush()  # sends only the changes after the load
+        torch.testing.assert_close(bags.weight, best + changed, rtol=0, atol=1e-6)
+        assert torch.equal(*_copies(_state(bags, optimizer)))
+
+
+@on_ranks(2)
+def test_the_number_of_a_sync_is_the_seed_of_its_threshold(rank):
+    rows, made = [9000, 25], []
+
+    class Recorded(averages.Bucket):
+        def start(self, buffer, inv_scale=None):
+            made.append((self, buffer.clone()))
+            super().start(buffer, inv_scale)
+
+    averages.Bucket = Recorded
+    bags = _bags(rows)
+    optimizer = OPTIMIZERS["sgd"]([bags.weight])
+    sync = ReplicaSync(bags, optimizer=optimizer, **COMPRESSED[0])
+    for step in range(3):
+        _train(bags, optimizer, step, rank, rows, batch=1200)
+        sync.step()
+    for seed, (bucket, moved) in enumerate(made):
+        sampled = sample_threshold(moved, torch.zeros_like(moved), DENSITY, 1, 4096, seed)
+        assert torch.equal(bucket.codec.threshold, sampled)
+    assert len(made) == 3
 
 
 @on_ranks(2)

@@ -169,10 +169,10 @@ def test_all_ranks_raise_if_inputs_differ(rank):
         (lambda: together(ids, lengths.flip(0) if rank else lengths), "checksum of the batch"),
     ):
         _refused(text or OWNER, call)
-    text = "every rank must accept its input, got an error on rank 1: see the output there"
+    text = f"{OWNER}every rank must accept its input, got an error on rank 1: " * (rank == 0)
+    text += f"{OWNER}ids[0] must be in [0, 9], got 10"
     for of in (layer, together):
-        wrong = "ids[0] must be in [0, 9], got 10" if rank else text
-        _refused(OWNER + wrong, lambda of=of: of(ids + 7 * rank, lengths))
+        _refused(text, lambda of=of: of(ids + 7 * rank, lengths))
     dynamic = _of(DynamicFeatureRows(3, 50), [LinearTerms()])
     dynamic.train(rank == 0)  # in evaluation mode, a rank would create no rows for new features
     _refused(f"training{same}True on rank 0, False on rank 1", lambda: dynamic(ids, lengths))
@@ -180,6 +180,13 @@ def test_all_ranks_raise_if_inputs_differ(rank):
     with torch.set_grad_enabled(rank == 0):
         _refused("gradients must be the same on every rank", lambda: layer(ids, lengths))
     sum(result.sum() for result in layer(ids, lengths)).backward()
+    first = _of(FeatureRows(torch.randn(10, 3)), [FirstLayer(2, 3, 4)])
+    state = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    first.load_state_dict(state | {"operators.0.weight": state["operators.0.weight"] + rank})
+    for _ in range(2):
+        _refused(f"parameters of the loaded operators{same}", lambda: first(ids, lengths))
+    first.load_state_dict(state)
+    first(ids, lengths)
 
 
 @on_ranks(2)

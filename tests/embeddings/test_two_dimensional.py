@@ -282,15 +282,14 @@ def test_wrong_ids_and_lengths_raise(rank):
     turns = torch.tensor([[2**62, 2**62], [2**62, 2**62 + 3]])
     assert wraps.sum() == turns.sum() == len(IDS)  # in int64; the exact sums are larger by 2**64
     more, negative = torch.tensor([[4, 0], [0, 0]]).int(), torch.tensor([[2, 2], [-1, 0]])
-    other, elements = (
-        "every rank must accept its input, got an error on rank 0",
-        "ids must have {} el",
-    )
+    other, elements = "", "ids must have {} el"
+    if rank == 1:
+        other = "every rank must accept its input, got an error on rank 0: dct::ShardedEmb.*: "
     below = r"ids\[0\] must be in \[0, 3\], .* table 0, got -1"
     cases = [
         (r"ids\[1\] must be in \[0, 3\], the rows of table 1, got 4", [3, 4, 1], LENGTHS),
-        (below if rank == 0 else other, IDS - 4 * (rank == 0), LENGTHS),
-        (elements.format(4) if rank == 0 else other, IDS, LENGTHS if rank else more),
+        (other + below, IDS - 4 * (rank == 0), LENGTHS),
+        (other + elements.format(4), IDS, LENGTHS if rank else more),
         *((elements.format(int(long.double().sum())), IDS, long) for long in (wraps, turns, more)),
         ("lengths must be at least 0, got -1", IDS, negative),
         ("lengths must have 2 rows .one per table., got 1", IDS[:1], LENGTHS[:1]),

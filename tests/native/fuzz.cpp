@@ -12,6 +12,7 @@
 #include <csignal>
 #include <memory>
 
+#include "fuzz_patches.h"
 #include "fuzz_payloads.h"
 #include "fuzz_rows.h"
 
@@ -161,6 +162,8 @@ std::unique_ptr<Target> target_of(const std::string& op) {
   if (op == "row_gather") return std::make_unique<PackedRows>(true);
   if (op == "row_dequantize") return std::make_unique<RowDequantize>(false);
   if (op == "row_dequantize_sum") return std::make_unique<RowDequantize>(true);
+  if (op == "patch_check") return std::make_unique<Patch>(false);
+  if (op == "patch_apply") return std::make_unique<Patch>(true);
   std::fprintf(stderr, "no op %s reads untrusted bytes\n", op.c_str());
   std::exit(2);
 }

@@ -155,9 +155,11 @@ class DequantizeSum : public Target {
         numel += kBlock;
         nbytes = bytes_for(*kind, numel, ranges, 0);
       }
+      const bool matrix = numel % ranges == 0 && setting.pick({0, 1}) == 1;
+      length = matrix ? numel / ranges : range_length(numel, ranges);
     }
     const Kind* kind;
-    int64_t numel, ranks, ranges, tasks, nbytes;
+    int64_t numel, ranks, ranges, tasks, nbytes, length;
     float scale;
     DType out;
   };
@@ -168,7 +170,7 @@ class DequantizeSum : public Target {
     const Call call(input.setting);
     AlignedBytes payload(call.nbytes, 0);
     for (int64_t i = 0; i < call.ranks * call.ranges; ++i) {
-      const Range range = range_bounds(call.numel, call.ranges, i % call.ranges);
+      const Range range = range_of_length(call.numel, call.length, i % call.ranges);
       std::vector<float> x = random.reals<float>(range.end - range.begin);
       for (float& v : x) v = std::isfinite(v) || random.chance(0.1) ? v : 1;
       put(payload.data(), x, nullptr, *call.kind);
@@ -204,6 +206,7 @@ class DequantizeSum : public Target {
     args.payloads = payloads;
     args.ranks = call.ranks;
     args.ranges = call.ranges;
+    args.range_length = call.length;
     args.nbytes = call.nbytes;
     args.format = call.kind->format;
     args.out = out;
@@ -211,11 +214,12 @@ class DequantizeSum : public Target {
     args.numel = call.numel;
     args.scale = call.scale;
     args.status = status;
+    args.statuses = 1;
     with_tasks(call.tasks,
                [&](const cpu::Parallel& parallel) { cpu::dequantize_sum(args, parallel); });
     std::vector<int32_t> expected;
-    const std::vector<float> total =
-        sum_of(payloads, call.ranks, call.ranges, call.nbytes, call.numel, *call.kind, expected);
+    const std::vector<float> total = sum_of(payloads, call.ranks, call.ranges, call.length,
+                                            call.nbytes, call.numel, *call.kind, expected);
     std::vector<Out> wanted;
     for (float x : total) wanted.push_back(make<Out>(call.scale * x));
     check_bits("out", out, wanted.data(), call.numel);

@@ -109,15 +109,15 @@ inline void put(uint8_t* out, const std::vector<float>& acc, float* residual, co
 }
 
 // Returns the sum of payloads [ranks, ranges, nbytes] with arbitrary bytes, and writes the status
-// of each rank. Payloads with a wrong header are not added.
+// of each rank. A full range has `length` elements. Payloads with a wrong header are not added.
 inline std::vector<float> sum_of(const uint8_t* payloads, int64_t ranks, int64_t ranges,
-                                 int64_t nbytes, int64_t numel, const Kind& kind,
+                                 int64_t length, int64_t nbytes, int64_t numel, const Kind& kind,
                                  std::vector<int32_t>& status) {
   std::vector<float> sum(numel, 0.0f);
   status.assign(ranks, 0);
   for (int64_t p = 0; p < ranks; ++p) {
     for (int64_t r = 0; r < ranges; ++r) {
-      const Range range = range_bounds(numel, ranges, r);
+      const Range range = range_of_length(numel, length, r);
       const uint8_t* in = payloads + (p * ranges + r) * nbytes;
       uint8_t header[64];
       put_header(header, kind, range.end - range.begin, in[7] & 2);

@@ -33,6 +33,8 @@ void pack(Random& random, int64_t numel, const Kind& kind) {
   const int64_t ranges = random.pick({1, 1, 2, 5});
   const bool has_residual = random.chance(0.7);
   const int64_t nbytes = bytes_for(kind, numel, ranges, random.pick({0, 16, 160}));
+  const bool matrix = numel % ranges == 0 && random.chance(0.5);
+  const int64_t length = matrix ? numel / ranges : range_length(numel, ranges);
   const std::vector<Grad> grad = mostly_finite<Grad>(random, numel + 1);
   std::vector<float> residual = mostly_finite<float>(random, numel + 1), expected = residual;
   const float inv_scale = random.pick({0.125f, 3.0f, -1.0f, NAN});
@@ -45,13 +47,14 @@ void pack(Random& random, int64_t numel, const Kind& kind) {
   args.numel = numel;
   args.payload = payload.data();
   args.ranges = ranges;
+  args.range_length = length;
   args.nbytes = nbytes;
   args.format = kind.format;
   args.inv_scale = random.chance(0.5) ? &inv_scale : nullptr;
   with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) { cpu::quantize_pack(args, p); });
 
   for (int64_t r = 0; r < ranges; ++r) {
-    const Range range = range_bounds(numel, ranges, r);
+    const Range range = range_of_length(numel, length, r);
     std::vector<float> acc;
     for (int64_t i = range.begin + 1; i <= range.end; ++i) {
       float scaled = static_cast<float>(value(grad[i]));

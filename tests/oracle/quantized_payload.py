@@ -21,9 +21,16 @@ class Geometry:
     format: str
     ranges: int = 1
     room: int = 0
+    matrix: bool = False  # whether the tensor is a matrix, whose rows are the ranges
 
     def bounds(self, r):
+        if self.matrix:
+            return self.numel // self.ranges * r, self.numel // self.ranges * (r + 1)
         return payload.bounds(self.numel, self.ranges, r)
+
+    @property
+    def shape(self):
+        return (self.ranges, self.numel // self.ranges) if self.matrix else (self.numel,)
 
     @property
     def nbytes(self):
@@ -87,9 +94,9 @@ def decode(body, numel, format):
 
 
 def dequantize_sum(payloads, geometry, out_dtype, scale=1.0, out_scale=None):
-    """Return the raw bits of `out` and the status of every rank; `payloads[p][r]` are bytes."""
+    """Return the raw bits of `out` and the status of ranks; `payloads[p][r]` are bytes."""
     total = np.zeros(geometry.numel, np.float32)
-    status = np.zeros(len(payloads), np.int32)
+    status = np.zeros((len(payloads), geometry.ranges), np.int32)
     with np.errstate(all="ignore"):
         for p, rows in enumerate(payloads):
             for r, row in enumerate(rows):
@@ -98,8 +105,9 @@ def dequantize_sum(payloads, geometry, out_dtype, scale=1.0, out_scale=None):
                     values = decode(row[HEADER_BYTES:], high - low, geometry.format)
                     total[low:high] = total[low:high] + values
                 else:
-                    status[p] = 1
-        return floats.narrow(floats.factor(scale, out_scale) * total, out_dtype), status
+                    status[p, r] = 1
+        bits = floats.narrow(floats.factor(scale, out_scale) * total, out_dtype)
+        return bits.reshape(geometry.shape), status if geometry.matrix else status.max(1)
 
 
 def pack_mean(payloads, residual, row, geometry):

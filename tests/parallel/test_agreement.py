@@ -158,16 +158,19 @@ def test_error_reaches_ranks_of_other_groups(rank):
 
 @on_ranks(3)
 def test_missing_ranks_raise_at_the_timeout(rank):
-    """Missing ranks cause a timeout. The message contains an error of a missing rank."""
+    """Ranks that come after the timeout also raise. The next exchange works.
+
+    Missing ranks cause a timeout. The message contains an error of a missing rank.
+    """
     store = dist.group.WORLD.get_group_store()
-    if rank == 0:
-        with pytest.raises(PeerError) as error:
-            _exchange({}, seconds=0.5)
-        got = "got nothing from ranks 1, 2: see the output there"
-        assert str(error.value) == f"dct::test: every rank must do the same within 0.5 s, {got}"
-        store.set("gave up", "")
-    else:
+    if rank > 0:
         store.wait(["gave up"])
+    with pytest.raises(PeerError) as error:
+        _exchange({}, seconds=0.5 if rank == 0 else 100)
+    got = "got nothing from ranks 1, 2: see the output there"
+    assert str(error.value) == f"dct::test: every rank must do the same within 0.5 s, {got}"
+    store.set("gave up", "")
+    assert _exchange({"x": rank}) == {r: {"x": r} for r in range(3)}
     group = dist.new_group()
     if rank == 1:
         with pytest.raises(ValueError), sharing_errors("test", group):
@@ -177,10 +180,40 @@ def test_missing_ranks_raise_at_the_timeout(rank):
             _exchange({}, seconds=0.5, group=group)
 
 
+@on_ranks(3)
+def test_a_rank_that_gives_up_after_all_have_arrived_agrees(rank):
+    """Rank 1 first looks at the counter when rank 0 has given up, too late."""
+    store, give_up = dist.group.WORLD.get_group_store(), groups._give_up
+
+    def late(*args):
+        store.wait(["2 arrived"])
+        give_up(*args)
+        store.set("gave up", "")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "_give_up", late)
+        add = dist.PrefixStore.add
+
+        def watched(self, key, amount):
+            if (key, amount) == ("arrived", 0) and rank == 1:
+                store.wait(["gave up"])
+            result = add(self, key, amount)
+            if (key, amount) == ("arrived", int(rank > 0)):
+                store.set(f"{rank} arrived", "")
+            return result
+
+        patch.setattr(dist.PrefixStore, "add", watched)
+        if rank == 2:
+            store.wait(["0 arrived", "1 arrived"])
+        found = _exchange({"x": rank}, seconds=0 if rank == 0 else 100)
+    assert found == {r: {"x": r} for r in range(3)}
+    assert _exchange({"x": rank}) == found
+
+
 @pytest.mark.parametrize("make", [Hook, partial(Sharded, mesh=(2, 1))])
 @on_ranks(2)
 def test_take_back_changes_all_ranks_or_none(rank, make):
-    """Ranks are at different steps in the first call. Only one rank makes the second call."""
+    """Ranks are at different steps in the first call. One rank makes the second call too late."""
     point = make(SIZES, density=0.1, start_step=0)
     for _ in range(2):
         point.step(NUMBERS)
@@ -192,12 +225,17 @@ def test_take_back_changes_all_ranks_or_none(rank, make):
     ledger.step -= rank
     assert torch.equal(point.pending(), before)
     shorten_timeouts(1)
-    if rank == 0:
-        text = "dct::take_back: every rank must do the same within 1 s, got nothing from rank 1"
-        with pytest.raises(RuntimeError, match=text):
-            point.state.take_back()
+    store = dist.group.WORLD.get_group_store()
+    if rank == 1:
+        store.wait(["gave up"])  # comes after the timeout of rank 0
+    text = "dct::take_back: every rank must do the same within 1 s, got nothing from rank 1"
+    with pytest.raises(RuntimeError, match=text):
+        point.state.take_back()
+    store.set("gave up", "")
     shorten_timeouts(60)
     assert torch.equal(point.pending(), before)
+    point.state.take_back()
+    assert not torch.equal(point.pending(), before)
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,8 @@ def test_flush_sends_all_changes_in_ternary(rank, ranks, numel, transport, ahead
     averager.flush()
     mean = sum(gathered(moved)) / ranks
     torch.testing.assert_close(weights(model).double(), mean, rtol=0, atol=1e-5)
+    for parts in entry(averager.state_dict())["parameters"].values():
+        assert not any(part.any() for part in (parts["residual"], *parts["owner_residual"]))
 
 
 @on_ranks(2)

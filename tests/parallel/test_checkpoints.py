@@ -1,5 +1,6 @@
 """Checkpoints: bitwise resume, and loads with other transports, formats and numbers of ranks."""
 
+import copy
 import warnings
 
 import pytest
@@ -76,8 +77,10 @@ def _check_resume(rank, make, options, folder):
                 assert_same_states(resumed.state.state_dict(), checkpoints["file"]["dct"])
                 for step in range(start, start + 4):
                     assert torch.equal(resumed.step(_numbers(step, rank)), results[step]), source
-        last = saving.state.state_dict()
-        assert_same_states(resumed.state.state_dict(), last)
+        last, ended = saving.state.state_dict(), resumed.state.state_dict()
+        assert entry(ended)["run_id"] != entry(last)["run_id"]
+        entry(ended)["run_id"] = entry(last)["run_id"]
+        assert_same_states(ended, last)
         dcp.save({"app": {"dct": last}}, checkpoint_id=folder / f"{transport} deep")
         deep = {"app": {"dct": make(SIZES, **settings).state.state_dict()}}
         dcp.load(deep, checkpoint_id=folder / f"{transport} deep")
@@ -136,6 +139,21 @@ def test_first_steps_after_a_load_lose_nothing(rank, transport, executor):
             assert exchanges == (names if step == 2 else ["bucket 0", "bucket 1", "bucket 2"])
 
 
+@on_ranks(2)
+def test_one_bucket_takes_over_the_residuals_of_many_saved_buckets(rank):
+    sizes, settings = (4096,) * 6, {"density": 0.05, "start_step": 0}
+    numbers = [torch.cat(integers(sizes, step, rank)) for step in range(6)]
+    saving, point = Hook(sizes, bucket_cap_mb=2**-7, **settings), Hook(sizes, **settings)
+    for step in range(3):
+        saving.step(numbers[step])
+    point.load(saving.file())
+    for step in range(3, 6):
+        point.step(numbers[step])
+        found = saving.applied + point.applied + point.pending()
+        assert torch.equal(found, rank_sum(sum(numbers[: step + 1])).double() / 2), step
+    assert [len(run.state._buckets.in_order()) for run in (saving, point)] == [6, 1]
+
+
 def _assert_near(now, before):
     torch.testing.assert_close(now, before, rtol=0, atol=1e-6 * before.abs().max().item())
 
@@ -158,16 +176,22 @@ def _check_conversion(rank, make, folder):
         assert pending.count_nonzero() > 0.8 * NUMEL
         path = folder / f"{saved} {settings}"
         dcp.save(entry.parts(), checkpoint_id=path)
+        change = f"transport {saved}.* transport {loaded}"
+        if settings is float32:
+            change = f"format float32 and transport {saved}.* format bfloat16 and transport"
         for source, checkpoint in (("file", entry.file()), ("dcp", path)):
             again = make(SIZES, transport=loaded, **others, start_step=0)
-            _load(again, source, checkpoint, converted=True)
+            with pytest.warns(UserWarning, match=f"state was saved with {change}") as warned:
+                _load(again, source, checkpoint, converted=True)
+            assert len([w for w in warned if "was saved with" in str(w.message)]) == 1
             again.applied = entry.applied
             _assert_near(again.pending(), pending)
             for _ in range(3):
                 again.step(torch.zeros(NUMEL))
             _assert_near(again.applied + again.pending(), total)
             assert (again.applied - entry.applied).count_nonzero() > 1000
-        _load(again, source, checkpoint, converted=True)  # into buckets that are in use
+        with pytest.warns(UserWarning, match="to keep the saved settings, pass them"):
+            _load(again, source, checkpoint, converted=True)  # into buckets that are in use
         _assert_near(again.pending(), pending)
 
 
@@ -269,10 +293,28 @@ def _load_different_states(rank, make, settings):
         for step in range(4):
             saved[f"{name}{step}"] = run.state.state_dict()
             run.step(_numbers(step, rank))
+    for name in "xy":  # two attempts to continue from the same states
+        run = make(SIZES, density=0.05, start_step=0, **settings)
+        run.state.load_state_dict(saved["a2"])
+        assert entry(run.state.state_dict())["run_id"] == entry(saved["a2"])["run_id"]
+        for step in range(2, 4):
+            run.step(_numbers(step, rank))
+        saved[f"{name}4"] = run.state.state_dict()
+    saved["other"] = copy.deepcopy(saved["x4"])
+    changed = entry(saved["other"])
+    if make is Hook:  # two parameters in the opposite order
+        changed["buckets"][0].reverse()
+    elif make is Sharded:
+        changed["shards"] = 5
+    else:
+        changed["parameters"]["0"]["base"][3] += 1  # a different base on rank 1
+    other = {Hook: "buckets", Sharded: "shards", LocalSteps: "weights"}[make]
     for loads, text in (
         (("a2", "a3"), "step must be the same on every rank, got 2 on rank 0, 3 on rank 1"),
         ((None, "a3"), "checkpoint must be .*, got none on rank 0, one of 2 ranks on rank 1"),
         (("a3", "b3"), "run_id must be the same on every rank, got .* on rank 0, .* on rank 1"),
+        (("x4", "y4"), "run_id must be the same on every rank, got .* on rank 0, .* on rank 1"),
+        (("x4", "other"), f"{other} of the checkpoint must be the same on every rank, got "),
     ):
         for op in calls:
             run = make(SIZES, density=0.05, start_step=0, **settings)

@@ -1,13 +1,17 @@
 """compress_fully_shard: bitwise checks of gathered weights and reduced gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed import ReduceOp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from dct_kernels import quantized_payload_bytes, reference
 from dct_parallel import compress_fully_shard
+from dct_parallel.fsdp2.collectives import GradientReduceScatter
 from support.compressed_shards import (
     ROUNDING,
     computed_weights,
@@ -147,16 +151,14 @@ def _payload(parts, format):
 
 
 def _summed(by_rank, format, dtype, scale=1.0):
-    """Return `scale` times the sum of the ranks' parts, added in rank order."""
+    """Return `scale` times the sum of the ranks' parts; matrices are added in rank order."""
     total = torch.empty(sum(map(len, by_rank[0])), dtype=dtype)
     payloads = torch.stack([_payload(parts, format) for parts in by_rank])
     reference.dequantize_sum(payloads, total, format, scale)
     sums = list(total.split([len(part) for part in by_rank[0]]))
     for index, shape in enumerate(SHAPES):
         if len(shape) == 1:
-            exact = torch.zeros(len(sums[index]))
-            for parts in by_rank:
-                exact += parts[index].float()
+            exact = torch.stack([parts[index].float() for parts in by_rank]).sum(0)
             sums[index] = (exact * scale).to(dtype)
     return sums
 
@@ -190,6 +192,14 @@ def test_owners_sum_gradients_in_rank_order_in_float32(rank, format):
                 most = ROUNDING[format] * top * 3 * scale if grad.dim() > 1 else 0
                 most += (2**-7 if dtype == torch.bfloat16 else 1e-6) * exact.abs().max()
                 assert (parameter.grad.full_tensor() - exact).abs().max() <= most
+
+
+def test_the_scale_of_a_sum_depends_on_the_reduction():
+    collective = object.__new__(GradientReduceScatter)
+    collective._ranks = [0, 1, 2]
+    collective._unit = SimpleNamespace(group=SimpleNamespace(gradient_divide_factor=8.0))
+    for op, scale in ((ReduceOp.SUM, 1), (ReduceOp.AVG, 1 / 3), (ReduceOp.PREMUL_SUM, 1 / 8)):
+        assert collective._scale(op) == scale
 
 
 @pytest.mark.parametrize("format", ["int8", "bfloat16"])

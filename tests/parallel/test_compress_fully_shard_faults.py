@@ -5,12 +5,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dct_parallel import compress_fully_shard
+from dct_parallel import compress_fully_shard, groups
 from dct_parallel.exchange import results
 from dct_parallel.fsdp2 import collectives
 from support.compressed_shards import Net, computed_weights, full_weights, loss_of, sharded
@@ -161,6 +162,8 @@ class _NoReads(TorchDispatchMode):
 
 @on_ranks(2)
 def test_collectives_do_not_synchronize_the_host(rank):
+    """As on CUDA, where ranks do not compare the order of their exchanges."""
+    groups.require_same_order = lambda *args: None
     inside, calls, reads = [], [], []
     for kind in (collectives.WeightGather, collectives.GradientReduceScatter):
 
@@ -194,6 +197,40 @@ def test_collectives_do_not_synchronize_the_host(rank):
     assert set(calls) == {"WeightGather", "GradientReduceScatter"} and len(calls) == 3 * 3 * 9
     with _NoReads(), pytest.raises(AssertionError):
         torch.ones(1).item()
+
+
+@on_ranks(4)
+def test_ranks_compare_over_the_mesh_of_the_model(rank):
+    """Models on two halves of the ranks have different formats. Replicas have the same formats."""
+    mesh = shard_mesh()
+    halves = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    model = sharded(mesh=halves[rank // 2])
+    if rank < 2:  # the other half makes no call
+        compress_fully_shard(model).close()
+    dist.barrier()
+    state = compress_fully_shard(model, gradients=("int8", "int4")[rank // 2])
+    _step(model, 0, rank)
+    assert state.stats()["step"] == 1
+    model = sharded(mesh=mesh)
+    text = "gradients must be the same on every rank, got int8 on rank"
+    with pytest.raises(ValueError, match=text):
+        compress_fully_shard(model, gradients=("int8", "int4")[rank // 2])
+    with pytest.raises(ValueError if rank > 1 else RuntimeError, match=text):
+        compress_fully_shard(model, gradients="int4" if rank == 3 else "int8")
+    state = compress_fully_shard(model)
+    _step(model, 0, rank)
+    assert state.stats()["step"] == 1
+
+
+@on_ranks(2)
+def test_shards_that_run_different_modules_raise(rank):
+    """The messages of the two modules differ in size."""
+    model = sharded()
+    compress_fully_shard(model)
+    _step(model, 0, rank)
+    text = "compress_fully_shard: every rank must run the same modules in the same order, got"
+    with pytest.raises(RuntimeError, match=text):
+        model.blocks[rank](torch.ones(8, (50, 71)[rank]))
 
 
 @on_ranks(2)

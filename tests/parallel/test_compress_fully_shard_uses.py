@@ -5,10 +5,12 @@ The reference is an unsharded model that uses the gathered weights.
 
 import copy
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -19,7 +21,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+from bench.hooks import faked_collectives
 from dct_parallel import compress_fully_shard
+from dct_parallel.fsdp2 import collectives
 from support.compressed_shards import (
     Net,
     computed_weights,
@@ -53,6 +57,21 @@ def _check_step(model, rank, ranks, format, plain=None, most=1e-5, factor=1.0, m
         for r in range(ranks)
     ]
     require_close(found, by_rank, format, most, factor)
+
+
+@on_ranks(2)
+def test_exports_are_exact(rank):
+    """The weights that `unshard` gathers are rounded. `get_model_state_dict` gathers exact ones."""
+    model = sharded()
+    exact = full_weights(model)
+    compress_fully_shard(model)
+    for module in fsdp_modules(model):
+        module.unshard()
+    rounded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    exported = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert exported.keys() == exact.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in exact.items())
+    assert not torch.equal(rounded["head.weight"], exact["head.weight"])
 
 
 def _train(model, optimizer, rank, steps=2):
@@ -402,3 +421,17 @@ def test_one_rank_matches_torch(rank):
             results.append(torch.cat([w.flatten() for w in full_weights(model).values()]))
         assert torch.equal(*results)
         assert not state.stats()["wire_bytes"]
+
+
+def test_status_of_prefetched_weights_stays_in_one_tensor(one_rank):
+    """Explicit prefetch gathers on another stream. A freed tensor would belong to one stream."""
+    part, whole = torch.zeros(520), torch.zeros(1040)
+    with faked_collectives(fully_shard(nn.Linear(64, 8)), 2) as (gather, _):
+        (status,) = gather.words
+        damage = patch.object(collectives, "all_gather", lambda messages, *_: messages.zero_())
+        with damage, torch.inference_mode():
+            gather(whole, part, None)
+        with patch.object(collectives, "all_gather", lambda messages, own, _: messages.copy_(own)):
+            gather(whole, part, None)
+    assert gather.words[0] is status
+    assert status.tolist() == [1, 1]

@@ -212,10 +212,9 @@ def test_nan_is_sent_but_not_kept(rank):
 def test_a_compiled_model_trains_like_an_eager_one(rank):
     results = []
     for wrap in (torch.compile, lambda model, backend: model):
-        model, _ = hooked(DDP(mlp()), density=0.1)
-        wrapped = wrap(model, backend="aot_eager")
+        model, _ = hooked(wrap(DDP(mlp()), backend="aot_eager"), density=0.1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        train(wrapped, optimizer, rank, range(6))
+        train(model, optimizer, rank, range(6))
         results.append(weights(model))
     torch.testing.assert_close(results[0], results[1])
     assert not torch.equal(results[0], weights(mlp())), "nothing was trained"

@@ -202,7 +202,7 @@ def test_copied_state_has_only_the_settings(rank):
     """AveragedModel makes such copies. Calls on a copy raise. The original can still be trained."""
     scaler, model = torch.amp.GradScaler("cpu"), ddp(mlp())
     optimizer = torch.optim.SGD(model.parameters())
-    model, state = hooked(model, density=0.8, grad_scaler=scaler, optimizer=optimizer)
+    model, state = hooked(model, density=0.3, grad_scaler=scaler, optimizer=optimizer)
     scaler.scale(model(batch(0, rank)[0]).sum()).backward()
     text = r"must be made for its DDP \(write DCTState\(ddp, ...\) .*got a copy, which has only the"
     for copied in (copy.deepcopy(model), through_a_file(model, weights_only=False)):
@@ -215,7 +215,7 @@ def test_copied_state_has_only_the_settings(rank):
                 call()
         copied_state.close()
         assert (copied_state.step, copied_state.node_group) == (0, None)
-        hooked(ddp(copied.module), density=0.8)[0](batch(0, rank)[0]).sum().backward()
+        hooked(ddp(copied.module), density=0.3)[0](batch(0, rank)[0]).sum().backward()
     scaler.scale(model(batch(0, rank)[0]).sum()).backward()
     assert state.step == 2
 
@@ -249,7 +249,7 @@ def test_checkpoint_loads_into_any_memory_format(rank, transport):
 @on_ranks(1)
 def test_parameter_names_do_not_include_wrappers(rank):
     """Checkpoints load into models with different wrappers."""
-    plain = DCTState(DDP(mlp()), density=0.8)
+    plain = DCTState(DDP(mlp()), density=0.3)
     names = list(entry(plain.state_dict())["parameters"])
     layers = (0, 2, 4, 6, 8)
     assert names == [f"{n}.{part}" for n in layers for part in ("weight", "bias")]
@@ -257,14 +257,14 @@ def test_parameter_names_do_not_include_wrappers(rank):
     inner[2] = checkpoint_wrapper(inner[2])
     inner[4] = torch.compile(inner[4], backend="eager")
     for module in (torch.compile(mlp(), backend="eager"), inner):
-        state = DCTState(DDP(module), density=0.8)
+        state = DCTState(DDP(module), density=0.3)
         assert list(entry(state.state_dict())["parameters"]) == names
         state.load_state_dict(plain.state_dict())
     ignoring = mlp()
     DDP._set_params_and_buffers_to_ignore_for_model(
         compiled := torch.compile(ignoring, backend="eager"), ["_orig_mod.0.weight"]
     )
-    state = DCTState(DDP(compiled), density=0.8)
+    state = DCTState(DDP(compiled), density=0.3)
     assert list(entry(state.state_dict())["parameters"]) == names[1:]
 
 

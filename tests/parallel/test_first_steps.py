@@ -3,6 +3,7 @@
 Each warning appears once, points to the user's line, and contains the line to write instead.
 """
 
+import contextlib
 import gc
 import re
 import warnings
@@ -14,15 +15,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from support.entry_points import Hook, Sharded
-from support.ranks import hooked
+from dct_parallel import DCTAverager, DCTState
+from support.entry_points import Hook, LocalSteps, Sharded
+from support.ranks import Dictated, hooked
 
 SIZES = (300, 20)
-SPARSE = {"density": 0.05, "start_step": 0}
+SPARSE, DENSE = {"density": 0.05, "start_step": 0}, {"density": 1, "format": "int4"}
 POINTS = {
     "DCTState(ddp, ": Hook,
     "dct_fully_shard_hook(model, mesh=mesh, ": partial(Sharded, mesh=(1, 1)),
 }
+SECOND_MOMENTS = "DCT: AdamW divides by second moments"
 SGD, AdamW = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.1)
 
 
@@ -30,8 +33,20 @@ def _scaler(**options):
     return torch.amp.GradScaler("cpu", init_scale=4.0, **options)
 
 
+@contextlib.contextmanager
+def _texts():
+    """Yield a list for the texts of the warnings, which must point to this file."""
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    ours = [warning for warning in caught if str(warning.message).startswith("DCT: ")]
+    assert all(warning.filename == __file__ for warning in ours)
+    texts += [str(warning.message) for warning in ours]
+
+
 def _steps(point, *optimizers, scaler=None, compiled=False, bad=None, skip=None):
-    """Train; return the texts of the warnings, which must point to this file.
+    """Train; return the texts of the warnings.
 
     The gradient of step `bad` is infinite. `skip` is called instead of the optimizers' steps.
     """
@@ -39,8 +54,7 @@ def _steps(point, *optimizers, scaler=None, compiled=False, bad=None, skip=None)
     calls = [optimizer.step for optimizer in optimizers]
     if compiled:
         calls = [torch.compile(call, backend="aot_eager") for call in calls]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with _texts() as texts:
         for step in range(5):
             numbers = torch.linspace(step, 1, sum(SIZES))
             numbers[7] = torch.inf if step == bad else 1.0
@@ -54,9 +68,7 @@ def _steps(point, *optimizers, scaler=None, compiled=False, bad=None, skip=None)
             if scaler is not None:
                 scaler.update()
     assert len(_global_optimizer_post_hooks) == watched - 1
-    ours = [warning for warning in caught if str(warning.message).startswith("DCT: ")]
-    assert all(warning.filename == __file__ for warning in ours)
-    return [str(warning.message) for warning in ours]
+    return texts
 
 
 @pytest.mark.parametrize("call", POINTS)
@@ -67,18 +79,75 @@ def _steps(point, *optimizers, scaler=None, compiled=False, bad=None, skip=None)
         *((torch.optim.Adamax, SPARSE, True), (torch.optim.RMSprop, SPARSE, True)),
         *((torch.optim.Adadelta, SPARSE, True), (torch.optim.Adafactor, SPARSE, True)),
         *((AdamW, {"density": 1, "format": name}, False) for name in ("int4", "bfloat16")),
-        *((partial(SGD, momentum=0.9), SPARSE, False), (torch.optim.Adagrad, SPARSE, False)),
+        *((partial(SGD, momentum=0.9), SPARSE, True), (SGD, SPARSE, False)),
+        *((torch.optim.Adagrad, SPARSE, False), (partial(SGD, momentum=0.9), DENSE, False)),
     ],
 )
-def test_second_moments_of_sparse_gradients_warn(one_rank, call, make, settings, warns):
+def test_optimizers_of_sparse_gradients_warn(one_rank, call, make, settings, warns):
     point = POINTS[call](SIZES, **settings)
     optimizer = make(point.parameters)
     texts = _steps(point, optimizer)
     assert len(texts) == warns
     assert len(point.state._optimizers._watched) == 1  # because versions are read in every step
     for text in texts:
-        assert text.startswith(f"DCT: {type(optimizer).__name__} divides by second moments")
+        why = "applies momentum" if isinstance(optimizer, torch.optim.SGD) else "divides by second"
+        assert text.startswith(f"DCT: {type(optimizer).__name__} {why}")
         assert text.endswith(f'write {call}format="int4").')
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(
+    "density, tables, warns",
+    [(0.005, torch.optim.Adagrad, 0), (0.001, torch.optim.Adagrad, 1), (0.005, AdamW, 1)],
+)
+def test_adam_with_adagrad_does_not_warn(one_rank, density, tables, warns, backwards):
+    """The check is made when all optimizers have stepped, in either order."""
+    point = Hook(SIZES, density=density)
+    optimizers = tables(point.parameters[:1]), AdamW(point.parameters[1:])
+    texts = _steps(point, *optimizers[:: -1 if backwards else 1])
+    assert [text.partition(" of")[0] for text in texts] == warns * [SECOND_MOMENTS]
+
+
+def test_hook_that_was_not_registered_warns_at_the_third_step(one_rank):
+    model = DistributedDataParallel(Dictated(SIZES))
+    state = DCTState(model, **SPARSE)
+    optimizers = [SGD([parameter]) for parameter in model.parameters()]
+    model(*map(torch.ones, SIZES)).backward()
+    for step in range(5):
+        with _texts() as texts:
+            for optimizer in optimizers:
+                optimizer.step()
+        assert ["no hook is registered" in text for text in texts] == [True] * (step == 2)
+    state.close()
+
+
+@pytest.mark.parametrize("period, interval", [(3, 2), (1, 3)])
+def test_averager_that_is_not_called_warns_once(one_rank, period, interval):
+    """After ten periods, or ten times the longest interval between two calls."""
+    model = Dictated(SIZES)
+    averager = DCTAverager(model, period=period)
+    optimizers = [SGD([parameter]) for parameter in model.parameters()]
+    model(*map(torch.ones, SIZES)).backward()
+    limit = 10 * max(period, interval)
+    for steps in (interval, interval, limit, 1, 2 * limit):
+        with _texts() as texts:
+            for optimizer in optimizers * steps:
+                optimizer.step()
+        if steps == interval:
+            averager.average_parameters()
+        start = f"DCT: the last {limit + 1} steps of SGD changed weights that were not averaged"
+        assert [text.partition(",")[0] for text in texts] == [start] * (steps == 1)
+
+
+@pytest.mark.parametrize("make, warns", [(AdamW, 1), (partial(SGD, momentum=0.9), 0)])
+def test_step_ahead_with_second_moments_warns_once(one_rank, make, warns):
+    point = LocalSteps(SIZES, density=0.05, step_ahead=True)
+    optimizer = make(point.model)
+    sum(p.sum() for p in point.model).backward()
+    with _texts() as texts:
+        for _ in range(3):
+            optimizer.step()
+    assert [text.endswith("write step_ahead=False.") for text in texts] == [True] * warns
 
 
 NOT_PASSED = "SGD is stepped by a GradScaler that was not passed .* Write {}grad_scaler=scaler, opt"

@@ -56,12 +56,22 @@ def test_density_1_without_format_warns():
         Settings.checked("op", 0.01, None)
 
 
+@pytest.mark.parametrize("format, most", [("bfloat16", 0.39), ("float32", 0.26)])
+def test_density_with_messages_larger_than_bfloat16_warns(format, most):
+    text = r"density 0.5 means 50 %, and its messages are larger .* for 0.5 % write 0.005\."
+    with pytest.warns(UserWarning, match=text):
+        Settings.checked("op", 0.5, format)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Settings.checked("op", most, format)
+
+
 @pytest.mark.parametrize("format", ["float32", "bfloat16"])
 def test_plan_reports_that_density_1_saves_nothing(one_rank, format):
     ddp = DDP(torch.nn.Linear(4, 4))
-    line = f"Density is a fraction: 1 sends all entries in {format}, as many bytes as a plain "
+    line = f"\nAll entries are sent in {format}, as many bytes as a plain all-reduce in {format}."
     plans = [
         state.plan()
         for state in (DCTState(ddp, density=1, format=format), DCTState(ddp, format="int4"))
     ]
-    assert line in plans[0] and "fraction" not in plans[1]
+    assert line in plans[0] and "All entries" not in plans[1]

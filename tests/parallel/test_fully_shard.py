@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from dct_kernels import quantized_payload_bytes
 from dct_parallel import dct_fully_shard_hook
 from support.ranks import (
     assert_same,
@@ -84,6 +85,20 @@ def test_density_1_is_the_dense_mean(rank):
             error = (p.grad.full_tensor() - shards_mean * e).abs().max()
             assert error < most * e.abs().max(), variant
         state.close()
+
+
+@on_ranks(4)
+def test_padding_of_uneven_shards_is_not_sent(rank):
+    """The shards have 2 and 1 rows. Nothing is sent for a bias of 1 entry on one of the shards."""
+    mesh = shard_mesh()
+    for inputs, rows in ((4096, 3), (9, 1)):
+        model = fully_shard(nn.Linear(inputs, rows), mesh=mesh["shard"])
+        state = dct_fully_shard_hook(model, mesh=mesh, format="int4", start_step=0)
+        (7 * model(torch.ones(1, inputs)).sum()).backward()
+        own = rows - rows // 2 if rank % 2 == 0 else rows // 2
+        nbytes = quantized_payload_bytes(own * (inputs + 1), "int4")
+        assert state.stats()["wire_bytes"] == nbytes and f"{nbytes:,}" in state.plan()
+        assert all((p.grad.full_tensor() == 7).all() for p in model.parameters())
 
 
 @on_ranks(4)

@@ -8,34 +8,35 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from dct_parallel import dct_fully_shard_hook
-from dct_parallel.fsdp2 import replicas
+from dct_parallel import dct_fully_shard_hook, groups
 from support.ranks import batch, mlp, on_ranks, shard_mesh
 
 
 class Twice(nn.Module):
-    """Two layers of the same size. `flipped` swaps their order."""
+    """Two layers. `flipped` swaps their order."""
 
-    def __init__(self, mesh):
+    def __init__(self, mesh, same_size):
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b = (fully_shard(nn.Linear(32, 32), mesh=mesh["shard"]) for _ in "ab")
+        layers = (nn.Linear(32, 32, bias=bias) for bias in (True, same_size))
+        self.a, self.b = (fully_shard(layer, mesh=mesh["shard"]) for layer in layers)
 
     def forward(self, x, flipped):
         return self.a(self.b(x)) if flipped else self.b(self.a(x))
 
 
+@pytest.mark.parametrize("same_size", [True, False])
 @on_ranks(2)
-def test_different_order_of_modules_raises(rank):
+def test_different_order_of_modules_raises(rank, same_size):
     mesh = shard_mesh(2, 1)
-    model = Twice(mesh)
-    state = dct_fully_shard_hook(model, mesh=mesh, density=0.1, start_step=0)
     x, _ = batch(0, rank, width=32)
-    model(x, flipped=False).sum().backward()
-    model(x, flipped=rank == 1).sum().backward()
-    assert state.stats()["step"] == 2  # although the layers have no common root
-    with pytest.raises(RuntimeError, match="every rank must go backward through the same modules"):
+    for start_step in (0, 2):  # the second step is compressed, or dense
+        model = Twice(mesh, same_size)
+        state = dct_fully_shard_hook(model, mesh=mesh, density=0.1, start_step=start_step)
         model(x, flipped=False).sum().backward()
+        assert state.stats()["step"] == 1  # although the layers have no common root
+        with pytest.raises(RuntimeError, match="every rank must run the same modules in the same"):
+            model(x, flipped=rank == 1).sum().backward()
 
 
 @on_ranks(2)
@@ -74,8 +75,8 @@ class Checkpointed(nn.Module):
 def test_nested_backward_pass_is_not_a_step(rank, save):
     mesh = shard_mesh(2, 1)
     results, compared = [], []
-    compare = replicas.require_same_order
-    replicas.require_same_order = lambda *args: (compared.append(args[0]), compare(*args))
+    compare = groups.require_same_order
+    groups.require_same_order = lambda *args: (compared.append(args[1]), compare(*args))
     for use_reentrant in (False, True):
         model = fully_shard(Checkpointed(mesh, use_reentrant), mesh=mesh["shard"])
         state = dct_fully_shard_hook(model, mesh=mesh, density=0.1, start_step=1)
@@ -86,7 +87,8 @@ def test_nested_backward_pass_is_not_a_step(rank, save):
                 state.state_dict()
         assert state.stats()["step"] == 4
         state.take_back()
-        assert compared == [[2, 1, 0]] * 4
+        assert [order for order in compared if len(order) == 3] == [[2, 1, 0]] * 4
+        assert compared[:3] == [[1, 2], [1, 1], [1, 0]]  # (step, module), before each exchange
         compared.clear()
         results.append([parameter.grad.full_tensor() for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

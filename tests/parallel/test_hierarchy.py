@@ -13,7 +13,7 @@ from dct_parallel import DCTState, node_mesh
 from dct_parallel.ddp.node import Node
 from dct_parallel.exchange.plan import Slice, step_bytes
 from dct_parallel.groups import timeout_of
-from support.nodes import SIZES, all_pending, meshed_model, rank_sum, same_step
+from support.nodes import SIZES, all_pending, meshed_model, meshed_state, rank_sum, same_step
 from support.ranks import (
     Dictated,
     assert_same,
@@ -63,6 +63,16 @@ def test_uneven_inputs_and_accumulation(rank):
 
 
 @on_ranks(4)
+def test_large_float16_gradients_do_not_overflow_inside_a_node(rank):
+    """Ranks divide before they add, in a dense and in a compressed step."""
+    model = DDP(Dictated(SIZES).half())
+    meshed_state(model, 2, density=1, format="float32", start_step=1)
+    for _ in range(2):
+        mean = same_step(model, [torch.full((n,), 40_960.0, dtype=torch.float16) for n in SIZES])
+        assert torch.equal(mean, torch.full_like(mean, 40_960.0))
+
+
+@on_ranks(4)
 def test_bytes_between_and_inside_nodes(rank):
     """Compare the bytes with `stats` and `plan`, and with a sixth of the bytes without a mesh."""
     model, state = meshed_model(SIZES, 2)
@@ -102,9 +112,10 @@ def test_invalid_meshes_and_states_raise(rank):
     mesh = node_mesh(2, "cpu")
     assert mesh.mesh.tolist() == [[0, 1]] and mesh.mesh_dim_names == ("node", "local")
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    names = r"\('node', 'local'\)"
     for error, text, arguments in (
         (ValueError, "process_group must be None with a mesh", {"process_group": dist.group.WORLD}),
-        (ValueError, r"mesh must have dimensions \('node', 'local'\), got", {"mesh": other}),
+        (ValueError, rf"have dimensions {names} \(mesh_dim_names={names}\), got", {"mesh": other}),
     ):
         with pytest.raises(error, match=text):
             DCTState(model, **{"mesh": mesh} | arguments)

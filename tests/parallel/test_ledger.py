@@ -1,10 +1,16 @@
-"""StepLedger with exchanges that have given results: when results are read, and what they raise."""
+"""When results are read, what they raise, and that reading changes no figure."""
+
+from functools import partial
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
+from dct_parallel import compress_fully_shard, dct_fully_shard_hook
 from dct_parallel.exchange.ledger import StepLedger
-from dct_parallel.exchange.results import ExchangeResult, RecentStats
+from dct_parallel.exchange.results import ExchangeResult, HostCopy, RecentStats
+from support.ranks import ddp, hooked, mlp, on_ranks, shard_mesh, train
 
 FINE = ExchangeResult([], False, [1], 10, 0, 1)
 DAMAGED = FINE._replace(non_finite=True, damaged=["a hole from rank 3"])
@@ -75,10 +81,61 @@ def test_step_is_taken_back_once():
 def test_step_without_payloads_is_not_in_the_statistics():
     """A rank sends no payload if its parts of all buckets are empty."""
     recent = RecentStats()
-    recent.add([FINE._replace(counts=[0, 0], numel=0, payloads=0)])
+    recent.add(0, [FINE._replace(counts=[0, 0], numel=0, payloads=0)])
     assert recent.density is None
     steps = [
         FINE._replace(counts=counts, numel=6, overflowed=1, payloads=4) for counts in ([1, 2], [3])
     ]
-    recent.add(steps)
+    recent.add(1, steps)
     assert (recent.density, recent.overflow) == (0.5, 0.25)
+
+
+def test_host_copy_waits_for_the_device_of_its_tensor(monkeypatch):
+    """The current device of a process may be a different one."""
+    event, device = Mock(), torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    monkeypatch.setattr(torch, "empty_like", MagicMock())
+    HostCopy(Mock(is_cuda=True, device=device)).tolist()
+    event.record.assert_called_once_with(device)
+
+
+def _ddp():
+    model, state = hooked(ddp(mlp()), density=0.05, start_step=0)
+    return model, model.module, state
+
+
+def _sharded(replicas, shards):
+    model, mesh = mlp(), shard_mesh(replicas, shards)
+    for layer in (*model[::2], model):
+        fully_shard(layer, mesh=mesh["shard"])
+    return model, mesh
+
+
+def _replicas():
+    model, mesh = _sharded(2, 1)
+    return model, model, dct_fully_shard_hook(model, mesh=mesh, density=0.05, start_step=0)
+
+
+def _shards():
+    model, _ = _sharded(1, 2)
+    return model, model, compress_fully_shard(model)
+
+
+def _read(readers, *_):
+    for reader in readers:
+        reader()
+
+
+@pytest.mark.parametrize("make", [_ddp, _replicas, _shards])
+@on_ranks(2)
+def test_reading_inside_a_backward_pass_changes_no_figure(rank, make):
+    found = []
+    for reads in (False, True):
+        model, layers, state = make()
+        names = ("stats", "parameter_stats", "plan", "state_dict") if reads else ()
+        readers = [getattr(state, name) for name in names if hasattr(state, name)]
+        layers[4].register_full_backward_hook(partial(_read, readers))
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(3))
+        found.append(state.stats())
+    assert found[0] == found[1] and found[0]["step"] == 3

@@ -24,11 +24,18 @@ ENTRY = {
     "run_id": (5, GONE),
     "world_size": (0, "2", GONE),
     "density": (0, 1.5, "1", True, math.nan, GONE, 0.25),
+    "format": (5, GONE),
+    "transport": ("x", 5, GONE),
+    "refresh_every": (0, GONE),
     "parameters": ([1], {0: 1}, GONE),
 }
 OF_RANK = {**ENTRY, "world_size": (0, "2", GONE, 3), "local_size": (0, GONE, 2)}
 ENTRIES = {
-    Hook: {**OF_RANK, "buckets": ("x", ["p.0"], [[]], GONE, [["other"]], [["p.0"], ["p.0"]])},
+    Hook: {
+        **OF_RANK,
+        "start_step": (-1, GONE),
+        "buckets": ("x", ["p.0"], [[]], GONE, [["other"]], [["p.0"], ["p.0"]]),
+    },
     LocalSteps: {
         **OF_RANK,
         "shard": (1, GONE, "1 of 2"),
@@ -40,7 +47,7 @@ ENTRIES = {
         **ENTRY,
         "replicas": (1.5, 4),
         "shards": (0, GONE),
-        "transport": ("x", 5, GONE),
+        "start_step": (-1, GONE),
         "reduction": ("sum of 2",),
     },
 }
@@ -222,14 +229,16 @@ def test_step_ahead_refuses_states_that_would_move_weights(rank):
         before = run.state.state_dict()
         _refuses(run.state.load_state_dict, saved, f"^dct::load_state_dict: {text}")
         assert_same_states(run.state.state_dict(), before)
-    made().state.load_state_dict(state_of(made(transport="all_gather")))
+    with pytest.warns(UserWarning, match="transport all_gather"):
+        made().state.load_state_dict(state_of(made(transport="all_gather")))
 
 
 def _state(rank, world_size=2, **changes):
     residuals = {"residual": torch.full((320,), float(rank)), "owner_residual": ()}
     numbers = {"run_id": "a", "world_size": world_size, "local_size": 1, "step": 5, "density": 0.1}
+    settings = {"format": "int8", "transport": "all_gather", "refresh_every": 1, "start_step": 2}
     parts = {"buckets": [["p"]], "parameters": {"p": residuals}, **changes}
-    return {"version": 6, "ranks": {str(rank): {**numbers, **parts}}}
+    return {"version": 6, "ranks": {str(rank): {**numbers, **settings, **parts}}}
 
 
 def test_merge_states_refuses_invalid_states(tmp_path):

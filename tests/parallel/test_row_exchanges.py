@@ -215,6 +215,18 @@ def test_single_column_empty_and_noncontiguous_rows(rank):
         assert torch.equal(all_gather_rows(x, format=ALL, group=alone), x)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@on_ranks(3)
+def test_gradients_of_16_bit_rows_are_summed_in_float32(rank, dtype):
+    """The sum is in rank order, and is rounded once."""
+    grads = [_random(r, ROWS, 3 * WIDTH).to(dtype) for r in range(3)]
+    for format, sent_as in DTYPES.items():
+        x = _random(9, ROWS).to(dtype).requires_grad_()
+        all_gather_rows(x, format=format).backward(grads[rank])
+        first, second, third = (g.split(WIDTH, 1)[rank].to(sent_as).float() for g in grads)
+        assert torch.equal(x.grad, (first + second + third).to(dtype)), format
+
+
 @on_ranks(2)
 def test_two_transfers_in_flight(rank):
     first, second = torch.randn(2, 8, requires_grad=True), torch.randn(2, 5, requires_grad=True)

@@ -29,7 +29,7 @@ def draw_format(draw):
     format = draw.choice(FORMATS)
     if format in QUANTIZED:
         return {"format": format}
-    return {"format": format, "density": draw.choice([1e-9, 0.003, 0.02, 0.1, 0.5, 1.0])}
+    return {"format": format, "density": draw.choice([1e-9, 0.003, 0.02, 0.1, 0.3, 1.0])}
 
 
 class Odd(nn.Module):

@@ -29,6 +29,7 @@ from . import ROOT
 OPS = (
     *("scatter_unpack", "dequantize_sum"),
     *("row_unpack", "row_gather", "row_dequantize", "row_dequantize_sum"),
+    *("patch_check", "patch_apply"),
 )
 COUNTS = dict.fromkeys([*OPS, "payload_info"], 10**7)
 BATCH = 500_000

@@ -103,6 +103,7 @@ def _serve(rank, ranks, port, pipe, folder):
     warnings.simplefilter("error")
     # Programs drop some steps with NaN or Inf without a call of take_back.
     warnings.filterwarnings("ignore", "DCT: gradients had NaN or Inf in a step that no optimizer")
+    warnings.filterwarnings("ignore", "DCT: the state was saved with")
     while True:
         function, args = pipe.recv()
         try:

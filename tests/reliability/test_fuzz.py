@@ -18,6 +18,7 @@ DEFECTS = {
     "column past the width": ("row_unpack", "encoding, args.width", "encoding, args.width + 1"),
     "read past the width": ("row_gather", "encoding, args.width", "encoding, args.width + 1"),
     "place of the scale": ("row_dequantize", "of<kFormat>(row,", "of<kFormat>(row + 1,"),
+    "next full value": ("patch_apply", "*value++", "*value"),
     "last row": ("row_dequantize_sum", "total_bytes - bytes - kMostColumns", "total_bytes - bytes"),
 }
 

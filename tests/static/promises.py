@@ -30,6 +30,7 @@ class Promise:
 
 
 MARKS = ("RED.E.OR.STRONG.GPU",)  # sets a bit that only later kernels read
+ADDS = ("RED.E.ADD.64.STRONG.GPU",)  # adds hashes to a checksum, in any order
 QUANTIZES = Promise(
     wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}, between_blocks=MARKS, divides=True
 )
@@ -98,6 +99,13 @@ PROMISES = {
     "row_dequantize_sum_kernel": Promise(
         wide_loads=4, wide_stores=4, in_flight={STREAMS: 4}, fuses=True
     ),
+    # Loads two vectors per lane of the weights and of the snapshot, or four of float32 weights.
+    "diff_pack_stage_kernel": Promise(wide_loads=4, in_flight={STREAMS: 4}, between_blocks=ADDS),
+    "diff_pack_place_kernel": Promise(wide_loads=4, in_flight={LOADS: 8}),
+    # A block that is invalid sets a bit of the status.
+    "patch_check_kernel": Promise(wide_loads=4, in_flight={LOADS: 4}, between_blocks=MARKS),
+    "patch_apply_kernel": Promise(wide_loads=4, in_flight={LOADS: 4}, between_blocks=MARKS),
+    "checksum_kernel": Promise(wide_loads=2, in_flight={STREAMS: 2}, between_blocks=ADDS),
 }
 
 

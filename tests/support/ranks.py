@@ -176,8 +176,8 @@ def shard_mesh(replicas=2, shards=2):
 
 
 def entry(state_dict):
-    """The part of the only rank in a `DCTState.state_dict()`."""
-    (only,) = state_dict["ranks"].values()
+    """The part of the only rank or replica in a `state_dict()`."""
+    (only,) = (state_dict.get("ranks") or state_dict["replicas"]).values()
     return only
 
 

@@ -181,6 +181,14 @@ def _replicas(rank, folder, shards, settings):
     _check_equal(weights, group)
     torch.testing.assert_close(weights.double(), total, rtol=0, atol=1e-6)
     assert not _pending(replicas, group).any()
+    best, _ = _flat(dmp, "weights_by_dtype")
+    train(dmp, 2, lambda step: step or dmp.sync())
+    (tensors,) = dmp._ctxs[0].weights_by_dtype.values()
+    for tensor, part in zip(tensors, best.split([t.numel() for t in tensors]), strict=True):
+        tensor.detach().copy_(part.view_as(tensor))
+    dmp.load_state_dict(dmp.state_dict())  # the tables are then the new base
+    replicas.flush()
+    assert torch.equal(_flat(dmp, "weights_by_dtype")[0], best)
     state.close()
     if settings["transport"] == "all_gather":
         _damage(dmp, replicas, group)

@@ -11,7 +11,7 @@ import torch
 
 from dct_kernels import row_layout
 from dct_kernels._ops import OPS, checked
-from dct_kernels.layout import QUANTIZED_CODES
+from dct_kernels.layout import QUANTIZED_CODES, range_length
 
 from . import build
 
@@ -183,15 +183,16 @@ def scatter_unpack(payloads, out, capacity, value_dtype, scale=1.0, out_scale=No
 
 def quantize_pack(residual, grad, payload, format, inv_scale=None):
     ranges = payload.shape[0] if payload.dim() == 2 else 1
-    to = payload, ranges, payload.shape[-1], QUANTIZED_CODES[format]
+    to = payload, ranges, range_length(grad, ranges), payload.shape[-1], QUANTIZED_CODES[format]
     _call("quantize_pack", residual, grad, grad.dtype, grad.numel(), *to, inv_scale)
 
 
 def dequantize_sum(payloads, out, format, scale=1.0, out_scale=None):
-    status = poisoned(payloads.shape[0], dtype=torch.int32)
-    ranges = payloads.shape[1] if payloads.dim() == 3 else 1
-    source = payloads, payloads.shape[0], ranges, payloads.shape[-1], QUANTIZED_CODES[format]
-    _call("dequantize_sum", *source, out, out.dtype, out.numel(), float(scale), out_scale, status)
+    ranks, ranges = payloads.shape[0], payloads.shape[1] if payloads.dim() == 3 else 1
+    status = poisoned(ranks, *out.shape[:-1], dtype=torch.int32)
+    source = payloads, ranks, ranges, range_length(out, ranges), payloads.shape[-1]
+    to = QUANTIZED_CODES[format], out, out.dtype, out.numel(), float(scale), out_scale
+    _call("dequantize_sum", *source, *to, status, *out.shape[:-1] or (1,))
     return status
 
 

@@ -69,6 +69,10 @@ def _cases() -> Iterator[tuple]:
             yield "row_dequantize_sum", ROW_NUMEL, 64, format, ranks
     for width, dtype in ((256, F32), (1024, F32), (256, BF16)):
         yield "row_dequantize_sum", ROW_NUMEL, width, "int4", 4, dtype
+    for changed in (0.005, 0.03):
+        yield "diff_pack", NUMEL, changed
+        yield "patch_apply", NUMEL, changed
+    yield "diff_pack", NUMEL, 0.03, True
 
 
 CASES = [Maker(op, elements, tuple(arguments)) for op, elements, *arguments in _cases()]

@@ -77,10 +77,10 @@ int64_t scatter_unpack(const Field* fields) {
   return dct::cuda::scatter_unpack(fill<dct::ScatterUnpackArgs, 11>(fields), nullptr);
 }
 int64_t quantize_pack(const Field* fields) {
-  return dct::cuda::quantize_pack(fill<dct::QuantizePackArgs, 9>(fields), nullptr);
+  return dct::cuda::quantize_pack(fill<dct::QuantizePackArgs, 10>(fields), nullptr);
 }
 int64_t dequantize_sum(const Field* fields) {
-  return dct::cuda::dequantize_sum(fill<dct::DequantizeSumArgs, 11>(fields), nullptr);
+  return dct::cuda::dequantize_sum(fill<dct::DequantizeSumArgs, 13>(fields), nullptr);
 }
 int64_t row_pack(const Field* fields) {
   return dct::cuda::row_pack(fill<dct::RowPackArgs, 8>(fields), nullptr);

@@ -30,12 +30,12 @@ __device__ uint32_t bits_of(uint16_t x) {
   return x;
 }
 
-// Loads the bits of eight entries from `index` on. Entries past `numel` are 0. `aligned`: whether x
-// starts at a multiple of 16 bytes.
-template <typename Half, typename Weight>
-__device__ void load_eight(const Weight* x, int64_t index, int64_t numel, bool aligned,
-                           Eight& bits) {
-  if (!aligned || index + kEight > numel) {
+// Loads the bits of eight entries from `index` on. With kWhole, there are eight at a multiple of 16
+// bytes. Otherwise, entries past `numel` are 0. Callers branch once for several calls, so that the
+// loads of all calls are in flight together.
+template <typename Half, bool kWhole, typename Weight>
+__device__ void load_eight(const Weight* x, int64_t index, int64_t numel, Eight& bits) {
+  if constexpr (!kWhole) {
 #pragma unroll
     for (int e = 0; e < kEight; e += 2) {
       const uint32_t low = index + e < numel ? bits_of<Half>(x[index + e]) : 0;

@@ -6,6 +6,8 @@
 
 namespace dct::cuda {
 
+constexpr int kReaderMinBlocks = 4;  // at most 64 registers per thread
+
 // Validates the header and the numbers of all blocks. Returns the same status in every thread
 // block.
 template <typename Args>

@@ -235,7 +235,7 @@ __device__ bool quantize_groups(RowEntries& x, const OldResidual& old, uint8_t* 
   return lost;
 }
 
-// Rounds to float32 or bfloat16, which have no scales. Returns whether any entry is not sent.
+// Rounds to float32 or bfloat16, which have no scales. Returns whether any entry is not finite.
 template <typename Value>
 __device__ bool round_entries(RowEntries& x, const OldResidual& old, uint8_t* out) {
   bool finite = true;

@@ -55,6 +55,7 @@ __device__ int32_t find_entries(const ScatterUnpackArgs& args, const PayloadLayo
                                 RankBlock<kWarps>& found) {
   found.entries = 0;
   found.poisoned = false;
+  if (block.index > 0 && block.bounds.begin == block.bounds.end) return 0;  // past a short range
   // Loaded together with the header, in one round trip to memory. An empty range has one start.
   const auto* starts = reinterpret_cast<const uint32_t*>(payload + layout.starts) + block.index;
   const uint32_t first = starts[0], end = starts[block.range_numel > 0 ? 1 : 0];
@@ -62,7 +63,7 @@ __device__ int32_t find_entries(const ScatterUnpackArgs& args, const PayloadLayo
   if (!header_ok(header, block.range_numel, args.capacity, args.value_dtype)) return kStatusHeader;
   found.poisoned = lost_non_finite(header) && block.index == 0 && block.range_numel > 0;
   if (first > end || end > header.count || (block.index == 0 && first != 0) ||
-      (block.last && end != header.count)) {
+      (block.index + 1 >= num_blocks(block.range_numel) && end != header.count)) {
     return kStatusStarts;
   }
   // More entries than elements cannot ascend strictly, so they are rejected unread.

@@ -37,7 +37,7 @@ def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
         states: `DynamicFeatureRows.state_dict()` of every rank, in any order.
 
     Returns:
-        A state with the rows of all ranks, in rank order, for `load_state_dict` on every rank.
+        A state with all rows, in the order of `states`, for `load_state_dict` on every rank.
 
     Raises:
         ValueError, TypeError: the state of a rank is missing, duplicated or invalid.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_kernels import checks
-from dct_parallel.groups import require_group, sharing_errors
+from dct_parallel.groups import known_group, require_group, sharing_errors
 
 from ..groups import GroupOfModule, require_same_settings
 from ..loading import CheckedModule
@@ -43,7 +43,8 @@ class SharedRows(CheckedModule, ABC):
 
     def __init__(self, op: str, group: dist.ProcessGroup | None) -> None:
         super().__init__()
-        self._group = GroupOfModule(op, require_group(op, group))
+        with sharing_errors(op, known_group(group)):
+            self._group = GroupOfModule(op, require_group(op, group))
 
     @property
     def group(self) -> dist.ProcessGroup:

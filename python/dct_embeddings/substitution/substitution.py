@@ -2,8 +2,8 @@
 
 import contextlib
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dct_kernels import checks
-from dct_parallel.groups import require_group, sharing_errors
+from dct_parallel.groups import bit_sums, known_group, require_group, sharing_errors
 from dct_parallel.rows.transfer import all_to_all_numbers
 
 from ..bag_message import all_to_all_bags, by_rank, require_bags
@@ -59,6 +59,8 @@ class EquivalentSubstitution(CheckedModule):
     Source: distributed equivalent substitution (arXiv 1909.04823).
     """
 
+    _loaded = False  # whether a state was loaded since the last forward
+
     def __init__(
         self,
         rows: SharedRows,
@@ -67,9 +69,9 @@ class EquivalentSubstitution(CheckedModule):
         ids_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        checks.require_type(_OP, "rows", rows, SharedRows, "FeatureRows or DynamicFeatureRows")
         operators = list(operators) if isinstance(operators, Iterable) else operators
-        with sharing_errors(_OP, rows.group):
+        with sharing_errors(_OP, known_group(getattr(rows, "group", None))):
+            checks.require_type(_OP, "rows", rows, SharedRows, "FeatureRows or DynamicFeatureRows")
             ids_group = rows.group if ids_group is None else ids_group
             ids_group = require_group(_OP, ids_group, "ids_group")
             expected, found = map(dist.get_process_group_ranks, (rows.group, ids_group))
@@ -88,6 +90,10 @@ class EquivalentSubstitution(CheckedModule):
         for parameter in self.operators.parameters():
             dist.broadcast(parameter.detach(), group=rows.group, group_src=0)
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *more: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *more)
+        self._loaded = True
+
     def forward(self, ids: Tensor, lengths: Tensor) -> list[Tensor]:
         """Return the result of every operator, for the samples of this rank or of all ranks.
 
@@ -103,13 +109,20 @@ class EquivalentSubstitution(CheckedModule):
             features.
 
         Raises:
-            ValueError, TypeError: an argument is out of range on some rank. Every rank raises.
+            ValueError, TypeError: an argument is out of range on some rank. Every rank raises an
+                error with its name and value.
             ValueError: batch, fields, training mode of the rows, the set of parameters with
-                gradients, or with "all_reduce" the ids differ between ranks. Every rank raises.
+                gradients, or with "all_reduce" the ids differ between ranks, or in the first call
+                after a load the parameters of the operators. Every rank raises.
             ValueError: a rank has too little capacity for the rows of new features. No row is
                 added, and every rank raises.
             ValueError: received lengths do not add up to the received ids.
         """
+        if self._loaded:
+            digest = zlib.crc32(repr(bit_sums(self.operators.parameters())).encode())
+            settings = {"parameters of the loaded operators": digest}
+            require_same_settings(_OP, settings, self.rows.group, self.rows.weight.device)
+            self._loaded = False
         names, bags, tight = self._bags(ids, lengths)
         if tight:
             self._require_capacity(names)
@@ -162,9 +175,9 @@ class EquivalentSubstitution(CheckedModule):
             self.rows.require_ids(_OP, ids)
             for operator in cast(Iterable[SubstituteOperator], self.operators):
                 operator.require_fit(self.rows.weight, len(lengths))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError) as error:
             with contextlib.suppress(ValueError):
-                self._compare([0] * self.rows.group.size(), (0, 0), 0, refused=True)
+                self._compare([0] * self.rows.group.size(), (0, 0), 0, error=error)
             raise
 
     def _require_capacity(self, names: Tensor) -> None:
@@ -184,13 +197,13 @@ class EquivalentSubstitution(CheckedModule):
         shape: Sequence[int],
         ids: int,
         checksum: int = 0,
-        refused: bool = False,
+        error: Exception | None = None,
     ) -> tuple[list[int], bool]:
         """Send counts[r] to rank r. Raise on every rank if other arguments differ between ranks.
 
         Args:
             ids: the number of ids that this rank contributes to the global batch.
-            refused: whether this rank's arguments are invalid, so that every rank must raise.
+            error: why this rank's arguments are invalid, so that every rank must raise.
 
         Returns:
             The counts received from each rank, and whether any rank has fewer free rows than the
@@ -210,7 +223,7 @@ class EquivalentSubstitution(CheckedModule):
         limits = [] if capacity is None else [ids, capacity - len(self.rows)]
         numbers = [[count, *limits] for count in counts]
         device, group = self.rows.weight.device, self._ids_group.get()
-        received = all_to_all_numbers(_OP, numbers, settings, device, group, refused)
+        received = all_to_all_numbers(_OP, numbers, settings, device, group, error)
         arriving, *limits_of_ranks = zip(*received, strict=True)
         tight = bool(limits_of_ranks) and sum(limits_of_ranks[0]) > min(limits_of_ranks[1])
         return list(arriving), tight

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torchrec.distributed.model_parallel import DMPCollection
 
 from dct_kernels import checks
@@ -18,6 +19,7 @@ from dct_parallel.exchange.plan import plan_bucket
 from dct_parallel.exchange.settings import Settings
 from dct_parallel.formats import require_format
 from dct_parallel.groups import Agreement
+from dct_parallel.load_hooks import LoadWatcher
 
 from ._torchrec import all_reduce_hook, contexts, uses_relay
 
@@ -83,6 +85,9 @@ class ReplicaDeltas:
     ranks. Save directly after `dmp.sync()`: TorchRec's checkpoint contains the weights of one
     replica, and replicas differ between syncs.
 
+    After `load_state_dict` of `dmp`, on every rank, the next sync sends only the changes after the
+    load.
+
     After a damaged payload, every method raises a RuntimeError with the rank of the sender. Then
     load a checkpoint into a new model.
     """
@@ -93,6 +98,7 @@ class ReplicaDeltas:
         for ctx in contexts(dmp):
             for tensors in ctx.weights_by_dtype.values():
                 weights = _Weights(tensors, ctx.replica_pg, settings)
+                weights.watch_loads(dmp)
                 self._weights[_key(tensors)] = weights
             for tensors in ctx.optimizer_tensors_by_dtype.values():
                 self._groups[_key(tensors)] = ctx.replica_pg
@@ -152,7 +158,7 @@ class ReplicaDeltas:
             weights.ledger.read()
 
 
-class _Weights:
+class _Weights(LoadWatcher):
     """This rank's shards of one dtype, which are averaged with their replicas.
 
     Args:
@@ -181,13 +187,28 @@ class _Weights:
         self._reset({})
 
     def _reset(self, states: dict[str, SegmentState]) -> None:
-        self._base = self._flat()
+        self._base, self._loaded = self._flat(), False  # whether a part of the base was loaded
         self._bucket = Bucket(self._plan, self._group, self._base.device, self.ledger.step, states)
+
+    @torch.no_grad()
+    def after_load(self, parameter: Parameter) -> None:
+        """Continue from a table that was loaded, without its changes before."""
+        first, low = parameter.data_ptr(), 0
+        for tensor in self._tensors:
+            high = low + tensor.numel()
+            if first <= tensor.data_ptr() < first + parameter.nbytes:  # the same memory
+                self._base[low:high] = tensor.flatten()
+                self._bucket.drop_range(low, high)
+                self._loaded = True
+            low = high
 
     def sync(self, everything: bool) -> None:
         """Set the weights to those of the last sync plus the mean of all replicas' messages."""
         if self._group.size() == 1:
             return
+        if self._loaded:
+            self._agreement.resume(self.ledger.step, base=[self._base])
+            self._loaded = False
         self._agreement.check(_OP)  # after a load, replicas compare their states
         mean = self._flat() - self._base
         if everything:
@@ -218,10 +239,10 @@ class _Weights:
 
     def resume(self, numbers: Mapping[str, Any], state: SegmentState) -> None:
         """Resume from the current weights and the results of `checked`."""
-        entry = {**numbers, "world_size": self._group.size()}
-        self._agreement.resume(numbers["step"], entry)
         self.ledger.restart(numbers["step"])
         self._reset({_NAME: state})
+        entry = {**numbers, "world_size": self._group.size()}
+        self._agreement.resume(numbers["step"], entry, [self._base])
 
     def _flat(self) -> Tensor:
         return torch.cat([tensor.flatten() for tensor in self._tensors])

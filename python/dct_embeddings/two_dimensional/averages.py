@@ -3,12 +3,14 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from dct_parallel.collectives import all_gather, dense_mean
 from dct_parallel.exchange.bucket import Bucket
 from dct_parallel.exchange.ledger import StepLedger
 from dct_parallel.exchange.plan import plan_bucket
 from dct_parallel.exchange.settings import Settings
+from dct_parallel.load_hooks import LoadWatcher
 
 _OP = "ReplicaSync"
 _Rows = tuple[Tensor, Tensor]  # the result of `TouchedRows.take`
@@ -41,6 +43,10 @@ class TouchedRows:
         self._rows.append(new)
         if self._keep:
             self._before.append(weight[new])
+
+    def read_again(self, weight: Tensor) -> None:
+        """Keep the current values of all collected rows."""
+        self._before = [weight[rows] for rows in self._rows]
 
     def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows in any order, int32 [n], and the kept values, [n, d] or [0, d]."""
@@ -83,7 +89,7 @@ class Average:
         weight[changed] = dense_mean(weight[changed], weight.dtype, self._group)
 
 
-class MeanOfChanges(Average):
+class MeanOfChanges(Average, LoadWatcher):
     """Adds the mean of all changes to the weights of the last sync, with error feedback.
 
     Unsent changes are removed from the weights and kept in `residual`. Rows with a residual are
@@ -115,6 +121,11 @@ class MeanOfChanges(Average):
     def sync(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
         self._ledger.read()  # raises if an earlier sync failed
         return super().sync(weight, state, everything)
+
+    def after_load(self, parameter: Parameter) -> None:
+        """Continue from a table that was loaded, without the changes before."""
+        self.touched.read_again(parameter.detach())
+        self._reset(parameter.detach())
 
     def _average(self, weight: Tensor, changed: Tensor, touched: _Rows, everything: bool) -> None:
         rows, base = touched

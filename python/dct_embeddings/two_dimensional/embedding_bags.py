@@ -2,9 +2,10 @@
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 from dct_parallel.collectives import all_to_all
-from dct_parallel.groups import sharing_errors
+from dct_parallel.groups import bit_sums, sharing_errors
 from dct_parallel.mesh import require_mesh
 from dct_parallel.rows.all_to_all import RowExchange, whole_rows
 from dct_parallel.rows.transfer import all_to_all_numbers
 
 from ..bag_message import all_to_all_bags, by_rank, require_bags
 from ..distinct import distinct, repeat
-from ..groups import require_same_in_mesh
+from ..groups import mesh_groups, require_same_in_mesh
 from ..loading import CheckedModule
 from .plan import MOST_ROWS, Shard, require_list, require_plan, row_count
 
@@ -63,6 +64,8 @@ class ShardedEmbeddingBags(CheckedModule):
 
     Attributes:
         weight: parameter [local rows, d], this rank's shards in the order of its plan.
+        loaded: a checksum of the weight of the last loaded state, or None. The next sync of a
+            `ReplicaSync` compares it between replicas, and sets it to None.
 
     Raises:
         ValueError, TypeError: an argument is out of range.
@@ -73,6 +76,7 @@ class ShardedEmbeddingBags(CheckedModule):
     """
 
     identity = "owned"
+    loaded: int | None = None
     _first: Tensor
     _shards: Tensor
 
@@ -88,8 +92,8 @@ class ShardedEmbeddingBags(CheckedModule):
         sparse: bool = True,
     ) -> None:
         super().__init__()
-        replicas, group = require_mesh(_OP, mesh, DIMENSIONS)
-        with sharing_errors(_OP, group, replicas):
+        with sharing_errors(_OP, *mesh_groups(mesh)):
+            replicas, group = require_mesh(_OP, mesh, DIMENSIONS)
             tables = require_list(_OP, "tables", tables, "tensors")
             _require_tables(tables, mesh)
             rows = [len(table) for table in tables]
@@ -110,6 +114,11 @@ class ShardedEmbeddingBags(CheckedModule):
         owned = torch.tensor(self._local, dtype=torch.int64, device="cpu").view(-1, 3)
         self.register_buffer("owned", owned.to(self.weight.device))
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *more: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *more)
+        if f"{prefix}weight" in state_dict:
+            (self.loaded,) = bit_sums([self.weight])
+
     def shards(self) -> dict[Shard, Tensor]:
         """Return this rank's shards [rows, d], as detached views of `weight`."""
         sizes = [shard.end - shard.first for shard in self._local]
@@ -126,7 +135,7 @@ class ShardedEmbeddingBags(CheckedModule):
 
         Raises:
             ValueError, TypeError: an argument is out of range on this rank. The other ranks of the
-                group raise an error that names this rank.
+                group raise a ValueError with the same text.
             ValueError: batch, or whether gradients are enabled, differs between the ranks of the
                 group. Every rank of the group raises.
             ValueError: received lengths do not add up to the received ids (without `dedup`).
@@ -135,9 +144,9 @@ class ShardedEmbeddingBags(CheckedModule):
             self._require_bags(ids, lengths)
             batch = lengths.shape[1]
             bag, place, rows = self._locate(ids, lengths, batch)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError) as error:
             with contextlib.suppress(ValueError):
-                self._all_to_all_counts([(0, 0)] * len(self.plan), 0, refused=True)
+                self._all_to_all_counts([(0, 0)] * len(self.plan), 0, error)
             raise
         if self.dedup:
             return self._distinct(place, rows, lengths)
@@ -181,14 +190,16 @@ class ShardedEmbeddingBags(CheckedModule):
             looked_up.register_hook(lambda grad: grad / len(self.plan))
         return looked_up
 
-    def _all_to_all_counts(self, counts: _Pairs, batch: int, refused: bool = False) -> _Pairs:
+    def _all_to_all_counts(
+        self, counts: _Pairs, batch: int, error: Exception | None = None
+    ) -> _Pairs:
         """Send counts[r] to rank r: the number of ids, and the length of every bag or -1.
 
-        Returns the pairs from all ranks. If a rank has `refused` its input, every rank raises.
+        Returns the pairs from all ranks. If a rank passes an `error`, every rank raises.
         """
         settings = {"batch": batch, "gradients": torch.is_grad_enabled()}
         device, group = self.weight.device, self._group
-        received = all_to_all_numbers(_OP, counts, settings, device, group, refused)
+        received = all_to_all_numbers(_OP, counts, settings, device, group, error)
         return [(count, common) for count, common in received]
 
     def _locate(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,9 +9,9 @@ from torch import Tensor
 from dct_kernels import checks
 from dct_parallel.exchange.settings import FORMATS, Settings
 from dct_parallel.formats import require_format
-from dct_parallel.groups import sharing_errors
+from dct_parallel.groups import bit_sums, sharing_errors
 
-from ..groups import require_same_in_mesh
+from ..groups import mesh_groups, require_same_in_mesh
 from ..row_wise_adagrad import RowWiseAdagrad
 from .averages import Average, MeanOfChanges
 from .embedding_bags import ShardedEmbeddingBags
@@ -25,9 +25,10 @@ class ReplicaSync:
 
     A sync averages the rows that the optimizer of any replica has changed since the last sync.
     After a sync, all replicas are bitwise equal, but compressed changes may be pending. Call
-    `flush()` before evaluation, before saving a checkpoint, and before loading one into a running
-    job. After a flush, this object has no state to save. With a single replica, a sync changes
-    nothing. Results are deterministic on the CPU. See docs/guide/embeddings.md.
+    `flush()` before evaluation and before saving a checkpoint. After a flush, this object has no
+    state to save. `load_state_dict` of the bags drops the changes since the last sync, so call it
+    on every rank, with the same rows in all replicas. With a single replica, a sync changes no
+    weights. Results are deterministic on the CPU. See docs/guide/embeddings.md.
 
     Args:
         bags: the bags to average. Create one ReplicaSync for them, before training and after
@@ -46,7 +47,8 @@ class ReplicaSync:
 
     Raises:
         ValueError, TypeError: an argument is out of range.
-        ValueError: ranks of the mesh differ in a setting or optimizer type. Every rank raises.
+        ValueError: ranks of the mesh differ in a setting or optimizer type, or replicas differ in
+            the state of a RowWiseAdagrad. Every rank raises.
         TypeError: momentum or weight decay was set later. The optimizer's step raises this error.
         RuntimeError: an argument is out of range on another rank.
     """
@@ -62,8 +64,8 @@ class ReplicaSync:
         format: str | torch.dtype = "float32",
         transport: str | None = None,
     ) -> None:
-        checks.require_type(_OP, "bags", bags, ShardedEmbeddingBags, "ShardedEmbeddingBags")
-        with sharing_errors(_OP, *bags.mesh.get_all_groups()):
+        with sharing_errors(_OP, *mesh_groups(getattr(bags, "mesh", None))):
+            checks.require_type(_OP, "bags", bags, ShardedEmbeddingBags, "ShardedEmbeddingBags")
             checks.require_int(_OP, "every", every, 1, 2**63 - 1)
             format = require_format(_OP, "format", format, FORMATS)
             settings = Settings.checked(_OP, density, format, transport)
@@ -76,13 +78,17 @@ class ReplicaSync:
                 checks.fail(_OP, "bags", "one ReplicaSync only", "a second", verb="have")
         to_compare = {"every": every, "density": density, "format": settings.format}
         to_compare |= {"transport": transport, "optimizer": type(optimizer).__name__}
-        require_same_in_mesh(_OP, bags.mesh, to_compare)
+        of_shard = {}
+        if isinstance(optimizer, RowWiseAdagrad):
+            of_shard["state of optimizer"] = bit_sums(optimizer.state[bags.weight].values())
+        require_same_in_mesh(_OP, bags.mesh, to_compare, of_shard)
         self._bags, self._optimizer, self._every = bags, optimizer, every
         group, weight = bags.mesh.get_group("replicate"), bags.weight.detach()
         self._average = Average(weight, group)
         if group.size() > 1 and (compresses or settings.format == "bfloat16"):
             bucket_settings = settings if compresses else None
-            self._average = MeanOfChanges(weight, group, bucket_settings)
+            self._average = changes = MeanOfChanges(weight, group, bucket_settings)
+            changes.watch_loads(bags)
         self._steps = 0
         optimizer.register_step_pre_hook(self._before_step)
         _averaged.add(bags)
@@ -102,6 +108,7 @@ class ReplicaSync:
         """Average the tables now. Every rank of the mesh must call this after the same step.
 
         Raises:
+            ValueError: the first sync after a load, and replicas have loaded different weights.
             RuntimeError: a replica is missing, or a payload was damaged in this or an earlier call.
                 Load a checkpoint.
         """
@@ -113,6 +120,10 @@ class ReplicaSync:
 
     @torch.no_grad()
     def _sync(self, everything: bool) -> None:
+        if self._bags.loaded is not None:
+            of_shard = {"weight of the loaded state": self._bags.loaded}
+            require_same_in_mesh(_OP, self._bags.mesh, {}, of_shard)
+            self._bags.loaded = None
         weight, optimizer = self._bags.weight, self._optimizer
         state = optimizer.to_average(weight) if isinstance(optimizer, RowWiseAdagrad) else None
         rows = self._average.sync(weight, state, everything)

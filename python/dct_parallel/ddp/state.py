@@ -7,7 +7,7 @@ Every bucket is packed, exchanged and unpacked during the backward pass, in the 
 rank. The host reads the results of a step (damage, overflow) at the end of the next backward pass.
 """
 
-import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -29,12 +29,13 @@ from dct_kernels import checks
 from .._torch import NO_PASS, at_end_of_backward, backward_pass, comm_hooks, current_node
 from ..compressor import warn_if_eager
 from ..exchange.bucket import parameter_stats
-from ..exchange.checkpoint import Flat, Run
+from ..exchange.checkpoint import Flat, Run, changeable
 from ..exchange.ledger import StepLedger
 from ..exchange.optimizers import OptimizerChecks, Optimizers, loss_scale_of
 from ..exchange.plan import describe, keeps_owners, plan_table
 from ..exchange.settings import Settings
-from ..groups import Agreement, sharing_errors
+from ..groups import Agreement, known_group, sharing_errors
+from ..user_warnings import warn_user
 from .buckets import Buckets, device_of, named_parameters
 from .executors import executor_for
 from .node import Topology
@@ -50,13 +51,14 @@ class DCTState:
     Thresholding, data-parallel (arXiv 2010.08899).
 
     Args:
-        ddp: the DDP module, with dense gradients on one CPU or CUDA device.
+        ddp: the DDP module or the result of torch.compile for it, with dense gradients on one CPU
+            or CUDA device.
         density: fraction of the entries of each bucket sent per step, in (0, 1]; default 0.005, or
             1 with quantized formats. 1 % is 0.01.
         format: a name or a torch dtype. "bfloat16" (default) and "float32" send the largest
             entries, or all entries at density 1. "int8", "int4" and "ternary" send all entries.
-        transport: "all_gather" or "reduce_scatter"; None chooses by the number of ranks and the
-            format (docs/guide/choosing.md).
+        transport: "all_gather" or "reduce_scatter"; None chooses by the number of ranks, the format
+            and the size of the bucket (docs/guide/choosing.md).
         process_group: the ranks to average over, including this one; default: the group of `ddp`.
         mesh: the ranks of `ddp` as a DeviceMesh with dimensions ("node", "local"). Gradients are
             dense inside a node and compressed between nodes. See `node_mesh`.
@@ -95,8 +97,9 @@ class DCTState:
         refresh_every: int = 1,
     ) -> None:
         op = "DCTState"
+        ddp = getattr(ddp, "_orig_mod", ddp)  # inside the result of torch.compile
         group = getattr(ddp, "process_group", None) if process_group is None else process_group
-        with sharing_errors(op, group):
+        with sharing_errors(op, known_group(group)):
             self.settings = Settings.checked(op, density, format, transport, refresh_every)
             if mesh is not None and process_group is not None:
                 checks.fail(op, "process_group", "None with a mesh", process_group)
@@ -117,7 +120,9 @@ class DCTState:
         self._buckets = Buckets(self._names, self.settings, self._topology)
         sends_once = not keeps_owners(self.settings, self._topology.between.size())
         self._executor = executor_for(device, sends_once and node.size == 1)
-        self._optimizers = OptimizerChecks(op, self._names, self.settings.density, loss_scale)
+        unused = weakref.WeakMethod(self._warn_if_unused)
+        density = self.settings.density
+        self._optimizers = OptimizerChecks(op, self._names, density, loss_scale, unused)
         self._ledger = StepLedger(
             op, start_step, loss_scale, self._optimizers, self._executor.run_after
         )
@@ -152,7 +157,8 @@ class DCTState:
         """Return a table of the bytes and the capacity of each bucket in a compressed step.
 
         DDP's buckets are unknown until compression has started. Until then the table assumes a
-        single bucket, as its last line states. Afterwards the bytes are exact.
+        single bucket, as its last line states. Afterwards the bytes are exact, for the rank that
+        sends the most.
 
         Raises:
             RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
@@ -173,8 +179,8 @@ class DCTState:
         - `density`: fraction of the entries that this rank sent.
         - `overflow`: fraction of all ranks' payloads that could not hold all entries above the
           threshold.
-        - `wire_bytes`: bytes sent per rank and compressed step; with a mesh, only to other nodes.
-          Payloads have a fixed size, so every step sends the same number of bytes.
+        - `wire_bytes`: bytes per compressed step of the rank that sends the most; with a mesh, only
+          to other nodes. Payloads have a fixed size, so only new buckets of DDP change the bytes.
 
         Raises:
             RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
@@ -210,8 +216,8 @@ class DCTState:
                 optimizer.zero_grad()
                 continue
 
-        The result is exact for finite gradients, except that the residuals of owners (transport
-        "reduce_scatter") are rounded to float32. NaN and Inf are dropped. In quantized formats, the
+        The result is exact for finite gradients, except that "ternary" and the residuals of owners
+        (transport "reduce_scatter") are rounded. NaN and Inf are dropped. In quantized formats, the
         whole group of 64 entries that contains a NaN or Inf is dropped. With a mesh, the entries of
         all ranks of the node at the same position are dropped. If several backward passes were
         exchanged, the call takes back all of them, because DDP accumulates them. A second call, or
@@ -246,9 +252,10 @@ class DCTState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from this rank's `state_dict`, or from the result of `merge_states` on all ranks.
 
-        Every rank must load before any rank takes a step. In the next step, ranks check that they
-        loaded the same run and step, and wait for late ranks up to the group's timeout. If this
-        call raises an error, the state is unchanged.
+        Every rank must load before any rank takes a step. In the next step, ranks compare the run,
+        the step and the buckets that they loaded, and wait for late ranks up to the group's
+        timeout. If `format`, `transport`, `refresh_every` or `start_step` differs from the saved
+        run, this call warns. If it raises an error, the state is unchanged.
 
         Raises:
             ValueError: the dict has a different version, density, number of ranks, mesh, rank or
@@ -257,7 +264,9 @@ class DCTState:
             RuntimeError: a payload was damaged, or an exchange failed. Load into a new state.
         """
         self._require_usable()
-        entry, states = self._run().find(state)
+        run = self._run()
+        entry, states = run.find(state)
+        run.report_changes(entry)
         self._buckets.load(states, entry["buckets"])  # first, because it may raise
         self._agreement.resume(entry["step"], entry)
         self._ledger.restart(entry["step"])
@@ -268,7 +277,9 @@ class DCTState:
         ranks, local = self._topology.all_ranks.size(), self._topology.node.size
         same = {"density": self.settings.density, "world_size": ranks, "local_size": local}
         sizes = {name: Flat(parameter.numel()) for parameter, name in self._names.items()}
-        return Run("rank", self._agreement.rank, self.settings.format, same, sizes)
+        between = self._topology.between.size()
+        others = changeable(self.settings, between, start_step=self.start_step)
+        return Run("rank", self._agreement.rank, others, same, sizes)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy only the settings, because process groups and threads cannot be copied."""
@@ -336,10 +347,9 @@ class DCTState:
             return
         if any(parameter.grad is not None for parameter in self._names):
             self._warned = True
-            warnings.warn(
+            warn_user(
                 "DCT: there are gradients, but no hook is registered with the DDP for this state, "
-                "so it did not compress them: call ddp.register_comm_hook(state, dct_hook).",
-                stacklevel=4,
+                "so it did not compress them: call ddp.register_comm_hook(state, dct_hook)."
             )
 
 

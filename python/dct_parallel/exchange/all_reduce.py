@@ -117,7 +117,8 @@ def all_reduce_compressed(
             entries are lost.
 
     NaN and Inf raise no error. In quantized formats, the whole group of 64 entries that contains a
-    NaN or Inf becomes NaN on every rank. This rank's residual keeps the old values of the group.
+    NaN or Inf becomes NaN on every rank. The residual of the rank with the NaN or Inf keeps the old
+    values of the group.
     """
     settings = Settings.checked(_OP, 1.0, require_format(_OP, "format", format, FORMATS))
     _require(tensor, residual)

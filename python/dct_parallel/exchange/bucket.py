@@ -145,6 +145,12 @@ class Bucket:
         low, residual = self.transport.owned
         residual.masked_fill_(where[low : low + len(residual)], 0)
 
+    def drop_range(self, low: int, high: int) -> None:
+        """Set the residuals of the entries [low, high) of the bucket to 0."""
+        self.codec.residual[low:high] = 0
+        first, residual = self.transport.owned
+        residual[max(low - first, 0) : max(high - first, 0)] = 0
+
     def states(self) -> dict[str, SegmentState]:
         """{name: a copy of the parameter's state on the CPU}."""
         residuals = self.codec.residual.split(self.plan.sizes)

@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dct_kernels import checks
 
 from ..groups import named, raising_together, require_same
+from ..user_warnings import warn_user
 from .bucket import SegmentState
-from .settings import TRANSPORTS
+from .plan import keeps_owners
+from .settings import TRANSPORTS, Settings
 
-VERSION = 6  # the version of all saved states; versions 1 to 5 were never released
+VERSION = 6  # the version of all saved states; earlier versions are rejected
 WHOLE = "whole"  # the "shard" of a rank that holds whole parameters
 _MEAN = "mean"  # replaces the rank's number in the result of merge_states, which any rank loads
 _RESIDUAL, _OWNER, _BASE = "residual", "owner_residual", "base"  # keys of a parameter
@@ -114,17 +115,18 @@ VERSION_FIELD = Field(_RULE, lambda v: type(v) is int and v == VERSION)
 # of a mesh, else 1. "buckets" lists the parameter names of each bucket. "unaveraged" counts local
 # steps since the last averaging. "reduction" is how gradients are reduced over the shards.
 _ENTRY: dict[str, Field] = {"run_id": TEXT, "world_size": integer(1), "step": integer(0)}
-_ENTRY |= {"density": _FRACTION, "parameters": BY_NAME}
+_ENTRY |= {"density": _FRACTION, "format": TEXT, "refresh_every": integer(1), "parameters": BY_NAME}
+_ENTRY["transport"] = Field(
+    checks.either(list(map(repr, TRANSPORTS))), lambda v: isinstance(v, str) and v in TRANSPORTS
+)
+_START = {"start_step": integer(0, 2**63 - 1)}
 _RANK = {**_ENTRY, "local_size": integer(1)}
 _AVERAGER = {"period": integer(1), "shard": TEXT, "step_ahead": _FLAG, "unaveraged": integer(0)}
 _REPLICA = {"replicas": integer(1), "shards": integer(1), "reduction": TEXT}
-_REPLICA["transport"] = Field(
-    checks.either(list(map(repr, TRANSPORTS))), lambda v: isinstance(v, str) and v in TRANSPORTS
-)
 _TABLES = {
-    "DCTState": {**_RANK, "buckets": _LISTS},
+    "DCTState": {**_RANK, **_START, "buckets": _LISTS},
     "DCTAverager": {**_RANK, **_AVERAGER},
-    "FullyShardState": {**_ENTRY, **_REPLICA},
+    "FullyShardState": {**_ENTRY, **_START, **_REPLICA},
 }
 
 
@@ -185,8 +187,7 @@ class Sharded(NamedTuple):
         for key, value in ((_RESIDUAL, state.residual), (_OWNER, state.owner)):
             if value is not None:
                 saved[key] = torch.zeros_like(parameter, dtype=torch.float32)
-                local = saved[key].to_local()
-                local.copy_(value[: local.numel()].view(local.shape))
+                saved[key].to_local().copy_(value.view(self.piece.local))
         return saved
 
     def state(self, op: str, saved: object, entry: Entry, suffix: str = "") -> SegmentState:
@@ -203,12 +204,19 @@ class Sharded(NamedTuple):
         if entry["shards"] == mesh.size() and (shards != rank).any():
             checks.fail(op, "state", f"that of shard {rank}", f"that of shard {shards[0]:g}")
         parts = [found[k].to_local().cpu().flatten() for k in (_RESIDUAL, _OWNER) if k in found]
-        return SegmentState(*(pad(part, (0, self.piece.padded - len(part))) for part in parts))
+        return SegmentState(*parts)
 
 
 _Parameters = Mapping[str, Flat | Sharded]
 _ANY = " (merge_states makes a state for any number of ranks)"
 _SIZES = {"world_size": _ANY, "local_size": _ANY, "replicas": " (load_merged takes any number)"}
+
+
+def changeable(settings: Settings, ranks: int, **others: int) -> dict[str, Any]:
+    """The settings of a run that another run may change when it loads the state, and `others`."""
+    transport = "reduce_scatter" if keeps_owners(settings, ranks) else "all_gather"
+    saved = {"format": settings.format, "transport": transport}
+    return {**saved, "refresh_every": settings.refresh_every, **others}
 
 
 class Run(NamedTuple):
@@ -217,22 +225,22 @@ class Run(NamedTuple):
     Attributes:
         holder: whether a "rank" or a "replica" has an entry.
         number: the number of this rank or replica.
-        format: the format that the run sends, for error messages. Formats need not match.
+        changeable: the {key: value} pairs that need not match. A difference warns.
         same: the {key: value} pairs that a loaded entry must match.
         parameters: {name: how the parameter is saved} for this model.
     """
 
     holder: str
     number: int
-    format: str
+    changeable: Mapping[str, Any]
     same: Mapping[str, Any]
     parameters: _Parameters
 
     def save(self, states: States, run_id: str, step: int, **others: object) -> dict[str, Any]:
         """Return a state dict with these states of the parameters and other values."""
         saved = {name: self.parameters[name].saved(state) for name, state in states.items()}
-        entry = {**self.same, "run_id": run_id, "step": step, **others, "parameters": saved}
-        return _made(self.holder, self.number, entry)
+        numbers = {**self.same, **self.changeable, "run_id": run_id, "step": step, **others}
+        return _made(self.holder, self.number, {**numbers, "parameters": saved})
 
     def find(self, state: object) -> tuple[Entry, States]:
         """Check and return the entry of this rank or replica, and the states of its parameters.
@@ -278,6 +286,21 @@ class Run(NamedTuple):
             checks.fail(op, "folder", f"all {entry['replicas']} replicas", count, verb="hold")
         return entry, mean
 
+    def report_changes(self, entry: Entry) -> None:
+        """Warn if this run has other settings than the run that saved the entry."""
+        keys = [key for key, value in self.changeable.items() if entry[key] != value]
+        if any(entry[key] != value for key, value in self.same.items() if key in _SIZES):
+            keys = [key for key in keys if key != "transport"]  # may depend on the number of ranks
+        if keys:
+            saved, ours = (
+                " and ".join(f"{key} {values[key]}" for key in keys)
+                for values in (entry, self.changeable)
+            )
+            warn_user(
+                f"DCT: the state was saved with {saved}, and this run continues with {ours}: "
+                "to keep the saved settings, pass them when you create the state."
+            )
+
     def _checked(self, op: str, saved: object, any_size: bool) -> tuple[Entry, States]:
         expected, found = _class_of(self.same), _class_of(saved)
         if expected != found and isinstance(saved, dict):
@@ -285,7 +308,7 @@ class Run(NamedTuple):
         entry = checked(op, saved, _TABLES[expected])
         for key, value in self.same.items():
             if key == "density" and (entry[key] == 1) != (value == 1):
-                rule = f"{_sent(value)}, as in this run ({self.format!r})"
+                rule = f"{_sent(value)}, as in this run ({self.changeable['format']!r})"
                 checks.fail(op, "format", rule, f"a state of {_sent(entry[key])}", verb="send")
             if entry[key] != value and not (any_size and key in _SIZES):
                 checks.fail(op, key, f"{value}, as in this run{_SIZES.get(key, '')}", entry[key])
@@ -427,7 +450,7 @@ def _loads(
             dtype = stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
             # DCP converts any stored dtype to the dtype of the tensor that it reads into.
             if isinstance(part, Sharded) and dtype in (None, torch.float32):
-                zeros = torch.zeros(part.piece.padded, dtype=torch.float32, device="cpu")
+                zeros = torch.zeros(part.piece.local, dtype=torch.float32, device="cpu")
                 values[flat] = part.saved(SegmentState(zeros, zeros)).get(path[-1])
             elif isinstance(stored, TensorStorageMetadata):
                 values[flat] = torch.empty(stored.size, dtype=dtype, device="cpu")

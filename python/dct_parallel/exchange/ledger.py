@@ -184,7 +184,7 @@ class StepLedger:
         (number, posted), self._posted = self._posted, None
         with span("dct::wait"):
             results = posted.read()
-        self._recent.add(list(results.values()))
+        self._recent.add(number, list(results.values()))
         if any(result.non_finite for result in results.values()):
             self.non_finite = True
             if self._optimizers is not None:

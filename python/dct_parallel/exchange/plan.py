@@ -132,8 +132,8 @@ def plan_table(plans: Sequence[BucketPlan], device: torch.device, each: str = "s
         lines.append(f"Capacity is {HEADROOM} x density x numel. It fixes the bytes of every step.")
     elif settings.format in DTYPES:
         lines.append(
-            f"Density is a fraction: 1 sends all entries in {settings.format}, as many bytes as a "
-            f"plain all-reduce in {settings.format}. 1 % is 0.01."
+            f"All entries are sent in {settings.format}, as many bytes as a plain all-reduce in "
+            f"{settings.format}."
         )
     return "\n".join(lines)
 

@@ -64,7 +64,8 @@ class HostCopy:
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            # By default, an event records a stream of the current device.
+            self._copied.record(torch.cuda.current_stream(tensor.device))
 
     def tolist(self) -> list[Any]:
         if self._copied is not None:
@@ -148,18 +149,24 @@ class RecentStats:
     """Density and overflow of the last 100 steps. Warns once if most payloads overflowed."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
+        # (number of a step, density, fraction of payloads that overflowed)
+        self._steps: deque[tuple[int, float, float]] = deque(maxlen=RECENT_STEPS)
         self._warned = False
 
-    def add(self, results: Sequence[ExchangeResult]) -> None:
-        """Add a step from the results of its buckets. A step without payloads is skipped."""
+    def add(self, number: int, results: Sequence[ExchangeResult]) -> None:
+        """Add a step from the results of its buckets. A step without payloads is skipped.
+
+        If the results of the first buckets were read before the step ended, replaces the step.
+        """
         payloads = sum(result.payloads for result in results)
         if not payloads:
             return
         sent = sum(sum(result.counts) for result in results)
         numel = sum(result.numel for result in results)
         overflowed = sum(result.overflowed for result in results)
-        self._steps.append((sent / max(numel, 1), overflowed / payloads))
+        if self._steps and self._steps[-1][0] == number:
+            self._steps.pop()
+        self._steps.append((number, sent / max(numel, 1), overflowed / payloads))
         overflow = self.overflow or 0.0
         if overflow > OVERFLOW_WARNING and len(self._steps) == RECENT_STEPS and not self._warned:
             self._warned = True
@@ -173,12 +180,12 @@ class RecentStats:
     @property
     def density(self) -> float | None:
         """The mean fraction of entries sent. None before the first step."""
-        return self._mean(0)
+        return self._mean(1)
 
     @property
     def overflow(self) -> float | None:
         """The fraction of payloads that overflowed. None before the first step."""
-        return self._mean(1)
+        return self._mean(2)
 
     def _mean(self, column: int) -> float | None:
         return sum(step[column] for step in self._steps) / len(self._steps) if self._steps else None

@@ -52,7 +52,8 @@ class Settings:
         Args:
             density: None: 1 for quantized formats, otherwise 0.005.
             format: None: "bfloat16". With this default, density 1 warns, because the user may have
-                meant 1 %, and because quantized formats send fewer bytes.
+                meant 1 %, and because quantized formats send fewer bytes. A density whose
+                messages are larger than in bfloat16 also warns.
 
         Raises:
             ValueError, TypeError: an argument is out of range.
@@ -73,7 +74,14 @@ class Settings:
                 f"DCT: density is a fraction, and 1 sends all entries in {FORMAT}; 1 % is 0.01. "
                 f'If you mean 1, pass format="{FORMAT}"; "int4" sends a quarter of its bytes.'
             )
-        return Settings(float(density), format, refresh_every, transport)
+        settings = Settings(float(density), format, refresh_every, transport)
+        numel = 2**20  # the ratio of the sizes is nearly the same for all large buckets
+        if density < 1 and settings.payload_bytes(numel, 1, numel) > 2 * numel:
+            warn_user(
+                f"DCT: density {density} means {100 * density:g} %, and its messages are larger "
+                f"than the gradients in bfloat16; for {density:g} % write {density / 100:g}."
+            )
+        return settings
 
     def to_compare(self) -> dict[str, str]:
         """The settings as strings, which must be the same on every rank."""

@@ -13,7 +13,13 @@ from torch.distributed import ReduceOp
 
 from dct_kernels import checks
 
-from .._torch import fsdp_divide_factor, fsdp_gathered_dtypes, fsdp_reduced_dtype, span
+from .._torch import (
+    below_autograd,
+    fsdp_divide_factor,
+    fsdp_gathered_dtypes,
+    fsdp_reduced_dtype,
+    span,
+)
 from ..collectives import all_gather, all_gather_bytes
 from ..exchange.results import ExchangeResult
 from .messages import MessageLayout, message_layout
@@ -45,7 +51,8 @@ class _Collective:
         self._ranks = dist.get_process_group_ranks(unit.shard_group())
         # int32 [number of ranks], not 0 for ranks that have sent a damaged message in any exchange.
         # Unlike those of a bucket, the words stay if an exchange fails: no residual is affected.
-        self.words: Sequence[Tensor] = ()
+        self._status = torch.zeros(len(self._ranks), dtype=torch.int32, device=unit.device)
+        self.words: Sequence[Tensor] = [self._status]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         tensor: Tensor = self._default.allocate(size, dtype=dtype, device=device)
@@ -67,13 +74,16 @@ class _Collective:
         """The layout of messages for parts of this dtype, or None to use torch's collective."""
         if self._format is None or dtype not in checks.FLOATS:
             return None
-        layout = message_layout(self._unit.layout(self._trained), self._format)
+        unit = self._unit
+        layout = message_layout(unit.layout(self._trained), self._format, unit.device)
         dense = layout.numel * max(dtype.itemsize, self._least_itemsize)
         is_smaller = len(self._ranks) > 1 and layout.nbytes(dtype) < dense
         return layout if is_smaller else None
 
     def _record(self, status: Tensor) -> None:
-        self.words = [status.maximum(self.words[0]) if self.words else status]
+        # In place, because FSDP2 may run exchanges on different streams. If a new tensor replaced
+        # `_status`, its memory could be reused before another stream has read it.
+        torch.maximum(self._status, status, out=self._status)
 
     def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
         """Return the damaged messages, given the rows of `words` on the host."""
@@ -104,27 +114,26 @@ class WeightGather(_Collective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        layout, dtype = self._layout(input_tensor.dtype), input_tensor.dtype
+        layout = self._layout(input_tensor.dtype)
         if layout is None or layout.numel != input_tensor.numel():
             self._count(all_gather_bytes(input_tensor.nbytes, group.size()))
             work: dist.Work | None = self._default(output_tensor, input_tensor, group, async_op)
             return work
-        with span("dct::gather_weights"):
-            message = input_tensor.new_zeros(layout.nbytes(dtype), dtype=torch.uint8)
-            layout.pack(input_tensor, message, dtype)
-            messages = message.new_empty(len(self._ranks), len(message))
-            self._count(all_gather_bytes(len(message), len(self._ranks)))
-            all_gather(messages, message, group)
-            shards = zip(messages.split(1), output_tensor.view(len(self._ranks), -1), strict=True)
-            self._record(torch.cat([layout.unpack(*shard, dtype) for shard in shards]))
+        with span("dct::gather_weights"), below_autograd():
+            ranks = len(self._ranks)
+            message = layout.pack(input_tensor.view(1, -1))
+            messages = message.new_empty(ranks, message.shape[1])
+            self._count(all_gather_bytes(message.nbytes, ranks))
+            all_gather(messages, message.view(-1), group)
+            self._record(layout.unpack(messages, output_tensor.view(ranks, -1)))
         return None
 
 
 class GradientReduceScatter(_Collective):
     """The reduce-scatter of the gradients of a module, as an all-to-all of messages.
 
-    The owner of a shard sums the messages of all ranks in rank order, in float32. So messages are
-    compared with a dense collective in float32.
+    The owner of a shard sums the messages of all ranks in float32 (`MessageLayout.sum`). So
+    messages are compared with a dense collective in float32.
     """
 
     _trained, _least_itemsize = True, 4
@@ -141,20 +150,18 @@ class GradientReduceScatter(_Collective):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        layout, dtype = self._layout(output_tensor.dtype), input_tensor.dtype
+        layout = self._layout(output_tensor.dtype)
         if layout is None or layout.numel != output_tensor.numel():
             self._count(all_gather_bytes(output_tensor.nbytes, group.size()))
             work: dist.Work | None = self._default(output_tensor, input_tensor, group, op, async_op)
             return work
-        with span("dct::reduce_gradients"):
+        with span("dct::reduce_gradients"), below_autograd():
             ranks = len(self._ranks)
-            messages = input_tensor.new_zeros(ranks, layout.nbytes(dtype), dtype=torch.uint8)
-            for part, message in zip(input_tensor.view(ranks, -1), messages, strict=True):
-                layout.pack(part, message, dtype)
+            messages = layout.pack(input_tensor.view(ranks, -1))
             received = torch.empty_like(messages)
             self._count(all_gather_bytes(messages.shape[1], ranks))
             dist.all_to_all_single(received, messages, group=group)
-            self._record(layout.unpack(received, output_tensor, dtype, self._scale(op)))
+            self._record(layout.sum(received, output_tensor, self._scale(op)))
         return None
 
     def _scale(self, op: ReduceOp | ReduceOp.RedOpType) -> float:

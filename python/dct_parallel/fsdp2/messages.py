@@ -7,7 +7,7 @@ the user chose.
 """
 
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -25,53 +25,81 @@ class MessageLayout:
     Args:
         parameters: for each parameter, the number of elements and whether it is a vector.
         format: the format of the payload, as for `dct_kernels.quantize_pack`.
+        device: the device of the tensors.
 
     Attributes:
         numel: the number of elements of the part.
     """
 
-    def __init__(self, parameters: tuple[tuple[int, bool], ...], format: str) -> None:
+    def __init__(
+        self, parameters: tuple[tuple[int, bool], ...], format: str, device: torch.device
+    ) -> None:
         bounds = pairwise([0, *accumulate(size for size, _ in parameters)])
         spans = zip(bounds, parameters, strict=True)
-        self._vectors = [slice(low, high) for (low, high), (_, is_vector) in spans if is_vector]
-        self._vector_sizes = [size for size, is_vector in parameters if is_vector]
+        vectors = [range(low, high) for (low, high), (_, is_vector) in spans if is_vector]
+        # The indices of their elements.
+        self._vectors = torch.tensor([*chain(*vectors)], dtype=torch.int64, device=device)
         self.numel, self._format = sum(size for size, _ in parameters), format
         self._payload_bytes = quantized_payload_bytes(self.numel, format)
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """The size of a message for a part with this dtype."""
-        vector_bytes = sum(self._vector_sizes) * dtype.itemsize
+        vector_bytes = len(self._vectors) * dtype.itemsize
         return self._payload_bytes + -(-vector_bytes // _ALIGNMENT) * _ALIGNMENT
 
-    def pack(self, part: Tensor, message: Tensor, dtype: torch.dtype) -> None:
-        """Write `part` [numel] into the message. Sets the vectors of `part` to 0."""
-        if self._vectors:
-            vectors = [part[where] for where in self._vectors]
-            tail = torch.cat(vectors).to(dtype).view(torch.uint8)
-            message[self._payload_bytes :][: len(tail)] = tail
-            torch._foreach_zero_(vectors)  # so that they do not affect the scales of matrices
-        _quantize_pack(None, part, message[: self._payload_bytes], self._format)
+    def pack(self, parts: Tensor) -> Tensor:
+        """Return messages [R, nbytes] of `parts` [R, numel]. Sets the vectors of `parts` to 0."""
+        messages = parts.new_empty(len(parts), self.nbytes(parts.dtype), dtype=torch.uint8)
+        if len(self._vectors):
+            sent = self._tails(messages, parts.dtype)
+            torch.gather(parts, 1, self._vectors.expand(len(parts), -1), out=sent)
+            if padding := -(sent.shape[1] * sent.itemsize) % _ALIGNMENT:
+                messages.narrow(1, -padding, padding).zero_()
+            # So that vectors do not affect the scales of matrices.
+            parts.index_fill_(1, self._vectors, 0)
+        _quantize_pack(None, parts, messages, self._format)
+        return messages
 
-    def unpack(self, messages: Tensor, out: Tensor, dtype: torch.dtype, scale: float = 1) -> Tensor:
-        """Write the sum of the messages times `scale` into `out` [numel], in order and in float32.
+    def unpack(self, messages: Tensor, out: Tensor) -> Tensor:
+        """Write each of `messages` [R, nbytes] into a row of `out` [R, numel], or 0 if damaged.
 
         Returns:
-            status int32 [number of messages], not 0 for a damaged message, which the sum omits.
+            status int32 [R], not 0 for a damaged message.
         """
-        payloads, tails = messages.tensor_split([self._payload_bytes], dim=1)
-        status: Tensor = _dequantize_sum(payloads.contiguous(), out, self._format, scale)
-        if self._vectors:
-            nbytes = sum(self._vector_sizes) * dtype.itemsize
-            vectors = tails[:, :nbytes].contiguous().view(dtype).float()
-            total, *rest = vectors.masked_fill_(status.ne(0)[:, None], 0)
-            for values in rest:
-                total += values
-            parts = (total * scale).split(self._vector_sizes)
-            torch._foreach_copy_([out[where] for where in self._vectors], list(parts))
+        status: Tensor = _dequantize_sum(messages.unsqueeze(0), out, self._format).view(-1)
+        if len(self._vectors):
+            received = self._received(messages, status, out.dtype)
+            out.scatter_(1, self._vectors.expand(len(out), -1), received)
         return status
+
+    def sum(self, messages: Tensor, out: Tensor, scale: float) -> Tensor:
+        """Write the sum of `messages` [P, nbytes] times `scale` into `out` [numel].
+
+        Sums are in float32. The sum of matrices is in rank order. The order for vectors is torch's.
+
+        Returns:
+            status int32 [P], not 0 for a damaged message, which the sum omits.
+        """
+        status: Tensor = _dequantize_sum(messages, out, self._format, scale)
+        if len(self._vectors):
+            received = self._received(messages, status, out.dtype)
+            total = received.sum(0, dtype=torch.float32).mul_(scale)
+            out.scatter_(0, self._vectors, total.to(out.dtype))
+        return status
+
+    def _tails(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
+        """A view of the vectors in each message, [number of messages, number of elements]."""
+        begin = self._payload_bytes // dtype.itemsize
+        return messages.view(dtype).narrow(1, begin, len(self._vectors))
+
+    def _received(self, messages: Tensor, status: Tensor, dtype: torch.dtype) -> Tensor:
+        """The vectors of each message. Sets the vectors of damaged messages to 0."""
+        return self._tails(messages, dtype).masked_fill_(status.ne(0).unsqueeze(1), 0)
 
 
 @cache
-def message_layout(parameters: tuple[tuple[int, bool], ...], format: str) -> MessageLayout:
+def message_layout(
+    parameters: tuple[tuple[int, bool], ...], format: str, device: torch.device
+) -> MessageLayout:
     """Return the layout for these parameters. Equal modules share one layout object."""
-    return MessageLayout(parameters, format)
+    return MessageLayout(parameters, format, device)

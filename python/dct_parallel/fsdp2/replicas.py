@@ -6,7 +6,6 @@ same shard in other replicas. The host reads the results of a step at the end of
 """
 
 import os
-import zlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from dct_kernels import checks
 
 from .. import groups
-from .._torch import NO_PASS, after_backward, fsdp_hook, fsdp_in_backward, span
+from .._torch import (
+    NO_PASS,
+    after_backward,
+    backward_pass,
+    fsdp_hook,
+    fsdp_in_backward,
+    span,
+)
 from ..collectives import dense_mean
 from ..exchange.bucket import Bucket, SegmentState, parameter_stats
-from ..exchange.checkpoint import Entry, Run, Sharded, States
+from ..exchange.checkpoint import Entry, Run, Sharded, States, changeable
 from ..exchange.ledger import StepLedger
 from ..exchange.optimizers import LossScale, OptimizerChecks, Optimizers, loss_scale_of
 from ..exchange.plan import describe, keeps_owners, log_plan, plan_bucket, plan_table
@@ -78,8 +84,7 @@ def dct_fully_shard_hook(
         ValueError, TypeError: an argument is out of range, ranks differ, or a module has several
             parameter groups or is wrapped differently (with a mesh of two dimensions, torch itself
             averages over replicas).
-        RuntimeError: another rank raised an error, or did not call this in time. Restart the
-            process.
+        RuntimeError: another rank raised an error, or did not call this in time.
     """
     from .units import units_of  # FSDP2 takes a second to import
 
@@ -116,20 +121,6 @@ def _pieces_by_unit(
 def _closed(flat: Tensor) -> None:
     """The all-reduce hook of a closed state. Without it, replicas would diverge silently."""
     raise RuntimeError(f"dct::{OP}: state must be open, got a closed one")
-
-
-def require_same_order(order: list[int], group: dist.ProcessGroup) -> None:
-    """Raise an error on every rank if the numbers in `order` differ between ranks. Collective.
-
-    `group` is a gloo group, also if gradients are on CUDA, so that only the host waits.
-    """
-    digest = zlib.crc32(repr(order).encode())
-    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    highest, lowest = bounds.tolist()
-    if highest != -lowest:
-        rule = "backward through the same modules in the same order"
-        checks.fail(OP, "every rank", rule, "different ones on some", RuntimeError, "go")
 
 
 class FullyShardState:
@@ -175,8 +166,9 @@ class FullyShardState:
             unit.module.set_all_reduce_hook(partial(self._reduce, index))
 
     def _bucket(self, pieces: "tuple[Piece, ...]", packed: int, states: States) -> Bucket:
-        names, sizes = [piece.name for piece in pieces], [piece.padded for piece in pieces]
-        plan = plan_bucket(names, sizes, self.settings, self._group.size())
+        names, sizes = [piece.name for piece in pieces], [piece.local.numel() for piece in pieces]
+        numel = sum(piece.padded for piece in pieces)  # so that all shards have one transport
+        plan = plan_bucket(names, sizes, self.settings, self._group.size(), numel)
         log_plan(OP, plan, self._device)
         return Bucket(plan, self._group, self._device, packed, states)
 
@@ -201,7 +193,7 @@ class FullyShardState:
     def plan(self) -> str:
         """Return a table of the bytes per rank and module in a compressed step.
 
-        A bucket is a module that fully_shard was applied to. Sizes are per shard.
+        A bucket is a module that fully_shard was applied to. Sizes are for this rank's shards.
         """
         self._ledger.read()
         return plan_table([bucket.plan for bucket in self._buckets], self._device)
@@ -209,8 +201,9 @@ class FullyShardState:
     def stats(self) -> dict[str, float | int | None]:
         """Return means over the last 100 steps, and the bytes per step; see `DCTState.stats`.
 
-        `wire_bytes` counts the bytes that each rank sends to other replicas in a compressed step.
-        It excludes FSDP's messages inside a shard group, and 16 bytes that all ranks reduce.
+        `wire_bytes` counts the bytes that this rank sends to other replicas in a compressed step.
+        It excludes FSDP's messages inside a shard group, and the 16 bytes per step (and on the CPU
+        also per module) that all ranks reduce to compare the order of modules.
         """
         self._ledger.finish()
         return self._ledger.stats([bucket.plan for bucket in self._buckets])
@@ -249,9 +242,7 @@ class FullyShardState:
             if owners and state.owner is None:
                 states[name] = SegmentState(state.residual, torch.zeros_like(state.residual))
         sizes = {"world_size": self._group.size() * self._shards, "shards": self._shards}
-        transport = "reduce_scatter" if owners else "all_gather"
-        run_id = self._agreement.run_id
-        return self._run().save(states, run_id, self.step, **sizes, transport=transport)
+        return self._run().save(states, self._agreement.run_id, self.step, **sizes)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume each replica from its own `state_dict`. Call it on every rank before any step.
@@ -301,9 +292,11 @@ class FullyShardState:
             for bucket, pieces in zip(self._buckets, self._pieces, strict=True)
             for piece in pieces
         }
-        return Run("replica", self._replica, self.settings.format, same, parameters)
+        others = changeable(self.settings, self._group.size(), start_step=self.start_step)
+        return Run("replica", self._replica, others, same, parameters)
 
     def _resume(self, entry: Entry, states: States) -> None:
+        self._run().report_changes(entry)
         self._agreement.resume(entry["step"], entry)
         self._ledger.restart(entry["step"])
         self._in_step, self._orders = False, []
@@ -319,21 +312,29 @@ class FullyShardState:
         self._require(index, flat)
         if not self._in_step or index in self._orders[-1]:
             self._begin_step()
+        if not flat.is_cuda:  # gloo aborts the process if messages of two ranks differ in size
+            groups.require_same_order(OP, [self.step, index], self._after_step)
         self._orders[-1].append(index)
         self._pass = after_backward(self._pass, self._end_step)
         if flat.is_cuda:  # FSDP allocated it on a different stream
             flat.record_stream(torch.cuda.current_stream(flat.device))
         step, bucket = self._ledger.current, self._buckets[index]
+        parts = flat.split([piece.padded for piece in self._pieces[index]])
+        parts = [part[:size] for part, size in zip(parts, bucket.plan.sizes, strict=True)]
+        is_padded = bucket.plan.numel < flat.numel()
+        entries = torch.cat(parts) if is_padded else flat
         if step.compressed is None:
             with span("dct::exchange_dense"):
-                flat.copy_(dense_mean(flat, torch.bfloat16, self._group))
+                entries.copy_(dense_mean(entries, torch.bfloat16, self._group))
         else:
             self._ledger.record(f"bucket {index}", bucket)
-            bucket.reduce(flat, step.scale, step.inv_scale)
+            bucket.reduce(entries, step.scale, step.inv_scale)
+        if is_padded:
+            torch._foreach_copy_(parts, list(entries.split(bucket.plan.sizes)))
 
     def _require(self, index: int, flat: Tensor) -> None:
         """Raise if `flat` is not the gradient of all pieces, or if all-reduce is turned off."""
-        unit, numel = self._units[index], self._buckets[index].plan.numel
+        unit, numel = self._units[index], sum(piece.padded for piece in self._pieces[index])
         if not unit.group.all_reduce_grads:
             rule = "accumulated with set_requires_gradient_sync(False)"
             checks.fail(OP, "gradients", rule, "set_requires_all_reduce(False)")
@@ -365,11 +366,14 @@ class FullyShardState:
         At the end of a step, ranks compare the step before it, for which no rank has to wait.
         """
         while len(self._orders) > later and groups.exists(self._after_step):
-            require_same_order(self._orders.pop(0), self._after_step)
+            groups.require_same_order(OP, self._orders.pop(0), self._after_step)
 
     def _finish_last_step(self) -> None:
-        """Read the results of the last step and compare its units on all ranks. Collective."""
+        """Read the results of the last step and compare its units on all ranks. Collective.
+
+        Inside a backward pass, the step continues, and its units are compared later.
+        """
         self._ledger.read()
-        self._in_step = False
-        self._compare_orders(0)
+        self._in_step &= backward_pass() != NO_PASS
+        self._compare_orders(int(self._in_step))
         self._ledger.finish()

@@ -1,11 +1,13 @@
 """compress_fully_shard: compresses the weights and gradients that FSDP2 sends between shards."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from dct_kernels import checks
+from dct_kernels import backend_of, checks
 
 from .. import groups
 from .._torch import (
@@ -15,6 +17,7 @@ from .._torch import (
     fsdp_collectives,
     fsdp_gathered_dtypes,
     fsdp_has_extension,
+    fsdp_mesh_groups,
 )
 from ..collectives import all_gather_bytes
 from ..exchange.ledger import StepLedger
@@ -47,10 +50,10 @@ def compress_fully_shard(
     Call it on every rank after wrapping all modules. It replaces the all-gather and the
     reduce-scatter of every module. All ranks compute with bitwise equal rounded weights. The
     sharded parameters and the optimizer are not rounded. Vectors (parameters with fewer than two
-    dimensions) are never rounded. Gradients are summed in float32 in rank order, without error
-    feedback. torch's collectives remain in use for a module if messages would not be smaller, if
-    its weights have several dtypes, or if some of its parameters have no gradient. Results are
-    deterministic. See docs/guide/fsdp2.md.
+    dimensions) are never rounded. Gradients are summed in float32, without error feedback. The sum
+    of matrices is in rank order. torch's collectives remain in use for a module if messages would
+    not be smaller (for gradients, than in float32), if its weights have several dtypes, or if some
+    of its parameters have no gradient. Results are deterministic. See docs/guide/fsdp2.md.
 
     Args:
         model: modules that `fully_shard` was applied to, on a mesh of one or two dimensions. With
@@ -65,13 +68,15 @@ def compress_fully_shard(
     Raises:
         ValueError, TypeError: an argument is out of range, ranks differ, or a module has several
             parameter groups, a custom collective, or a parameter with its own all-gather.
-        RuntimeError: another rank raised an error, or did not call this in time.
+        RuntimeError: another rank of the mesh raised an error, or did not call this in time. Other
+            ranks are not notified if `model` has no sharded module, because its mesh is unknown.
 
     Source: this project; ZeRO++ (arXiv 2306.10209) quantizes the collectives of sharded training.
     """
-    from .units import units_of  # FSDP2 takes a second to import
+    from .units import mesh_groups, units_of  # FSDP2 takes a second to import
 
-    with groups.sharing_errors(OP, groups.require_group(OP, None)):
+    meshes = mesh_groups(model)
+    with groups.sharing_errors(OP, *meshes):
         if weights is not None:
             why = " ('int4' is only for gradients: use 'int8')"
             weights = require_format(OP, "weights", weights, WEIGHTS, why)
@@ -80,7 +85,7 @@ def compress_fully_shard(
         units = units_of(OP, model)
         for unit in units:
             _require_compressible(unit)
-    return CompressedShardsState(units, weights, gradients)
+    return CompressedShardsState(units, meshes, weights, gradients)
 
 
 def _require_compressible(unit: "Unit") -> None:
@@ -101,29 +106,46 @@ class CompressedShardsState:
     pass raise a RuntimeError. Then load a checkpoint into a new state.
     """
 
-    def __init__(self, units: "list[Unit]", weights: str | None, gradients: str | None) -> None:
+    def __init__(
+        self,
+        units: "list[Unit]",
+        meshes: list[dist.ProcessGroup],
+        weights: str | None,
+        gradients: str | None,
+    ) -> None:
         self._weights, self._gradients, self._units = weights, gradients, units
         self._ledger = StepLedger(OP)
         self._bytes = 0  # sent since the last step ended
         self._step_bytes: int | None = None  # sent in the last step
         self._pass, self._reduced, self._open = NO_PASS, False, True
         device = units[0].device
-        formats = {"weights": weights, "gradients": gradients}
-        groups.compare(OP, formats, groups.require_group(OP, None), device)
-        for group in dict.fromkeys(unit.shard_group() for unit in units):
-            members = [unit for unit in units if unit.shard_group() is group]
+        run_ids = {}
+        for number, group in enumerate(meshes, 1):  # each dimension of a mesh in turn
+            members = [unit for unit in units if group in fsdp_mesh_groups(unit.group)]
             parameters = {p: n for unit in members for p, n in unit.parameters().items()}
             trained = {p: n for p, n in parameters.items() if p.requires_grad}
             names = ", ".join(unit.name for unit in members)
-            values = {"model": describe(parameters), "modules": names, "trained": describe(trained)}
-            groups.compare(OP, values, group, device)
+            values = {"weights": weights, "gradients": gradients, "model": describe(parameters)}
+            values |= {"modules": names, "trained": describe(trained)}
+            with groups.sharing_errors(OP, *meshes[number:]):
+                run_ids[group] = groups.Agreement(OP, group, device, values).run_id
+        # The groups in which ranks compare the order of modules. On CUDA there are none, because
+        # the host would wait.
+        self._order_groups = {
+            group: groups.separate_group(group, run_ids[group], groups.timeout_of(group, device))
+            for group in dict.fromkeys(unit.shard_group() for unit in units)
+            if device.type == "cpu"
+        }
+        self._end_groups = groups.destroyer(self, *self._order_groups.values())
         self._defaults = [fsdp_collectives(unit.group) for unit in units]
         self._collectives = [
             (
-                WeightGather(unit, gather, weights, self._count),
-                GradientReduceScatter(unit, reduce, gradients, self._count_reduced),
+                WeightGather(unit, gather, weights, partial(self._count, index)),
+                GradientReduceScatter(unit, reduce, gradients, partial(self._count_reduced, index)),
             )
-            for unit, (gather, reduce) in zip(units, self._defaults, strict=True)
+            for index, (unit, (gather, reduce)) in enumerate(
+                zip(units, self._defaults, strict=True)
+            )
         ]
         self._set(self._collectives)
 
@@ -142,6 +164,7 @@ class CompressedShardsState:
         if self._open:
             self._open = False
             self._set(self._defaults)
+            self._end_groups()
         self._read()
 
     def plan(self) -> str:
@@ -158,7 +181,10 @@ class CompressedShardsState:
             rows.append([name, *(f"{number:,}" for number in numbers)])
         dense = (all_gather_bytes(2 * numel, ranks) for numel in (total[1], total[-1]))
         rows.append(["torch in bfloat16", "", "", *(f"{nbytes:,}" for nbytes in dense)])
-        lines = [f"FSDP2: weights {self._weights}, gradients {self._gradients}, ranks: {ranks}"]
+        lines = [
+            f"FSDP2: weights {self._weights}, gradients {self._gradients}, ranks: {ranks}, "
+            f"backend: {backend_of(self._units[0].device)}"
+        ]
         lines += aligned(rows)
         for unit in self._units:
             if self._weights is not None and len({*fsdp_gathered_dtypes(unit.group)}) > 1:
@@ -175,17 +201,27 @@ class CompressedShardsState:
         self._read()
         return {"step": self.step, "wire_bytes": self._step_bytes}
 
-    def _count(self, nbytes: int) -> None:
-        """Count bytes of weights that this rank sends."""
+    def _count(self, index: int, nbytes: int) -> None:
+        """Count bytes of weights that this rank sends for the unit with this index."""
         if backward_pass() == NO_PASS:
             self._end_step()
+        self._require_same_order("weights", index)
         self._bytes += nbytes
 
-    def _count_reduced(self, nbytes: int) -> None:
+    def _count_reduced(self, index: int, nbytes: int) -> None:
         """Count bytes of gradients that this rank sends in a backward pass."""
+        self._require_same_order("gradients", index)
         self._bytes += nbytes
         self._reduced = True
         self._pass = after_backward(self._pass, self._end_step)
+
+    def _require_same_order(self, what: str, index: int) -> None:
+        """On the CPU, raise on all shards unless they begin the same exchange.
+
+        gloo aborts the process if messages of two ranks differ in size.
+        """
+        if (group := self._order_groups.get(self._units[index].shard_group())) is not None:
+            groups.require_same_order(OP, [what, index], group)
 
     def _end_step(self, nested: bool = False) -> None:
         """End the step, if gradients were reduced since the last step ended.
@@ -203,12 +239,12 @@ class CompressedShardsState:
         """Record the status of all messages so far in the ledger."""
         for unit, collectives in zip(self._units, self._collectives, strict=True):
             for what, each in zip(("weights", "gradients"), collectives, strict=True):
-                if each.words:
-                    self._ledger.record(f"the {what} of {unit.name}", each)
+                self._ledger.record(f"the {what} of {unit.name}", each)
 
     def _read(self) -> None:
         """Read the status of all messages so far. Waits for their exchanges."""
-        self._end_step()
+        if backward_pass() == NO_PASS:
+            self._end_step()
         self._ledger.require_intact()
         self._record()
         self._ledger.read()

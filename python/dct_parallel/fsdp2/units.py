@@ -15,6 +15,7 @@ from dct_kernels import checks
 from .._torch import (
     fsdp_divide_factor,
     fsdp_groups,
+    fsdp_mesh_groups,
     fsdp_parameters,
     fsdp_reduced_dtype,
     fsdp_shard_group,
@@ -73,6 +74,9 @@ class Unit:
             checks.fail(op, "model", rule, "a part of them", verb="have")
         self._names = [names[parameter] for parameter in parameters]
         self._numels = fsdp_shard_numels(group)
+        self._layout = tuple(
+            (n, p.dim() < 2) for n, p in zip(self._numels, parameters, strict=True)
+        )
 
     def parameters(self) -> dict[nn.Parameter, str]:
         """The sharded parameters and their names, in the order of the flat tensors.
@@ -86,8 +90,10 @@ class Unit:
 
         Returns (number of elements of the padded shard, whether it is of a vector) per parameter.
         """
-        parts = zip(self.parameters(), self._numels, strict=True)
-        return tuple((n, p.dim() < 2) for p, n in parts if p.requires_grad or not trained)
+        if not trained:
+            return self._layout
+        parts = zip(self._layout, fsdp_parameters(self.group), strict=True)
+        return tuple(part for part, parameter in parts if parameter.requires_grad)
 
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks that hold the shards of the module."""
@@ -119,6 +125,13 @@ class Unit:
             return "mean"
         shards = self.shard_group().size()
         return f"{'sum' if sums else 'mean'} of {shards} in {dtype}, divide factor {factor}"
+
+
+def mesh_groups(model: object) -> list[dist.ProcessGroup]:
+    """The groups along the meshes of all units, before any check. Empty if there are no units."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = [g for m in modules if isinstance(m, FSDPModule) for g in fsdp_groups(m)]
+    return list(dict.fromkeys(group for g in found for group in fsdp_mesh_groups(g)))
 
 
 def units_of(op: str, model: nn.Module) -> list[Unit]:

@@ -1,11 +1,12 @@
 """Callbacks for the HF Trainer (docs/guide/recipes.md). They save one file per rank."""
 
+import contextlib
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
-from .. import DCTAverager, DCTState, dct_hook
+from .. import DCTAverager
+from .common import HookCallback, is_alone, load_parts, save_parts
 
 
 class _RankFiles(TrainerCallback):
@@ -13,43 +14,58 @@ class _RankFiles(TrainerCallback):
 
     def __init__(self, trainer: Any, **settings: Any) -> None:
         self._trainer, self._settings = trainer, settings
+        self._parts: dict[str, Any] = {}
 
-    def _begin(self, **parts: Any) -> None:
-        self._parts = parts
-        if self._trainer.state.global_step:  # the Trainer resumes
-            saved = torch.load(self._path(), weights_only=True)
-            for name, part in parts.items():
-                part.load_state_dict(saved[name])
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._parts = {} if is_alone(self._trainer.args.world_size) else self._begin()
+        if self._parts and self._trainer.state.global_step:  # the Trainer resumes
+            load_parts(self._path(), **self._parts)
+
+    def _begin(self) -> dict[str, Any]:
+        """Start the compression. Return {name: an object with a state that differs by rank}."""
+        raise NotImplementedError
 
     def on_save(self, *_: Any, **__: Any) -> None:  # on every rank
-        torch.save({name: part.state_dict() for name, part in self._parts.items()}, self._path())
+        if self._parts:
+            save_parts(self._path(), **self._parts)
 
     def _path(self) -> str:
-        args, step = self._trainer.args, self._trainer.state.global_step
-        return f"{args.output_dir}/checkpoint-{step}/dct{args.process_index}.pt"
+        trainer = self._trainer
+        folder = trainer._get_output_dir(trial=trainer._trial)  # a search has a folder per trial
+        return f"{folder}/checkpoint-{trainer.state.global_step}/dct{trainer.args.process_index}.pt"
 
 
-class DCTCallback(_RankFiles):
+class DCTCallback(HookCallback, _RankFiles):
     """Registers `dct_hook` on the DDP that the HF Trainer creates. `state` is the `DCTState`.
+
+    With one process, there is nothing to compress. The callback then does nothing, and `state` is
+    None.
 
     Args:
         trainer: the Trainer, with `ddp_find_unused_parameters=False`.
         settings: arguments of `DCTState`. The callback adds the GradScaler and the optimizer.
     """
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        ddp, scaler = self._trainer.model_wrapped, self._trainer.accelerator.scaler
-        optimizer = self._trainer.optimizer.optimizer  # inside the wrapper of Accelerate
-        self.state = DCTState(ddp, grad_scaler=scaler, optimizer=optimizer, **self._settings)
-        ddp.register_comm_hook(self.state, dct_hook)
-        self._begin(hook=self.state)
+    def _begin(self) -> dict[str, Any]:
+        trainer = self._trainer
+        scaler = trainer.accelerator.scaler
+        optimizer = trainer.optimizer.optimizer  # inside the wrapper of Accelerate
+        settings = {"grad_scaler": scaler, "optimizer": optimizer, **self._settings}
+        return {"hook": self._register(trainer.model_wrapped, **settings)}
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._log_once(self._trainer.model)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.state.close()
+        if self.state is not None:
+            self.state.close()
 
 
 class LocalStepsCallback(_RankFiles):
     """Averages the HF Trainer's weights every few steps. `averager` is the `DCTAverager`.
+
+    With one process, there is nothing to average. The callback then does nothing, and `averager` is
+    None.
 
     Args:
         trainer: the Trainer, with `average_tokens_across_devices=False`. During training its DDP
@@ -57,16 +73,27 @@ class LocalStepsCallback(_RankFiles):
         settings: arguments of `DCTAverager`, such as `period`.
     """
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        model, optimizer = self._trainer.model, self._trainer.optimizer
-        self.averager = DCTAverager(model, **self._settings)
-        self._begin(model=model, optimizer=optimizer, averager=self.averager)
-        self._no_sync = self._trainer.model_wrapped.no_sync()
-        self._no_sync.__enter__()
+    averager: DCTAverager | None = None
+
+    def __init__(self, trainer: Any, **settings: Any) -> None:
+        super().__init__(trainer, **settings)
+        self._no_sync = contextlib.ExitStack()
+
+    def _begin(self) -> dict[str, Any]:
+        trainer = self._trainer
+        self.averager = DCTAverager(trainer.model, **self._settings)
+        self._no_sync.close()  # if an earlier training raised an error
+        # There is no DDP, and no `no_sync`, if the Trainer has evaluated before it trains.
+        no_sync = getattr(trainer.model_wrapped, "no_sync", contextlib.nullcontext)
+        self._no_sync.enter_context(no_sync())
+        parts = {"model": trainer.model, "optimizer": trainer.optimizer}
+        return {**parts, "averager": self.averager}
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.averager.average_parameters()
+        if self.averager is not None:
+            self.averager.average_parameters()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._no_sync.__exit__(None, None, None)
-        self.averager.flush()  # trainer.save_model() requires equal weights on all ranks
+        self._no_sync.close()
+        if self.averager is not None:
+            self.averager.flush()  # trainer.save_model() requires equal weights on all ranks

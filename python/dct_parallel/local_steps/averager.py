@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -15,12 +16,14 @@ from dct_kernels import checks
 from .. import groups
 from ..collectives import all_reduce_bytes, any_rank, dense_mean
 from ..exchange.bucket import Bucket, SegmentState
-from ..exchange.checkpoint import Flat, Run, States
+from ..exchange.checkpoint import Flat, Run, States, changeable
 from ..exchange.ledger import StepLedger
+from ..exchange.optimizers import AveragerChecks
 from ..exchange.plan import log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
-from ..groups import Agreement, sharing_errors
+from ..groups import Agreement, known_group, sharing_errors
 from ..user_warnings import warn_user
+from .loaded import LoadedWeights
 from .weights import FlatWeights, shard_groups
 
 _OP = "DCTAverager"
@@ -40,6 +43,9 @@ class DCTAverager(ModelAverager):
         residual = moved - sent
         base += mean of all ranks' sent
         weights = base  # with step_ahead: base + residual
+
+    After `load_state_dict` of `module`, on every rank and with the same weights, training continues
+    from the loaded weights. Their earlier changes are dropped.
 
     Results are deterministic. Weights are then bitwise equal on all ranks. With `step_ahead`, they
     are equal only after `flush`. Source: SparseLoCo (arXiv 2508.15706) without its outer optimizer
@@ -83,9 +89,9 @@ class DCTAverager(ModelAverager):
         refresh_every: int = 1,
         step_ahead: bool = False,
     ) -> None:
-        group = groups.require_group(_OP, process_group, "process_group")
-        super().__init__(group)
-        with sharing_errors(_OP, group, *shard_groups(module)):
+        with sharing_errors(_OP, known_group(process_group), *shard_groups(module)):
+            group = groups.require_group(_OP, process_group, "process_group")
+            super().__init__(group)
             density = 1.0 if density is None else density
             checks.require_density(_OP, density)
             if format is None:
@@ -104,8 +110,12 @@ class DCTAverager(ModelAverager):
         self._ledger = StepLedger(_OP, unit="averaging")
         weights.broadcast_from_first_rank(group)
         self._base = weights.read()
+        self._loaded = LoadedWeights(module, weights.names)
+        self._ranges = dict(zip(weights.names, pairwise(self._plan.bounds), strict=True))
+        self._resumed = False  # whether there was no step since `load_state_dict`
         self._unaveraged = 0  # steps since the last averaging
         self._bucket = self._new_bucket({})
+        self._optimizers = AveragerChecks(weights.names, period, step_ahead)
 
     @property
     def step(self) -> int:
@@ -145,6 +155,11 @@ class DCTAverager(ModelAverager):
                 checkpoint into a new averager. Other ranks raise as if this rank were gone.
         """
         self._ledger.require_intact()
+        self._optimizers.called()
+        if self._resumed:
+            self._loaded.take()  # the same, if they were loaded after the averager
+            self._resumed = False
+        self._rebase()
         averages = (self.step + 1) % self.period == 0
         if averages:
             self._weights.require_same("average_parameters")
@@ -171,7 +186,9 @@ class DCTAverager(ModelAverager):
                 raises, and nothing has changed. Or this rank received a damaged payload.
         """
         self._ledger.require_intact()
+        self._optimizers.called()
         self._weights.require_same("flush")
+        self._rebase()
         self._compare("flush")
         self._agreement.check_step("flush", self._ledger.step)
         pending = self._weights.change_from(self._start(self._base))
@@ -229,6 +246,7 @@ class DCTAverager(ModelAverager):
             RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
+        self._rebase()
         parts = zip(self._bucket.states().items(), self._base.split(self._plan.sizes), strict=True)
         states = {
             name: SegmentState(state.residual, state.owner, base.to("cpu", copy=True))
@@ -254,20 +272,24 @@ class DCTAverager(ModelAverager):
         """
         self._ledger.require_intact()
         groups.require_group("load_state_dict", self.process_group)
-        entry, states = self._run().find(state)
+        run = self._run()
+        entry, states = run.find(state)
         owned = any(s.owner is not None and s.owner.any() for s in states.values())
         if self._step_ahead and owned and self._plan.transport == "all_gather":
             # Loading would add the owner's residual to this rank's residual but not to its weights.
             rule = "reduce_scatter, as in the saved run, with step_ahead "
             rule += "(or flush, and start a new averager)"
             checks.fail("load_state_dict", "transport", rule, "all_gather")
+        run.report_changes(entry)
+        bases = [base for name in self._plan.names if (base := states[name].base) is not None]
         self._step = entry["step"]
-        self._agreement.resume(self.step, entry)
+        self._agreement.resume(self.step, entry, bases)
         self._ledger.restart(self.step // self.period)
         self._bucket = self._new_bucket(states)
-        bases = [base for name in self._plan.names if (base := states[name].base) is not None]
         self._base = torch.cat(bases).to(self._device)
         self._unaveraged = entry["unaveraged"]
+        self._loaded.take()  # the weights that belong to this state
+        self._resumed = True
         if self._step_ahead and not self._unaveraged:
             # Restores the saved weights, which the constructor's broadcast may have overwritten.
             self._weights.write(self._start(self._base))
@@ -277,7 +299,8 @@ class DCTAverager(ModelAverager):
         ranks = {"world_size": self.process_group.size(), "local_size": 1}
         same = {**self._run_settings, "density": self._settings.density, **ranks}
         parameters = dict(zip(self._plan.names, map(Flat, self._plan.sizes), strict=True))
-        return Run("rank", self._agreement.rank, self._settings.format, same, parameters)
+        others = changeable(self._settings, self.process_group.size())
+        return Run("rank", self._agreement.rank, others, same, parameters)
 
     def __getstate__(self) -> NoReturn:
         rule = "be copied or pickled (save its state_dict())"
@@ -319,6 +342,19 @@ class DCTAverager(ModelAverager):
         self._base = base
         self._weights.write(start)
         self._unaveraged = 0
+
+    def _rebase(self) -> None:
+        """Use the weights that `load_state_dict` of the module has loaded as the base.
+
+        Drops their changes since the last averaging and their residuals.
+        """
+        loaded = self._loaded.take()
+        for parameter, value in loaded.items():
+            low, high = self._ranges[parameter]
+            self._base[low:high] = value.flatten()
+            self._bucket.drop_range(low, high)
+        if loaded:
+            self._agreement.resume(self.step, base=[self._base])
 
     def _compare(self, op: str) -> None:
         """Compare the run and step. Warn if all ranks have equal gradients, as with DDP."""

@@ -15,8 +15,7 @@ from dct_kernels import checks
 
 from ..exchange.checkpoint import WHOLE
 from ..exchange.plan import describe, unwrapped
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
+from ..groups import bit_sums
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -79,7 +78,8 @@ def require_replicas(op: str, group: dist.ProcessGroup, mesh: DeviceMesh) -> Non
     shared = sorted(others & set(dist.get_process_group_ranks(group)))
     if shared:
         rule = 'the ranks with the same shard, such as mesh["replicate"].get_group()'
-        got = f"a group with {', '.join(map(str, shared))}, of other shards of the same replica"
+        ranks = " and rank ".join(map(str, shared))
+        got = f"a group that contains other shards of this replica, on rank {ranks}"
         checks.fail(op, "process_group", rule, got)
 
 
@@ -201,8 +201,7 @@ class FlatWeights:
     def gradient_digest(self) -> int:
         """The sum of the bits of this rank's gradients as integers, or 0 without gradients."""
         grads = [local(p.grad) for p in self.names if p.grad is not None and not p.grad.is_sparse]
-        bits = [grad.view(_INTEGERS[grad.itemsize]).sum(dtype=torch.int64) for grad in grads]
-        return int(torch.stack(bits).sum()) if bits else 0
+        return sum(bit_sums(grads))
 
     def is_representable(self, flat: Tensor) -> Tensor:
         """For each element of `flat`, whether it is finite in the dtype of its parameter."""

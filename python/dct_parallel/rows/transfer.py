@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from dct_kernels import checks
 from .._torch import transforms_are_active
 from ..collectives import all_gather
 from ..formats import ROW_FORMATS
-from ..groups import GroupForBackward, named
+from ..groups import GroupForBackward, gather_values, timeout_of
 
 # All "format" settings of `RowFormat.settings_to_compare`: the format of the rows and, if it is
 # different, of the gradients.
@@ -40,24 +40,27 @@ def all_to_all_numbers(
     settings: Mapping[str, Setting],
     device: torch.device,
     group: dist.ProcessGroup,
-    refused: bool = False,
+    error: Exception | None = None,
 ) -> list[list[int]]:
     """Send numbers[r] to rank r, and return the numbers received from each rank.
 
-    All ranks send equally many numbers. If `settings` differ between ranks, or if a rank has
-    `refused` its input, every rank raises an error, before any rank sends rows. The function
-    performs one all-to-all with 8 bytes per number and setting. The host waits for the result.
+    All ranks send equally many numbers. If `settings` differ between ranks, every rank raises an
+    error, before any rank sends rows. If a rank passes an `error`, because its input is invalid,
+    every rank raises it. The function performs one all-to-all with 8 bytes per number and setting.
+    The host waits for the result.
     """
     width = len(numbers[0])
-    encoded = [math.nan if refused else _encode(value) for value in settings.values()]
+    encoded = [math.nan if error is not None else _encode(value) for value in settings.values()]
     # float64 represents densities, and all counts of rows that fit into memory, exactly.
     sent = torch.tensor([[*row, *encoded] for row in numbers], dtype=torch.float64, device="cpu")
     received = torch.empty_like(sent, device=device)
     dist.all_to_all_single(received, sent.to(device), group=group)
     columns = received[:, width:].t().tolist()
-    refusals = [rank for first in columns[:1] for rank, x in enumerate(first) if math.isnan(x)]
-    if refusals:
-        got = f"an error on {named(refusals)}: see the output there"
+    if any(map(math.isnan, chain(*columns[:1]))):
+        text = {"error": None if error is None else str(error)}
+        texts = gather_values(op, text, group, timeout_of(group, device))
+        errors = {rank: found["error"] for rank, found in texts.items() if found["error"]}
+        got = "; ".join(f"an error on rank {rank}: {text}" for rank, text in errors.items())
         checks.fail(op, "every rank", "its input", got, verb="accept")
     for (name, value), column in zip(settings.items(), columns, strict=True):
         if len(set(column)) > 1:

@@ -23,6 +23,8 @@ BY_DEFAULT = {
     "row_quantize 256 int4",
     "row_dequantize 256 int4",
     "row_dequantize_sum 64 int4 8",
+    "diff_pack 0.03",
+    "patch_apply 0.03",
 }
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dct_kernels import payload_layout, quantized_payload_bytes
+from dct_kernels import patch_bytes, payload_layout, quantized_payload_bytes
 from dct_kernels._ops import OPS
 from support.launches import stated
 
@@ -25,6 +25,8 @@ def _arguments():
     values, positions = torch.ops.dct.row_pack(x, 4, F32)
     rows = torch.ops.dct.row_quantize(x, "int8")
     quantized = torch.zeros(2, quantized_payload_bytes(NUMEL, "int4"), dtype=torch.uint8)
+    half = torch.zeros(NUMEL, dtype=torch.bfloat16)
+    patch = torch.zeros(patch_bytes(NUMEL, CAPACITY), dtype=torch.uint8)
     packed = (residual, grad, threshold, payload, seen, CAPACITY, F32)
     return {
         "sample_threshold": [(grad, residual, 0.01, 2, n) for n in (9, 4096)],
@@ -41,6 +43,10 @@ def _arguments():
         "row_quantize": [(x, "int8")],
         "row_dequantize": [(rows, 64, "int8", F32)],
         "row_dequantize_sum": [(rows[None], 64, "int8", F32)],
+        "diff_pack": [(grad, half, patch, None, CAPACITY)],
+        "patch_check": [(patch, NUMEL, torch.bfloat16)],
+        "patch_apply": [(patch, half)],
+        "checksum": [(half,)],
     }
 
 
