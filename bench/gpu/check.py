@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ LEAST_SECONDS = 2  # no stage starts with less time left
 
 class Stage(NamedTuple):
     name: str
+    expected: float  # seconds on an H200 with 16 cores, partly estimated
     limit: float  # seconds
     description: str
     command: tuple[str, ...]  # OUT: the results folder; PYTHON: the interpreter
@@ -45,6 +47,7 @@ def sanitized(tool: str) -> tuple[str, ...]:
     return command + conformance("cuda and agree", tests="/test_determinism.py")
 
 
+MASK_PACK, OTHER_OPS = (conformance(f"cuda and {ops}", 6) for ops in ("mask_pack", "not mask_pack"))
 COLLECT = ("-k", "ptx-cuda", "--collect-only", "-q")
 SMALL = ("--device", "cpu", "--scale", "65536")
 DRY_SLOWER = 20  # multiplies all time limits in a dry run, because a CPU is slower
@@ -55,51 +58,38 @@ for section in ("SpeedOfLight", "MemoryWorkloadAnalysis", "SchedulerStats", "War
     COUNTERS += ("--section", section)
 COUNTERS += ("--metrics", ",".join(METRICS))
 COUNTERS += program("profile_ops", "--once")
+TINY = ("--device", "cpu", "--tiny")
+LIGHT = program("time_ops", "--light", "--seconds")
 # The most important stages come first. The processes of a stage share the GPU. The processes of
 # the stage "triton" spend most of their time compiling.
 STAGES = (
-    Stage("environment", 30, "versions of the software; the GPU's clocks", program("environment")),
-    Stage("build", 120, "builds of the extension and of other methods' kernels", program("build")),
-    Stage(
-        "mask_pack",
-        60,
-        "mask_pack in CUDA against the oracle",
-        conformance("cuda and mask_pack", 6),
-        COLLECT,
-    ),
-    Stage("ops", 120, "all other ops against the oracle", conformance("cuda and not mask_pack", 6)),
-    Stage("time", 110, "times of ops, copies and other methods; targets", program("time_ops")),
-    Stage(
-        "step",
-        80,
-        "times of the ops of a training step, and of DDP with and without hooks",
-        program("step"),
-        ("--device", "cpu", "--tiny"),
-    ),
-    Stage("profile", 40, "time of each kernel", program("profile_ops")),
-    Stage("counters", 40, "ncu's counters for the calls of profile", COUNTERS, SMALL),
-    Stage("memcheck", 40, "each op with compute-sanitizer's memcheck", sanitized("memcheck")),
-    Stage("racecheck", 40, "each op with compute-sanitizer's racecheck", sanitized("racecheck")),
-    Stage("behavior", 60, "CUDA graphs, streams, torch.compile, opcheck", program("behavior")),
-    Stage("layer", 80, "hooks, averager, rows: 1 rank with NCCL, 2 with gloo", program("layer")),
-    Stage("triton", 150, "Triton's kernels against the oracle", conformance("triton", 12)),
-    Stage("variants", 150, "times of variants of kernels", program("variants"), SMALL),
-    Stage(
-        "sizes",
-        60,
-        "times of ops on buckets of about 25 MiB, and on the parts that owners reduce",
-        program("time_ops", "--sizes", "--light"),
-        SMALL,
-    ),
-    Stage("light", 70, "like time, without other methods", program("time_ops", "--light"), SMALL),
-    Stage("large", 30, "ops on more than 2^31 elements", program("large")),
+    Stage("environment", 7, 20, "versions of software; the GPU's clocks", program("environment")),
+    Stage("build", 30, 120, "the extension, and other methods' kernels", program("build")),
+    Stage("mask_pack", 25, 50, "mask_pack in CUDA against the oracle", MASK_PACK, COLLECT),
+    Stage("ops", 90, 120, "all other ops against the oracle", OTHER_OPS),
+    Stage("time", 95, 110, "times of ops, copies and other methods; targets", program("time_ops")),
+    Stage("step", 75, 130, "ops of a step; DDP with and without hooks", program("step"), TINY),
+    Stage("profile", 25, 40, "time of each kernel", program("profile_ops")),
+    Stage("counters", 35, 60, "ncu's counters for the calls of profile", COUNTERS, SMALL),
+    Stage("memcheck", 12, 25, "each op with compute-sanitizer's memcheck", sanitized("memcheck")),
+    Stage("racecheck", 13, 25, "each op with its racecheck", sanitized("racecheck")),
+    Stage("behavior", 40, 60, "CUDA graphs, streams, torch.compile, opcheck", program("behavior")),
+    Stage("layer", 130, 190, "results of dct_parallel on GPU and CPU", program("layer")),
+    Stage("devices", 5, 60, "ranks on two GPUs, if there are two", program("devices")),
+    Stage("triton", 130, 150, "Triton's kernels against the oracle", conformance("triton", 12)),
+    Stage("variants", 145, 170, "times of variants of kernels", program("variants"), SMALL),
+    Stage("sizes", 40, 55, "ops on buckets of about 25 MiB", (*LIGHT, "45", "--sizes"), SMALL),
+    Stage("light", 80, 95, "like time, without other methods", (*LIGHT, "85"), SMALL),
+    Stage("large", 15, 30, "ops on more than 2^31 elements", program("large")),
 )
-# The stages for a run of ten minutes before a decision about kernels.
+NOT_BY_DEFAULT = ("variants", "sizes", "light")
+# Sets of stages, for two calls on a machine that is lent for 15 minutes, and their time limits.
 PLAN = ("environment", "build", "mask_pack", "variants", "counters", "sizes", "step", "light")
-PLAN += ("memcheck", "racecheck")
+SETS = {"plan": PLAN, "layer": ("build", "layer", "devices", "memcheck", "racecheck")}
+LIMITS = {"plan": 560, "layer": 300}
 
 EPILOG = """\
-stages in their order, with limits in seconds:
+stages in their order, with expected seconds and limits:
 {stages}
 
 OUT is created if it does not exist. It will contain
@@ -115,14 +105,16 @@ Needs torch >= 2.11 with CUDA, nvcc, numpy, rich, pytest and hypothesis. Uses py
 ncu and compute-sanitizer if they are installed. Installs nothing, uses no network, and changes no
 setting of the GPU.
 
-By default, all stages except variants, sizes and light run. --stages plan means
-{plan}.
+By default, all stages except variants, sizes and light run. Two sets of stages, with the
+expected seconds of each set:
+{sets}
+
 With --dry-run, stages run on the CPU with small sizes. Stages that need a GPU only import their
 modules. Use --dry-run to find mistyped arguments before a run on a GPU.
 
 examples:
   python bench/gpu/check.py out
-  python bench/gpu/check.py out --stages plan --limit 595
+  python bench/gpu/check.py out --stages plan --archive out.tgz
   python bench/gpu/check.py out --stages build,mask_pack,time      after changing mask_pack
 """
 
@@ -197,8 +189,11 @@ def last_line(log: Path) -> str:
     return next((line[:200] for line in reversed(lines) if line), "nothing was printed")
 
 
-def run(stages: Sequence[Stage], out: Path, limit: float) -> int:
-    """Run the stages and return the number of failures. Write the summary after each stage."""
+def run(stages: Sequence[Stage], out: Path, limit: float, archive: Path | None = None) -> int:
+    """Run the stages and return the number of failures.
+
+    Writes the summary after each stage, and all files of `out` to `archive`.
+    """
     out.mkdir(parents=True, exist_ok=True)
     start, results = time.monotonic(), []
     for stage in stages:
@@ -209,37 +204,47 @@ def run(stages: Sequence[Stage], out: Path, limit: float) -> int:
             print(f"{stage.name} ...", file=sys.stderr, flush=True)
             results.append(run_stage(stage, out, min(stage.limit, left)))
         (out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
+        if archive is not None:
+            with tarfile.open(archive, "w:gz") as file:
+                file.add(out, out.name)
     for found in results:
         print("{stage:12} {status:8} {seconds:6.1f} s  {message}".format(**found))
     return sum(found["status"] in ("failed", "stopped") for found in results)
 
 
 def main() -> None:
-    names = [stage.name for stage in STAGES]
-    usual = ",".join(name for name in names if name not in ("variants", "sizes", "light"))
-    listed = [f"  {stage.name:12} {stage.limit:4} {stage.description}" for stage in STAGES]
+    by_name = {stage.name: stage for stage in STAGES}
+    names = list(by_name)
+    usual = ",".join(name for name in names if name not in NOT_BY_DEFAULT)
+    stages = [f"  {s.name:12} {s.expected:4} {s.limit:4} {s.description}" for s in STAGES]
+    sets = [
+        f"  {name}: {sum(by_name[part].expected for part in parts)} s: {', '.join(parts)}"
+        for name, parts in SETS.items()
+    ]
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog=EPILOG.format(stages="\n".join(listed), plan=",".join(PLAN)),
+        epilog=EPILOG.format(stages="\n".join(stages), sets="\n".join(sets)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
-    parser.add_argument("--stages", metavar="A,B", default=usual, help="stages to run, or plan")
-    limit = "seconds after which the current stage is stopped and no other starts (default: 575)"
-    parser.add_argument("--limit", type=float, default=575, metavar="S", help=limit)
+    which = "stages or set of stages to run"
+    parser.add_argument("--stages", metavar="A,B", default=usual, help=which)
+    limit = "seconds after which the current stage is stopped and no other starts (default: 560; "
+    parser.add_argument("--limit", type=float, metavar="S", help=f"{limit}for layer 300)")
+    archive = "also write all results to this .tgz, after each stage"
+    parser.add_argument("--archive", type=Path, metavar="FILE", help=archive)
     parser.add_argument("--dry-run", action="store_true", help="test the commands without a GPU")
     args = parser.parse_args()
-    wanted = PLAN if args.stages == "plan" else args.stages.split(",")
+    wanted = SETS.get(args.stages, args.stages.split(","))
     if unknown := set(wanted) - set(names):
         parser.error(f"--stages must be stages of --help, got {','.join(sorted(unknown))}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also stops the current stage
-    chosen = [stage for stage in STAGES if stage.name in wanted]
-    if args.stages == "plan":
-        chosen.sort(key=lambda stage: PLAN.index(stage.name))
+    order, limit = wanted if args.stages in SETS else names, LIMITS.get(args.stages, 560)
+    chosen = [by_name[name] for name in order if name in wanted]
     if args.dry_run:
-        chosen = [dry(stage) for stage in chosen]
+        chosen, limit = [dry(stage) for stage in chosen], DRY_SLOWER * limit
     try:
-        failed = run(chosen, args.out.resolve(), args.limit)
+        failed = run(chosen, args.out.resolve(), args.limit or limit, args.archive)
     except KeyboardInterrupt:
         sys.exit("interrupted: summary.json contains the finished stages")
     sys.exit(failed)

@@ -2,6 +2,7 @@
 
 First runs one rank with NCCL, to execute the collectives of both transports. Then runs two ranks
 with gloo on one GPU, because NCCL ranks cannot share a GPU. gloo copies messages through the host.
+Where torch or a GPU may add in any order, the numbers are integers, whose sums are exact.
 """
 
 import functools
@@ -17,14 +18,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.gpu.common import forbid_syncs, gpu_backends, report
+from dct_embeddings import ReplicaSync, ShardedEmbeddingBags, plan_shards
 from dct_parallel import (
     DCTAverager,
     DCTState,
     RowFormat,
+    all_reduce_compressed,
     all_to_all_rows,
+    compress_fully_shard,
     dct_fully_shard_hook,
     dct_hook,
 )
+from dct_parallel.rows.reduce_scatter import reduce_scatter_rows_async
 from support.ranks import Dictated, run_ranks
 
 SIZES = (70_000, 100, 300_000, 40_000)
@@ -85,19 +90,29 @@ def rows(rank: int, device: str, backend: str, format: str | RowFormat) -> list[
     return [y.detach().cpu(), grad.cpu()]
 
 
-def fully_sharded(rank: int, device: str, backend: str) -> list[Tensor]:
-    """Run FSDP2. Return the gradients of a model with integer weights, whose sums are exact."""
+def mesh_of(device: str, replicas: int) -> DeviceMesh:
+    """A mesh of all ranks, which share a GPU."""
     if device == "cuda":
         torch.cuda.set_device(0)  # otherwise the mesh warns
-    dist.destroy_process_group()  # the mesh uses the backend of the default group
-    dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=1)
-    mesh = DeviceMesh(device, [[0]], mesh_dim_names=("replicate", "shard"))
-    draw = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(300, 200, bias=False), nn.Linear(200, 1, bias=False))
+    ranks = torch.arange(dist.get_world_size()).view(replicas, -1)
+    return DeviceMesh(device, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def fully_sharded(rank: int, device: str, backend: str, compresses: bool) -> list[Tensor]:
+    """Run FSDP2. Return the gradients, which are integers. int8 represents +-127 exactly."""
+    if backend == "nccl":
+        dist.destroy_process_group()  # the mesh uses the backend of the default group
+        dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=1)
+    mesh, draw = mesh_of(device, 1), torch.Generator().manual_seed(rank)
+    model = nn.Sequential(nn.Linear(300, 201, bias=False), nn.Linear(201, 40, bias=False))
     for p in model.parameters():
-        p.data = torch.randint(-8, 9, p.shape, generator=draw).float()
-    fully_shard(model.to(device), mesh=mesh["shard"])
-    state = dct_fully_shard_hook(model, mesh=mesh, density=0.05)
+        p.data = torch.where(torch.arange(p.numel()).view(p.shape) % 3 > 0, 127.0, -127.0)
+    for module in (*model.to(device), model):
+        fully_shard(module, mesh=mesh["shard"])
+    if compresses:
+        state = compress_fully_shard(model, weights="int8", gradients="int4")
+    else:
+        state = dct_fully_shard_hook(model, mesh=mesh, density=0.05)
     got = []
     for _ in range(STEPS):
         model(torch.randint(-8, 9, (8, 300), generator=draw).float().to(device)).sum().backward()
@@ -107,15 +122,67 @@ def fully_sharded(rank: int, device: str, backend: str) -> list[Tensor]:
     return got
 
 
+def all_reduces(rank: int, device: str, backend: str) -> list[Tensor]:
+    """Run pending all_reduce_compressed calls. Return the sums and the residuals."""
+    residuals, got = [torch.zeros(size, device=device) for size in SIZES], []
+    for step in range(STEPS):
+        tensors = drawn(step, rank, device)
+        pairs = zip(tensors, residuals, strict=True)
+        works = [all_reduce_compressed(*pair, format="int4", async_op=True) for pair in pairs]
+        assert all(work.wait() for work in works)
+        got += [tensor.cpu() for tensor in tensors]
+    return got + [residual.cpu() for residual in residuals]
+
+
+def reduced_rows(rank: int, device: str, backend: str) -> list[Tensor]:
+    """Sum rows over ranks as TorchRec does. On CUDA, start on one stream and wait on another."""
+    other, got = torch.cuda.Stream() if device == "cuda" else None, []
+    options = {"format": RowFormat("int8", backward="int4"), "group": dist.group.WORLD}
+    for step in range(STEPS):
+        draw = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(1000, WIDTH, generator=draw).to(device).requires_grad_()
+        with torch.cuda.stream(other):
+            pending = reduce_scatter_rows_async(x, [700, 300], **options)
+        if other:
+            torch.cuda._sleep(1_000_000)  # `wait` returns before its stream has read the rows
+        y = pending.wait()
+        with torch.cuda.stream(other):  # takes memory that was freed too early
+            torch.full((2 * len(y), WIDTH), 77, dtype=torch.uint8, device=device)
+        (grad,) = torch.autograd.grad(y, x, torch.randn(y.shape, generator=draw).to(device))
+        got += [y.detach().cpu(), grad.cpu()]
+    return got
+
+
+def replicas(rank: int, device: str, backend: str) -> list[Tensor]:
+    """Run ReplicaSync of embedding bags, with integer gradients. Return the weights."""
+    tables = [torch.zeros(rows, 32, device=device) for rows in (500, 900)]
+    bags = ShardedEmbeddingBags(tables, plan_shards([500, 900], 1), mesh_of(device, 2))
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    syncs = ReplicaSync(bags, optimizer=optimizer, every=2, density=0.1)
+    draw = torch.Generator().manual_seed(rank)
+    lengths = torch.ones(2, 64, dtype=torch.int64, device=device)
+    for _ in range(8):
+        ids = torch.randint(500, (128,), generator=draw).square() // 500
+        weights = torch.randint(-8, 9, (64, 2, 32), generator=draw)
+        (bags(ids.to(device), lengths) * weights.to(device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        syncs.step()
+    return [bags.weight.detach().cpu()]
+
+
 def uses() -> Iterator[tuple[Callable[..., list[Tensor]], int, str]]:
     """Yield (function that runs on each rank, number of ranks, backend on the GPU)."""
-    yield fully_sharded, 1, "nccl"
+    yield functools.partial(fully_sharded, compresses=False), 1, "nccl"
+    yield functools.partial(fully_sharded, compresses=True), 2, "gloo"
     for ranks, backend in ((1, "nccl"), (2, "gloo")):
         for transport, scaled in itertools.product(("all_gather", "reduce_scatter"), (False, True)):
             yield functools.partial(ddp, transport=transport, scaled=scaled), ranks, backend
         yield averager, ranks, backend
         for format in (RowFormat(density=0.1), "int4", "sign"):
             yield functools.partial(rows, format=format), ranks, backend
+    for use in (all_reduces, reduced_rows, replicas):
+        yield use, 2, "gloo"
 
 
 def name(use: Callable[..., object]) -> str:

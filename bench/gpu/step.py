@@ -5,7 +5,12 @@ sample a threshold, pack the bucket, and unpack one payload per rank. The quanti
 bucket and sum one payload per rank. The payloads of a bucket are copies of the same payload. Then
 trains a transformer in DDP on one rank, without a hook, with an empty hook, with torch's
 bf16_compress_hook, and with dct_hook. One rank sends no bytes, so the added time is the part of the
-hook that does not overlap. If the host time equals the step time, the host is the bottleneck.
+hook that does not overlap. The host time excludes the wait for the results of the previous step. If
+it equals the step time, the host is the bottleneck. One hook calls the variant "hidden sampling" of
+variants.py. Compare it with the hook that calls the default ops in the same way, through ctypes.
+
+Also calls the collectives of compress_fully_shard for a layer of the transformer. Rank 0 of 8 packs
+and unpacks all messages, but they are copied on the device instead of sent.
 """
 
 import argparse
@@ -13,7 +18,10 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,13 +32,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import files, provenance
 from bench.cli import exit_status
+from bench.gpu import variants
 from bench.gpu.common import BF16, BUCKET, PICKS, captured, gpu_backends, nodes, report
 from dct_kernels import payload_layout, quantized_payload_bytes
-from dct_parallel import DCTState, dct_hook
+from dct_parallel import DCTState, compressor, dct_hook
+from dct_parallel.exchange.results import StepResults
+from dct_parallel.fsdp2 import collectives
+from dct_parallel.fsdp2.collectives import GradientReduceScatter, WeightGather
 
 NUMEL, DENSITIES, RANKS = 100_000_000, (0.01, 0.001), (2, 8, 64)
 FORMATS = ("int4", "ternary")
-CALLS, STEPS, ROUNDS, WARM_UP = 10, 2, 20, 12
+CALLS, STEPS, ROUNDS, WARM_UP = 10, 2, 10, 12
+SHARDS = 8
 # The overloads that the hook calls.
 sample_threshold = torch.ops.dct.sample_threshold.default
 mask_pack = torch.ops.dct.mask_pack.default
@@ -54,6 +67,9 @@ HOOKS = {
     "1 %": {"density": DENSITIES[0]},
     "int4": {"format": "int4"},
 }
+# Hooks that call variants of variants.py: {hook: variant}
+VARIANT_OF = {"1 %, by ctypes": variants.DEFAULT, "1 %, hidden sampling": "hidden sampling"}
+HOOKS |= dict.fromkeys(VARIANT_OF, HOOKS["1 %"])
 
 
 class Bucket:
@@ -89,14 +105,63 @@ class QuantizedBucket:
         dequantize_sum(self.payloads, self.out, self.format, 1 / len(self.payloads))
 
 
+def step_of_shards(width: int, device: str) -> dict:
+    """Time two all-gathers of weights and a reduce-scatter, for one layer on rank 0 of SHARDS."""
+    layer = nn.TransformerEncoderLayer(width, 2, 4 * width, device="meta")
+    shapes = [(-(-len(p) // SHARDS), p[0].numel(), p.dim() < 2) for p in layer.parameters()]
+    layout = tuple((rows * columns, is_vector) for rows, columns, is_vector in shapes)
+    unit = SimpleNamespace(
+        layout=lambda trained=False: layout, shard_group=lambda: None, device=torch.device(device)
+    )
+    with mock.patch.object(dist, "get_process_group_ranks", return_value=range(SHARDS)):
+        gather, reduce = (
+            collective(unit, None, "int8", lambda nbytes: None)
+            for collective in (WeightGather, GradientReduceScatter)
+        )
+    numel = sum(numel for numel, _ in layout)
+    shard, flat = (torch.randn(ranks * numel, device=device) for ranks in (1, SHARDS))
+
+    def step() -> None:
+        for _ in range(2):
+            gather(flat, shard, None)
+        reduce(shard, flat, None, dist.ReduceOp.AVG)
+
+    found = {"parameters": SHARDS * numel, "shards": SHARDS}
+    with (
+        mock.patch.object(collectives, "all_gather", lambda out, sent, _: out.copy_(sent)),
+        mock.patch.object(dist, "all_to_all_single", lambda out, sent, **_: out.copy_(sent)),
+    ):
+        found |= called_and_captured(step, device)
+    return found
+
+
+def called_and_captured(step: Callable[[], None], device: str) -> dict:
+    """Time the step, called directly and in a CUDA graph."""
+    step()
+    found = {"called_ms": timed(step, device)}
+    if device == "cuda":
+        graph, _ = captured(step)
+        found |= {"graph_ms": timed(graph.replay, device), "launches": nodes(graph)}
+    return found
+
+
 def timed(call: Callable[[], object], device: str, calls: int = CALLS) -> dict[str, float]:
     """Quartiles of the milliseconds per call in ROUNDS rounds, and the median "host" time."""
-    samples, hosts = [], []
+    samples, hosts, read, waits = [], [], StepResults.read, []
+
+    def timed_read(results: StepResults) -> dict:
+        waits.append(-time.perf_counter())
+        found = read(results)
+        waits.append(time.perf_counter())
+        return found
+
     for _ in range(ROUNDS):
+        waits.clear()
         start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        hosts.append(1e3 * (time.perf_counter() - start) / calls)
+        with mock.patch.object(StepResults, "read", timed_read):
+            for _ in range(calls):
+                call()
+        hosts.append(1e3 * (time.perf_counter() - start - sum(waits)) / calls)
         if device == "cuda":
             torch.cuda.synchronize()
         samples.append(1e3 * (time.perf_counter() - start) / calls)
@@ -120,13 +185,22 @@ def step_of_ops(numel: int, sent: float | str, ranks: int, device: str) -> dict:
         bucket.payloads[1:] = bucket.payloads[0].clone()
     found = {name: sent, "ranks": ranks, "buckets": len(sizes)}
     found["payload_bytes"] = sum(bucket.payloads[0].nbytes for bucket in buckets)
-    found["called_ms"] = timed(step, device)
-    if device == "cuda":
-        graph, _ = captured(step)
-        found["graph_ms"], found["launches"] = timed(graph.replay, device), nodes(graph)
+    found |= called_and_captured(step, device)
     if name == "density":
         found["sent"] = sum(int(bucket.seen) for bucket in buckets) / numel
     return found
+
+
+@contextlib.contextmanager
+def ops_of_variant(name: str, device: str) -> Iterator[None]:
+    """In this context, hooks call the ops of a variant of variants.py, through ctypes."""
+    cuda = device == "cuda"
+    gpu = int("{}{}".format(*torch.cuda.get_device_capability())) if cuda else None
+    path, scratch = variants.library(name, variants.SAMPLED, gpu), torch.empty(2**28 * cuda)
+    ops = variants.ops_of(variants.SAMPLED, path, scratch.to(device))
+    packing = {"_sample_threshold": ops.sample_threshold, "_mask_pack": ops.mask_pack}
+    with mock.patch.multiple(compressor, **packing):
+        yield
 
 
 @contextlib.contextmanager
@@ -153,9 +227,10 @@ def training(device: str, tiny: bool, name: str) -> Iterator[Callable[[], None]]
         loss.backward()
         ddp.zero_grad()
 
-    for _ in range(WARM_UP):
-        step()
-    yield step
+    with ops_of_variant(VARIANT_OF[name], device) if name in VARIANT_OF else nullcontext():
+        for _ in range(WARM_UP):
+            step()
+        yield step
     if state is not None:
         state.close()
 
@@ -174,7 +249,7 @@ def main() -> None:
     if args.device == "cuda":
         gpu_backends()
     torch.manual_seed(0)
-    content = {"provenance": provenance.describe(), "ops": [], "models": []}
+    content = {"provenance": provenance.describe(), "ops": [], "shards": [], "models": []}
 
     def keep(kind: str, found: dict) -> None:
         content[kind].append(found)
@@ -186,6 +261,7 @@ def main() -> None:
         for ranks in RANKS:
             numel = 2_000 if args.tiny else NUMEL
             keep("ops", step_of_ops(numel, sent, ranks, args.device))
+    keep("shards", step_of_shards(32 if args.tiny else 768, args.device))
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if args.device == "cpu":

@@ -53,17 +53,20 @@ SAMPLING = 0.03  # maximum time of sampling, as a fraction of mask_pack's time
 
 def chosen(device: str, scale: int, peers: bool = True) -> Iterator[Case]:
     """Yield cases one at a time, because each case holds its buffers. `scale` divides all sizes."""
-    rows, sweep = ROWS // scale, 2**26 // scale
+    sweep = 2**26 // scale
     yield from one_dimensional(device, LARGEST // scale, peers)
-    for width in (64, 128, 256, 512, 1024):
+    for width in (16, 32, 64, 128, 256, 512, 1024, 4096):
+        rows = max(min(max(ROWS, 2**22 // width), 2**26 // width) // scale, 1)
         yield cases.row_pack(device, rows, width, 0.05, with_peers=peers)
         yield cases.row_pack(device, rows, width, 0.05, BF16)
         yield cases.row_unpack(device, rows, width, 0.05)
         for format in FORMATS:
             yield cases.row_quantize(device, rows, width, format)
             yield cases.row_dequantize(device, rows, width, format)
+            if width in (64, 1024):  # one rank, because row_dequantize could be such a sum
+                yield cases.row_dequantize_sum(device, rows, width, format, 1)
             yield cases.row_dequantize_sum(device, rows, width, format, 4)
-    yield cases.row_pack(device, rows, 256, 0.1)
+    yield cases.row_pack(device, ROWS // scale, 256, 0.1)
     for numel in (2**24, BUCKET, 2**20):
         yield from one_dimensional(device, numel // scale, peers)
     for numel in (sweep, BUCKET // scale):

@@ -48,7 +48,8 @@ def policy(load: str, store: str) -> Variant:
 
 # Launches mask_pack's first kernel with programmatic dependent launch, so that its blocks start and
 # prefetch while the previous kernel (sample_threshold) runs. This is not safe if another kernel
-# precedes mask_pack, because that kernel could write the gradient.
+# precedes mask_pack, because that kernel could write the gradient. Waiting blocks hold registers
+# that the backward pass needs, so only step.py can show whether it is faster.
 _DEPENDENT_LAUNCH = """
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_dependent(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t,
@@ -86,6 +87,14 @@ VARIANTS = {
         ("scatter_unpack",),
         (("**/scatter_unpack.cu", "Whole = BlockShape<8, 1, 3>;", "Whole = BlockShape<4, 4, 8>;"),),
     ),
+    "always halves": Variant(
+        ("scatter_unpack",),
+        (("**/scatter_unpack.cu", "2 * blocks.total <= multiprocessors()", "true"),),
+    ),
+    "always split": Variant(
+        ("dequantize_sum",),
+        (("**/dequantize_sum.cu", "blocks.total < 2 * multiprocessors()", "true"),),
+    ),
     "small tiles": Variant(
         ("mask_pack",), (("**/mask_pack.cu", "large_tiles < enough ? 1 : 2", "true ? 1 : 1"),)
     ),
@@ -122,6 +131,7 @@ class Library:
         self._library.give_scratch(ctypes.c_void_p(scratch.data_ptr()))
 
     def call(self, op: str, *arguments) -> None:
+        self._library.give_stream(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
         fields = b"".join(bytes(backend.to_c(argument)) for argument in arguments)
         if error := getattr(self._library, op)(fields):
             raise RuntimeError(f"{op} returned cudaError_t {error}")
@@ -177,6 +187,7 @@ def chosen(op: str, device: str, scale: int) -> Iterator[Case]:
             yield cases.quantize_pack(device, numel, F32, "float32")
         elif op == "dequantize_sum":
             yield cases.dequantize_sum(device, numel, "float32", 8)
+            yield cases.dequantize_sum(device, numel, "int4", 2)
         elif op == "scatter_unpack":
             yield from (cases.scatter_unpack(device, numel, 0.01, ranks) for ranks in (2, 64))
         elif op == SAMPLED:

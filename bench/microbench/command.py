@@ -106,7 +106,8 @@ def results(case: Case, ops) -> list[Tensor]:
 def copies(case: Case, device: str) -> dict[str, Callable]:
     """Calls that copy the same number of bytes: torch's copy, and on a GPU our copy kernel."""
     nbytes = max(case.nbytes // 2 // 16 * 16, 16)
-    source = [torch.zeros(nbytes // 4, device=device) for _ in range(case.sets)]
+    # Random numbers, like the inputs of ops, because a GPU copies zeros with less power.
+    source = [torch.randn(nbytes // 4, device=device) for _ in range(case.sets)]
     target = [torch.empty_like(tensor) for tensor in source]
     copies = {COPY: lambda i: target[i].copy_(source[i])}
     if case.allocates and device == "cpu":

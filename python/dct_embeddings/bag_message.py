@@ -9,6 +9,8 @@ from torch import Tensor
 from dct_kernels import checks
 from dct_parallel.collectives import all_to_all
 
+from .distinct import count
+
 _INTS = (torch.int32, torch.int64)
 
 
@@ -40,7 +42,7 @@ def by_rank(
         For each rank, the lengths of its bags (int32), the names in them, and the common length of
         all its bags, or -1 if lengths differ.
     """
-    lengths = torch.bincount(bag, minlength=sum(bag_counts)).int().split(list(bag_counts))
+    lengths = count(bag, sum(bag_counts)).int().split(list(bag_counts))
     bounds = (part.aminmax() if len(part) else part.new_zeros(2) for part in lengths)
     rows = [torch.stack([part.sum(), *pair]) for part, pair in zip(lengths, bounds, strict=True)]
     counts, least, most = torch.stack(rows).t().tolist()

@@ -19,8 +19,14 @@ def distinct(ids: Tensor, tables: Tensor, number: int) -> tuple[Tensor, Tensor, 
         of each id in `wanted`; counts int64 [number], the number of ids in `wanted` per table.
     """
     keys, inverse = torch.unique(ids + (tables << 32), return_inverse=True)
-    counts = torch.bincount(keys >> 32, minlength=number)
+    counts = count(keys >> 32, number)
     return (keys & 0xFFFFFFFF).int(), inverse, counts
+
+
+def count(numbers: Tensor, end: int) -> Tensor:
+    """Return how often each number from 0 to `end` - 1 occurs. torch.bincount would synchronize."""
+    counts = torch.zeros(end, dtype=torch.int64, device=numbers.device)
+    return counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def repeat(rows: Tensor, inverse: Tensor) -> Tensor:
@@ -32,7 +38,7 @@ def repeat(rows: Tensor, inverse: Tensor) -> Tensor:
     flat, number = inverse.flatten(), len(rows)
 
     def backward(grad: Tensor) -> Tensor:
-        uses = torch.bincount(flat, minlength=number)
+        uses = count(flat, number)
         by_row = grad.flatten(0, -2).index_select(0, flat.argsort(stable=True))
         by_row = by_row.to(torch.promote_types(grad.dtype, torch.float32))
         summed = torch.segment_reduce(by_row, "sum", lengths=uses, initial=0.0, unsafe=True)

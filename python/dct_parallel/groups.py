@@ -259,13 +259,23 @@ def require_same_order(op: str, order: Sequence[object], group: dist.ProcessGrou
 
     `group` is a gloo group, also if tensors are on CUDA, so that only the host waits.
     """
+    compare_order(op, order, group)()
+
+
+def compare_order(op: str, order: Sequence[object], group: dist.ProcessGroup) -> Callable[[], None]:
+    """Start what `require_same_order` does. The result waits for all ranks, and may raise."""
     digest = zlib.crc32(repr(order).encode())
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    highest, lowest = bounds.tolist()
-    if highest != -lowest:
-        rule = "run the same modules in the same order"
-        raise RuntimeError(f"dct::{op}: every rank must {rule}, got different ones on some")
+    work = dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def require_same() -> None:
+        work.wait()
+        highest, lowest = bounds.tolist()
+        if highest != -lowest:
+            rule = "run the same modules in the same order"
+            raise RuntimeError(f"dct::{op}: every rank must {rule}, got different ones on some")
+
+    return require_same
 
 
 class Agreement:

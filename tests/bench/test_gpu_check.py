@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -21,17 +22,30 @@ def check(monkeypatch):
 
 def test_a_dry_run_finds_a_mistyped_argument(check, tmp_path):
     """A dry run needs no GPU. It uses small sizes, and collects tests without running them."""
-    plan = {each.name: check.dry(each) for each in check.STAGES if each.name in check.PLAN}
-    assert sorted(plan) == sorted(check.PLAN)
+    plan = {each.name: check.dry(each) for each in check.STAGES}
     sizes = plan["sizes"]
     wrong = sizes._replace(name="wrong", command=(*sizes.command, "--scael", "2"))
     stages = [plan[name] for name in ("environment", "counters", "sizes", "memcheck")]
-    assert check.run([*stages, wrong], tmp_path, limit=900) == 1
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    archive = tmp_path / "results.tgz"
+    assert check.run([*stages, wrong], tmp_path / "out", 900, archive) == 1
+    with tarfile.open(archive) as file:
+        assert {"out/summary.json", "out/wrong.log", "out/sizes.json"} <= {*file.getnames()}
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [each["status"] for each in summary] == ["passed"] * len(stages) + ["failed"]
     assert "--scael" in summary[-1]["message"]
-    timed = json.loads((tmp_path / "sizes.json").read_text())["results"]
+    timed = json.loads((tmp_path / "out" / "sizes.json").read_text())["results"]
     assert len({each["numel"] for each in timed if each["op"] == "mask_pack"}) > 3
+
+
+def test_expected_times_leave_a_margin(check):
+    expected = {stage.name: stage.expected for stage in check.STAGES}
+    assert check.LIMITS == {"plan": 560, "layer": 300}
+    for name, stages in check.SETS.items():
+        assert sum(expected[stage] for stage in stages) < 0.85 * check.LIMITS[name]
+    for stage in check.STAGES:
+        assert 1.1 * stage.expected < stage.limit
+        if "--seconds" in stage.command:  # the program stops itself, and prints its results
+            assert int(stage.command[stage.command.index("--seconds") + 1]) < stage.limit - 5
 
 
 def test_every_patch_replaces_text_and_a_wrong_one_is_refused(tmp_path):

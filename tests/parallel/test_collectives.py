@@ -1,17 +1,20 @@
 """Collectives, the executors that run them, and the meter that counts their bytes."""
 
+import contextlib
 import gc
 import threading
 import time
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dct_parallel import collectives
-from dct_parallel.ddp.executors import InlineExecutor, ThreadExecutor
+from dct_parallel.ddp import executors
+from dct_parallel.ddp.executors import InlineExecutor, StreamExecutor, ThreadExecutor
 from dct_parallel.exchange.ledger import Step
 from support.ranks import on_ranks
 from wire_meter import WireMeter
@@ -102,6 +105,65 @@ def test_thread_executor_ends_with_its_owner_and_keeps_nothing_alive():
     del worker
     thread.join(timeout=20)
     assert not thread.is_alive()
+
+
+class _Stream:
+    """A CUDA stream that knows which calls have finished when its next call starts."""
+
+    def __init__(self, device=None, priority=0):
+        self.priority, self.finished = priority, set()
+
+    def wait_stream(self, other):
+        self.finished |= other.finished
+
+
+def test_stream_executor_packs_a_bucket_while_another_one_is_in_the_network(monkeypatch):
+    before, streams = {}, [_Stream()]  # the last stream is the current one
+
+    @contextlib.contextmanager
+    def stream(chosen):
+        streams.append(chosen)
+        yield
+        streams.pop()
+
+    def run(*call):
+        before[call] = {*streams[-1].finished}
+        streams[-1].finished.add(call)
+
+    class Reduction(SimpleNamespace):
+        def start(self, buffer, inv_scale):
+            assert streams[-1].priority == -1
+            run("pack", *self.key)
+
+        def finish(self, out, scale):
+            assert streams[-1].priority == -1
+            streams[-1].finished.add(("receive", *self.key))
+            run("unpack", *self.key)
+
+    class Future(_Stream):
+        def set_result(self, value):
+            self.value, self.finished = value, {*streams[-1].finished}
+
+    cuda = {"Stream": _Stream, "stream": stream, "current_stream": lambda device: streams[-1]}
+    for name, fake in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(executors, "Future", lambda devices: Future())
+    executor = StreamExecutor("cuda:0")
+    for step in range(2):
+        for bucket in range(2):
+            run("gradient", step, bucket)
+            future = executor.submit(Reduction(key=(step, bucket)), bucket, STEP)
+            assert future.value == bucket and ("unpack", step, bucket) in future.finished
+        posted = executor.run_after(lambda step=step: run("words", step))
+        streams[0].wait_stream(future)  # as DDP does
+    packed = {("gradient", 0, 0), ("pack", 0, 0), ("gradient", 0, 1)}
+    assert before["pack", 0, 1] == packed
+    received = {("pack", 0, 1), ("receive", 0, 0), ("unpack", 0, 0), ("receive", 0, 1)}
+    assert before["unpack", 0, 1] == packed | received
+    # Headers are copied after both streams, and overwritten after this copy: by the next step, and
+    # by `take_back`, which waits for the future.
+    assert before["words", 0] == before["unpack", 0, 1] | {("unpack", 0, 1)}
+    assert ("words", 0) in before["pack", 1, 0] and ("words", 1) in posted.finished
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -74,9 +74,15 @@ class Checkpointed(nn.Module):
 @on_ranks(2)
 def test_nested_backward_pass_is_not_a_step(rank, save):
     mesh = shard_mesh(2, 1)
-    results, compared = [], []
-    compare = groups.require_same_order
-    groups.require_same_order = lambda *args: (compared.append(args[1]), compare(*args))
+    results, compared, read = [], [], []
+    compare = groups.compare_order
+
+    def compare_order(op, order, group):
+        compared.append(order)
+        require_same = compare(op, order, group)
+        return lambda: read.append(order) or require_same()
+
+    groups.compare_order = compare_order
     for use_reentrant in (False, True):
         model = fully_shard(Checkpointed(mesh, use_reentrant), mesh=mesh["shard"])
         state = dct_fully_shard_hook(model, mesh=mesh, density=0.1, start_step=1)
@@ -86,10 +92,13 @@ def test_nested_backward_pass_is_not_a_step(rank, save):
             if save:
                 state.state_dict()
         assert state.stats()["step"] == 4
+        assert len(read) == len(compared) - (not save)  # the next step reads the last comparison
         state.take_back()
         assert [order for order in compared if len(order) == 3] == [[2, 1, 0]] * 4
+        assert sorted(read) == sorted(compared)
         assert compared[:3] == [[1, 2], [1, 1], [1, 0]]  # (step, module), before each exchange
         compared.clear()
+        read.clear()
         results.append([parameter.grad.full_tensor() for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -1,5 +1,7 @@
 """all_to_all_rows and all_gather_rows: values, gradients and bytes."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from dct_parallel import (
     all_to_all_rows,
     all_to_all_rows_async,
 )
+from dct_parallel.rows import transfer
 from dct_parallel.rows.packing import row_k
 from support.ranks import on_ranks, run_ranks
 from support.row_oracle import DTYPES, named_bytes, through
@@ -281,3 +284,12 @@ def test_requires_grad_may_differ_with_no_grad(rank):
 def test_missing_process_group_raises(function):
     with pytest.raises(ValueError, match="group must be a process group if torch"):
         function(_random(0, 3), [1, 2], format=ALL)
+
+
+def test_messages_stay_alive_for_a_stream_other_than_that_of_the_start(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current stream of {device}")
+    work, *messages = (mock.Mock(device="cuda:1", is_cuda=True) for _ in range(3))
+    assert transfer._wait(work, *messages) is messages[1]
+    work.wait.assert_called_once_with()
+    for message in messages:
+        message.record_stream.assert_called_once_with("current stream of cuda:1")

@@ -49,6 +49,10 @@ struct Scratch {
   }
 };
 
+void* given_stream = nullptr;  // of all calls
+
+cudaStream_t stream() { return static_cast<cudaStream_t>(given_stream); }
+
 int64_t size_factor = 1;  // mask_pack uses the tile sizes of a tensor this many times as large
 
 }  // namespace
@@ -56,6 +60,8 @@ int64_t size_factor = 1;  // mask_pack uses the tile sizes of a tensor this many
 extern "C" {
 
 void give_scratch(void* data) { given_scratch = data; }
+
+void give_stream(void* stream) { given_stream = stream; }
 
 void mask_pack_size_factor(int64_t factor) { size_factor = factor; }
 
@@ -66,39 +72,39 @@ int64_t mask_pack(const Field* fields) {
   large.capacity *= size_factor;
   const dct::cuda::MaskPackSizes sizes = dct::cuda::mask_pack_sizes(large);
   const Scratch scratch(dct::cuda::mask_pack_scratch_bytes(args, sizes));
-  return dct::cuda::mask_pack(args, sizes, scratch.data, nullptr);
+  return dct::cuda::mask_pack(args, sizes, scratch.data, stream());
 }
 int64_t sample_threshold(const Field* fields) {
   const auto args = fill<dct::SampleThresholdArgs, 10>(fields);
   const Scratch scratch(dct::cuda::sample_threshold_scratch_bytes(args));
-  return dct::cuda::sample_threshold(args, scratch.data, nullptr);
+  return dct::cuda::sample_threshold(args, scratch.data, stream());
 }
 int64_t scatter_unpack(const Field* fields) {
-  return dct::cuda::scatter_unpack(fill<dct::ScatterUnpackArgs, 11>(fields), nullptr);
+  return dct::cuda::scatter_unpack(fill<dct::ScatterUnpackArgs, 11>(fields), stream());
 }
 int64_t quantize_pack(const Field* fields) {
-  return dct::cuda::quantize_pack(fill<dct::QuantizePackArgs, 10>(fields), nullptr);
+  return dct::cuda::quantize_pack(fill<dct::QuantizePackArgs, 10>(fields), stream());
 }
 int64_t dequantize_sum(const Field* fields) {
-  return dct::cuda::dequantize_sum(fill<dct::DequantizeSumArgs, 13>(fields), nullptr);
+  return dct::cuda::dequantize_sum(fill<dct::DequantizeSumArgs, 13>(fields), stream());
 }
 int64_t row_pack(const Field* fields) {
-  return dct::cuda::row_pack(fill<dct::RowPackArgs, 8>(fields), nullptr);
+  return dct::cuda::row_pack(fill<dct::RowPackArgs, 8>(fields), stream());
 }
 int64_t row_gather(const Field* fields) {
-  return dct::cuda::row_gather(fill<dct::RowGatherArgs, 8>(fields), nullptr);
+  return dct::cuda::row_gather(fill<dct::RowGatherArgs, 8>(fields), stream());
 }
 int64_t row_unpack(const Field* fields) {
-  return dct::cuda::row_unpack(fill<dct::RowUnpackArgs, 8>(fields), nullptr);
+  return dct::cuda::row_unpack(fill<dct::RowUnpackArgs, 8>(fields), stream());
 }
 int64_t row_quantize(const Field* fields) {
-  return dct::cuda::row_quantize(fill<dct::RowQuantizeArgs, 6>(fields), nullptr);
+  return dct::cuda::row_quantize(fill<dct::RowQuantizeArgs, 6>(fields), stream());
 }
 int64_t row_dequantize(const Field* fields) {
-  return dct::cuda::row_dequantize(fill<dct::RowDequantizeArgs, 6>(fields), nullptr);
+  return dct::cuda::row_dequantize(fill<dct::RowDequantizeArgs, 6>(fields), stream());
 }
 int64_t row_dequantize_sum(const Field* fields) {
-  return dct::cuda::row_dequantize_sum(fill<dct::RowDequantizeSumArgs, 7>(fields), nullptr);
+  return dct::cuda::row_dequantize_sum(fill<dct::RowDequantizeSumArgs, 7>(fields), stream());
 }
 int64_t diff_pack(const Field* fields) {
   const auto args = fill<dct::DiffPackArgs, 8>(fields);

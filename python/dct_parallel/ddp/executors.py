@@ -120,25 +120,38 @@ class ThreadExecutor(Executor):
 
 
 class StreamExecutor(Executor):
-    """Queues reductions on a CUDA stream, on the submitting thread.
+    """Queues reductions on two CUDA streams, on the submitting thread.
 
-    Waiting for a future makes the current stream wait for the stream of the executor.
+    One stream packs and the other one unpacks, so the next bucket is packed while a bucket is in
+    the network. With "reduce_scatter", only packing overlaps, because NCCL runs the collectives of
+    a group in order. A future makes the stream that waits for it wait for the unpacking stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        # High priority, because short kernels should not queue behind those of the backward pass.
+        self._packing, self._unpacking = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
 
     def submit(self, reduction: Reduction, buffer: Tensor, step: Step) -> Future[Tensor]:
-        return self._queue(_reduce, reduction, buffer, step)
+        # The current stream computes the gradients.
+        self._packing.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._packing), torch.no_grad(), below_autograd():
+            reduction.start(buffer, step.inv_scale)
+        return self._after_packing(_finish, reduction, buffer, step)
 
     def run_after(self, call: Callable[[], None]) -> Future[None]:
-        return self._queue(call)
+        done = self._after_packing(call)
+        # `call` copies the headers to the host, and the next step overwrites all messages.
+        self._packing.wait_stream(self._unpacking)
+        return done
 
-    def _queue(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def _after_packing(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        # Collectives order only what they send. The headers that are copied to the host, dense
+        # means, and the parts of a node are written while packing. `take_back`, which clears
+        # headers, waits for the future of the copy, and so for both streams.
+        self._unpacking.wait_stream(self._packing)
         done: Future[Any] = Future(devices=[self._device])
-        with torch.cuda.stream(self._stream), torch.no_grad(), below_autograd():
+        with torch.cuda.stream(self._unpacking), torch.no_grad(), below_autograd():
             done.set_result(call(*arguments))
         return done
 
@@ -177,6 +190,10 @@ def _run(call: Callable[..., Any], arguments: tuple[Any, ...], done: Future[Any]
 
 def _reduce(reduction: Reduction, buffer: Tensor, step: Step) -> Tensor:
     reduction.start(buffer, step.inv_scale)
+    return _finish(reduction, buffer, step)
+
+
+def _finish(reduction: Reduction, buffer: Tensor, step: Step) -> Tensor:
     reduction.finish(buffer, step.scale)
     return buffer
 

@@ -138,6 +138,8 @@ class NodeBucket(Bucket):
 
     def finish(self, out: Tensor, scale: Tensor | None = None) -> None:
         """Write the mean over all ranks of all nodes into `out`."""
+        if self._part.is_cuda:  # the executor allocated it on a different stream
+            self._part.record_stream(torch.cuda.current_stream(self._part.device))
         super().finish(self._part[: self.plan.numel], scale)
         self._node.gather(self._part, out)
         del self._part  # frees its memory

@@ -6,6 +6,7 @@ same shard in other replicas. The host reads the results of a step at the end of
 """
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -146,9 +147,11 @@ class FullyShardState:
         self._shards = mesh["shard"].size()
         self._open, self._in_step = True, False
         self._pass = NO_PASS  # the backward pass that has a callback queued for its end
-        # A unit, its pieces and its bucket have the same number. The numbers of the units of each
-        # step, in the order of their exchanges. Ranks have not compared these steps yet.
-        self._orders: list[list[int]] = []
+        # A unit, its pieces and its bucket have the same number. _order: the numbers of the units
+        # of this step, in the order of their exchanges. _require_same: raises an error if the order
+        # of the last step differs between ranks.
+        self._order: list[int] = []
+        self._require_same: Callable[[], None] | None = None
 
         world = groups.require_group(OP, None)
         names = {piece.parameter: piece.name for pieces in self._pieces for piece in pieces}
@@ -299,7 +302,7 @@ class FullyShardState:
         self._run().report_changes(entry)
         self._agreement.resume(entry["step"], entry)
         self._ledger.restart(entry["step"])
-        self._in_step, self._orders = False, []
+        self._in_step, self._order, self._require_same = False, [], None
         for index, pieces in enumerate(self._pieces):
             selected = {piece.name: states[piece.name] for piece in pieces}
             packed = max(entry["parameters"][name]["packed"] for name in selected)
@@ -310,13 +313,13 @@ class FullyShardState:
     def _reduce(self, index: int, flat: Tensor) -> None:
         """Replace the gradient of a unit's shard by its mean over replicas."""
         self._require(index, flat)
-        if not self._in_step or index in self._orders[-1]:
+        if not self._in_step or index in self._order:
             self._begin_step()
         if not flat.is_cuda:  # gloo aborts the process if messages of two ranks differ in size
             groups.require_same_order(OP, [self.step, index], self._after_step)
-        self._orders[-1].append(index)
+        self._order.append(index)
         self._pass = after_backward(self._pass, self._end_step)
-        if flat.is_cuda:  # FSDP allocated it on a different stream
+        if flat.is_cuda:  # FSDP allocated it on a different stream, and frees it after this call
             flat.record_stream(torch.cuda.current_stream(flat.device))
         step, bucket = self._ledger.current, self._buckets[index]
         parts = flat.split([piece.padded for piece in self._pieces[index]])
@@ -347,8 +350,7 @@ class FullyShardState:
     def _begin_step(self) -> None:
         self._agreement.check(OP)
         self._ledger.begin()
-        self._compare_orders(1)  # if the last step did not end with its backward pass
-        self._orders.append([])
+        self._compare_order()  # if the last step did not end with its backward pass
         self._in_step, self._pass = True, NO_PASS
 
     def _end_step(self, nested: bool) -> None:
@@ -357,16 +359,23 @@ class FullyShardState:
         # Reentrant checkpointing nests backward passes, so this may be the end of a nested pass.
         self._in_step = any(fsdp_in_backward(unit.module) for unit in self._units)
         if not self._in_step:
-            self._ledger.end()  # if it raises, the other ranks block in `_compare_orders`
-            self._compare_orders(1)
+            self._ledger.end()  # if it raises, the comparison of the other ranks fails
+            self._compare_order()
 
-    def _compare_orders(self, later: int) -> None:
-        """Compare the units of all steps except the last `later` ones. Collective.
+    def _compare_order(self) -> None:
+        """Start to compare the units of the step, after reading the last comparison. Collective.
 
-        At the end of a step, ranks compare the step before it, for which no rank has to wait.
+        Ranks have started the last comparison one step ago, so the host hardly waits.
         """
-        while len(self._orders) > later and groups.exists(self._after_step):
-            groups.require_same_order(OP, self._orders.pop(0), self._after_step)
+        if self._order and groups.exists(self._after_step):
+            self._read_comparison()
+            self._require_same = groups.compare_order(OP, self._order, self._after_step)
+        self._order = []
+
+    def _read_comparison(self) -> None:
+        require_same, self._require_same = self._require_same, None
+        if require_same is not None:
+            require_same()
 
     def _finish_last_step(self) -> None:
         """Read the results of the last step and compare its units on all ranks. Collective.
@@ -375,5 +384,7 @@ class FullyShardState:
         """
         self._ledger.read()
         self._in_step &= backward_pass() != NO_PASS
-        self._compare_orders(int(self._in_step))
+        if not self._in_step:
+            self._compare_order()
+        self._read_comparison()
         self._ledger.finish()

@@ -47,15 +47,16 @@ def all_to_all_numbers(
     All ranks send equally many numbers. If `settings` differ between ranks, every rank raises an
     error, before any rank sends rows. If a rank passes an `error`, because its input is invalid,
     every rank raises it. The function performs one all-to-all with 8 bytes per number and setting.
-    The host waits for the result.
+    The host waits once, for the result.
     """
     width = len(numbers[0])
     encoded = [math.nan if error is not None else _encode(value) for value in settings.values()]
     # float64 represents densities, and all counts of rows that fit into memory, exactly.
     sent = torch.tensor([[*row, *encoded] for row in numbers], dtype=torch.float64, device="cpu")
     received = torch.empty_like(sent, device=device)
-    dist.all_to_all_single(received, sent.to(device), group=group)
-    columns = received[:, width:].t().tolist()
+    dist.all_to_all_single(received, sent.to(device, non_blocking=True), group=group)
+    rows = received.tolist()
+    columns = list(zip(*rows, strict=True))[width:]
     if any(map(math.isnan, chain(*columns[:1]))):
         text = {"error": None if error is None else str(error)}
         texts = gather_values(op, text, group, timeout_of(group, device))
@@ -67,8 +68,7 @@ def all_to_all_numbers(
             ranks = enumerate(column)
             got = ", ".join(f"{_decode(number, value)} on rank {rank}" for rank, number in ranks)
             checks.fail(op, name, "the same on every rank", got)
-    result: list[list[int]] = received[:, :width].long().tolist()
-    return result
+    return [[int(number) for number in row[:width]] for row in rows]
 
 
 def _encode(value: Setting) -> float:
@@ -188,16 +188,19 @@ def start_all_to_all(
     work = dist.all_to_all_single(
         received, sent, output_splits, splits, group=group.get(), async_op=True
     )
-    return partial(_wait, work, received)
+    return partial(_wait, work, sent, received)
 
 
 def start_all_gather(tensor: Tensor, group: GroupForBackward) -> Receive:
     """Start an all-gather of `tensor` [n] into [P, n], in rank order."""
     received = tensor.new_empty(group.get().size(), len(tensor))
     work = all_gather(received, tensor, group.get(), async_op=True)
-    return partial(_wait, work, received)
+    return partial(_wait, work, tensor, received)
 
 
-def _wait(work: dist.Work, received: Tensor) -> Tensor:
+def _wait(work: dist.Work, sent: Tensor, received: Tensor) -> Tensor:
     work.wait()
+    if received.is_cuda:  # allocated on the stream of the start, which may be a different one
+        for tensor in (sent, received):
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return received
