@@ -12,7 +12,7 @@ import pytest
 import dct_patches.patch
 import dct_patches.tensor_files
 from dct_patches import WeightPatch, WeightPublisher, WeightSubscriber
-from support.forked import context
+from support import forked
 from support.weights import assert_bits, bits, initial, published, receiver, step
 
 
@@ -206,12 +206,13 @@ def _publish_until_killed(folder, number):
     os._exit(3)
 
 
-def test_a_publisher_that_is_killed_at_every_call_resumes(tmp_path):
-    """Each process is killed at a later call, until one is not."""
+def test_a_publisher_that_is_killed_resumes(tmp_path):
+    """Each process is killed at a later call, until one is not. One in three calls is tried."""
+    forked.start()
     trainer, follower = Trainer(tmp_path), Receiver()
     follower.update(trainer)
-    for number in range(1, 100):
-        process = context.Process(target=_publish_until_killed, args=(tmp_path, number))
+    for number in range(2, 100, 3):
+        process = forked.context.Process(target=_publish_until_killed, args=(tmp_path, number))
         process.start()
         process.join(120)
         follower.subscriber.update(tmp_path)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dct_patches.patch
 from dct_patches import WeightPatch, WeightPublisher, WeightSubscriber, broadcast_patch
-from support.forked import context
+from support import forked
 from support.ranks import on_ranks
 from support.weights import assert_bits, bits, initial, published, receiver, step
 
@@ -150,7 +150,8 @@ def test_a_process_that_is_killed_in_a_broadcast(killed, tmp_path):
         "killed": (killed, tmp_path, [0], 2 * 9 + 4),  # header and 8 tensors per version
         "restarted": (killed, tmp_path, [1]),
     }
-    processes = {n: context.Process(target=_follow_groups, args=a) for n, a in calls.items()}
+    forked.start()
+    processes = {n: forked.context.Process(target=_follow_groups, args=a) for n, a in calls.items()}
     for process in processes.values():
         process.start()
     for process in processes.values():
