@@ -35,6 +35,11 @@ hypothesis.settings.register_profile("dct", deadline=None, derandomize=True, dat
 hypothesis.settings.load_profile("dct")
 
 
+def pytest_collection_modifyitems(items):
+    """Start long tests first, so that no worker runs one at the end while the others are idle."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 def pytest_collection_finish():
     """Exclude all modules from garbage collection, which otherwise takes 0.3 s for `one_rank`."""
     gc.freeze()

@@ -10,7 +10,7 @@ import re
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from dct_kernels import layout
+from dct_kernels import layout, patch_layout
 from dct_kernels._ops import OPS
 from dct_parallel import DCTState
 from dct_parallel.compressor import HEADROOM
@@ -90,7 +90,8 @@ def _default(function, name):
         (r"([\d.]+) x density x", HEADROOM),
         (r"all-gather up to (\d+) ranks", plan.GATHER_RANKS),
         (r"fewer than (\d+) blocks of 16,384 elements per rank", plan.LEAST_BLOCKS),
-        (r"blocks? (?:of|has) ([\d,]+) elements", layout.BLOCK),
+        (r"(?<!each )blocks? (?:of|has) ([\d,]+) elements", layout.BLOCK),
+        (r"each block of ([\d,]+) elements", patch_layout.BLOCK),
         (r"group of (\d+) entries", layout.SCALED),
         (r"rows of ([\d,]+) entries", layout.ROW),
         (r"over the last (\d+) steps", results.RECENT_STEPS),

@@ -1,43 +1,47 @@
 // row_quantize.cu -- quantizes rows.
 //
-// 4 to 64 lanes hold a narrow row in registers. They pack its codes in shared memory. The block
-// copies its rows out together, by vectors, because single rows are not aligned. A block reads a
-// wide row in several passes. All except the first read from the cache, if the row fits into it.
-#include "detail/device.cuh"
+// Lanes hold a row of up to 8,192 columns in registers: two lanes, part of a warp, or up to eight
+// warps. They pack its codes in shared memory. The block copies its rows out together, by vectors,
+// because single rows are not aligned. detail/row_quantize_wide.cuh handles wider rows.
 #include "detail/row_codes.cuh"
 #include "detail/row_quantize_wide.cuh"
+#include "detail/scan.cuh"
 #include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {
 
 struct RowQuantizePolicy {
-  // Columns per lane, and blocks per multiprocessor. Sign needs two reductions per row. For rows of
-  // up to 1,024 columns it uses kManyColumns, because reductions over fewer lanes take fewer
-  // instructions. int8 and int4 are bound by memory.
-  static constexpr int kColumns = 16, kManyColumns = 32;
-  static constexpr int min_blocks(int columns) { return columns == kColumns ? 4 : 2; }
+  // Columns per lane, and blocks per multiprocessor. More columns per lane take fewer instructions
+  // per column, but a load of a warp then touches more rows, which matters if rows are narrow.
+  static constexpr int kFewColumns = 8, kColumns = 16, kManyColumns = 32;
+  static constexpr int min_blocks(int columns, int threads) {
+    return (columns <= kColumns ? 4 : 3) * kThreads / threads;
+  }
 };
 
 template <typename T, int kLanes, int kLaneColumns>
 struct NarrowShape {
   static constexpr int kElementsPerVector = kVectorBytes / sizeof(T);
   static constexpr int kVectors = kLaneColumns / kElementsPerVector;
-  static constexpr int kRows = kThreads / kLanes;
+  static constexpr int kBlockThreads = kRowThreads<kLanes>, kRows = kBlockThreads / kLanes;
   static constexpr int kColumns = kLanes * kLaneColumns;
-  static_assert(kColumns <= kUnitsInWord, "sums fit 32 bits");
+  static constexpr int kWarpLanes = kLanes < kWarpSize ? kLanes : kWarpSize;  // of a row in a warp
+  static constexpr int kRowWarps = kLanes / kWarpLanes;
+  static_assert(kWarpLanes * kLaneColumns <= kUnitsInWord, "sums of a warp fit 32 bits");
+  using Total = std::conditional_t<(kColumns > kUnitsInWord), Word, uint32_t>;
 
   struct Shared {
-    alignas(16) uint8_t codes[kRows][kColumns];
     alignas(16) uint8_t out[kRows * (kColumns + kScaleBytes) + kVectorBytes];
-    uint32_t halves[2][kWarps];  // partial reductions of a row that spans two warps
+    Total partials[2][kWarps];  // for the two reductions of a row
   };
 };
 
-// A row in the registers of kLanes lanes, which belong to one or two warps.
+// A row in the registers of kLanes lanes.
 template <typename T, int kLanes, int kLaneColumns>
 struct NarrowRow {
   using Shape = NarrowShape<T, kLanes, kLaneColumns>;
+  using Total = typename Shape::Total;
   static constexpr int kVectors = Shape::kVectors, kElements = Shape::kElementsPerVector;
 
   typename Shape::Shared& shared;
@@ -71,20 +75,6 @@ struct NarrowRow {
     }
   }
 
-  // Reduces over the row. Each reduction that a thread takes part in has its own index.
-  template <typename Value, typename Operation>
-  __device__ Value reduced(int index, Value value, Operation operation) {
-    value = reduce<(kLanes < kWarpSize ? kLanes : kWarpSize)>(value, operation);
-    if constexpr (kLanes > kWarpSize) {
-      static_assert(kLanes == 2 * kWarpSize);
-      const int warp = warp_index();
-      if (lane_index() == 0) shared.halves[index][warp] = static_cast<uint32_t>(value);
-      __syncthreads();
-      value = operation(value, static_cast<Value>(shared.halves[index][warp ^ 1]));
-    }
-    return value;
-  }
-
   // The mean magnitude in units.
   __device__ float mean_magnitude(float inverse_unit) {
     uint32_t total = 0;
@@ -95,9 +85,10 @@ struct NarrowRow {
         total += unit_bits(fabsf(__fmul_rn(x[v][e], inverse_unit)));
       }
     }
-    total =
-        reduced(1, total, sum<uint32_t>) - static_cast<uint32_t>(Shape::kColumns) * kUnitBitsOfZero;
-    return mean_of(total, static_cast<uint32_t>(width));
+    total = reduce<Shape::kWarpLanes>(total, sum<uint32_t>) -
+            uint32_t{Shape::kWarpLanes * kLaneColumns} * kUnitBitsOfZero;
+    return mean_of(reduce_warps<Shape::kRowWarps>(Total{total}, sum<Total>, shared.partials[1]),
+                   static_cast<Total>(width));
   }
 
   // Quantizes the row and packs its codes and scale into `out`.
@@ -109,14 +100,16 @@ struct NarrowRow {
 #pragma unroll
       for (int e = 0; e < kElements; ++e) top = larger(top, magnitude_bits(x[v][e]));
     }
-    top = reduced(0, top, larger);
+    const auto warp_top = static_cast<Total>(reduce<Shape::kWarpLanes>(top, larger<int>));
+    top = static_cast<int>(
+        reduce_warps<Shape::kRowWarps>(warp_top, larger<Total>, shared.partials[0]));
     float mean = 0.0f;
     if constexpr (kFormat == RowFormat::kSign) mean = mean_magnitude(units_of(top).inverse_unit);
     const RowQuantizer quantizer(kFormat, top, mean);
-    if (!quantizer.usable) memset(x, 0, sizeof(x));
     if constexpr (kFormat == RowFormat::kSign) {
-      stage_signs(quantizer, out);
+      store_signs(quantizer.usable, out);
     } else {
+      if (!quantizer.usable) memset(x, 0, sizeof(x));
       store_codes<kFormat>(quantizer, out);
     }
     if (lane < kScaleBytes) {
@@ -141,39 +134,39 @@ struct NarrowRow {
     }
   }
 
-  // Eight signs share a byte but may come from several lanes, so the signs are staged.
-  __device__ void stage_signs(const RowQuantizer& quantizer, uint8_t* out) {
-    uint32_t* words = reinterpret_cast<uint32_t*>(shared.codes[thread_index() / kLanes]);
+  // Eight signs share a byte. If a vector has only four, a pair of lanes exchanges signs. Then the
+  // even lane stores the bytes of the even vectors, and the odd lane those of the odd vectors.
+  __device__ void store_signs(bool usable, uint8_t* out) const {
+    uint32_t signs = 0;  // bit v * kElements + e; a zero of either sign is positive
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = kVectors - 1; v >= 0; --v) {
 #pragma unroll
-      for (int e = 0; e < kElements; e += 4) {
-        uint32_t word = 0;
-#pragma unroll
-        for (int i = 3; i >= 0; --i)
-          word = word << 8 | quantizer.code<RowFormat::kSign>(x[v][e + i]);
-        words[(column(v) + e) / 4] = word;
+      for (int e = kElements - 1; e >= 0; --e) {
+        signs = __funnelshift_l(float_to_bits(__fadd_rn(x[v][e], 0.0f)), signs, 1);
       }
     }
-    if constexpr (kLanes > kWarpSize) {
-      __syncthreads();
-    } else {
-      __syncwarp();
+    if (!usable) signs = 0;
+    const int odd = kElements < 8 ? lane % 2 : 0;
+    if constexpr (kElements < 8) {
+      constexpr uint32_t kHalves = 0x0f0f0f0f;
+      const uint32_t other = __shfl_xor_sync(kFullWarp, signs, 1);
+      signs = odd ? (other >> 4 & kHalves) | (signs & ~kHalves)
+                  : (signs & kHalves) | (other & kHalves) << 4;
     }
-    const int bytes = static_cast<int>(code_bytes(width, RowFormat::kSign));
-    constexpr uint32_t kBits = 1 << 24 | 2 << 16 | 4 << 8 | 8;  // moves 4 bits to the top byte
-    for (int i = lane; i < bytes; i += kLanes) {
-      out[i] =
-          static_cast<uint8_t>(words[2 * i] * kBits >> 24 | words[2 * i + 1] * kBits >> 24 << 4);
+#pragma unroll
+    for (int v = 0; v < kVectors; v += 8 / kElements) {
+      const int byte = column(v + odd) / 8;
+      if (8 * byte < width) out[byte] = static_cast<uint8_t>(signs >> v * kElements);
     }
   }
 };
 
 // Copies `count` bytes from shared to global memory. `shared` is aligned to 16 bytes, and the bytes
 // begin at shared[target % 16], so vectors are aligned in both memories. By a block.
+template <int kBlockThreads>
 __device__ void store_bytes(uint8_t* target, const uint8_t* shared, int count) {
   const int skip = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16);
-  for (int i = thread_index() * 16; i < skip + count; i += kThreads * 16) {
+  for (int i = thread_index() * 16; i < skip + count; i += kBlockThreads * 16) {
     if (i >= skip && i + 16 <= skip + count) {
       __stcs(reinterpret_cast<uint4*>(target + (i - skip)),
              *reinterpret_cast<const uint4*>(shared + i));
@@ -186,7 +179,8 @@ __device__ void store_bytes(uint8_t* target, const uint8_t* shared, int count) {
 }
 
 template <typename T, int kLanes, int kLaneColumns>
-__global__ void __launch_bounds__(kThreads, RowQuantizePolicy::min_blocks(kLaneColumns))
+__global__ void __launch_bounds__(kRowThreads<kLanes>,
+                                  RowQuantizePolicy::min_blocks(kLaneColumns, kRowThreads<kLanes>))
     row_quantize_narrow_kernel(RowQuantizeArgs args, bool aligned) {
   using Shape = NarrowShape<T, kLanes, kLaneColumns>;
   __shared__ typename Shape::Shared shared;
@@ -215,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, RowQuantizePolicy::min_blocks(kLaneC
       row.template quantize<RowFormat::kSign>(out);
   }
   __syncthreads();
-  store_bytes(target, shared.out, rows * bytes);
+  store_bytes<Shape::kBlockThreads>(target, shared.out, rows * bytes);
 }
 
 template <typename T, int kLanes, int kLaneColumns = RowQuantizePolicy::kColumns>
@@ -224,21 +218,23 @@ cudaError_t run_narrow(const RowQuantizeArgs& args, cudaStream_t stream) {
   const int64_t blocks = (args.rows + Shape::kRows - 1) / Shape::kRows;
   const bool aligned =
       is_aligned(args.x, kVectorBytes) && args.width % Shape::kElementsPerVector == 0;
-  return launch(row_quantize_narrow_kernel<T, kLanes, kLaneColumns>, blocks, kThreads, 0, stream,
-                args, aligned);
+  return launch(row_quantize_narrow_kernel<T, kLanes, kLaneColumns>, blocks, Shape::kBlockThreads,
+                0, stream, args, aligned);
 }
 
 template <typename T>
 cudaError_t run(const RowQuantizeArgs& args, cudaStream_t stream) {
+  using Policy = RowQuantizePolicy;
+  if (args.width <= 16) return run_narrow<T, 2, Policy::kFewColumns>(args, stream);
+  if (args.width <= 32) return run_narrow<T, 2>(args, stream);
   if (args.width <= 64) return run_narrow<T, 4>(args, stream);
   if (args.width <= 128) return run_narrow<T, 8>(args, stream);
-  if (args.width <= 256) return run_narrow<T, 16>(args, stream);
-  if (args.width <= 512) return run_narrow<T, 32>(args, stream);
-  if (args.width <= 1024) {
-    const bool integers = args.format == RowFormat::kInt8 || args.format == RowFormat::kInt4;
-    return integers ? run_narrow<T, 64>(args, stream)
-                    : run_narrow<T, 32, RowQuantizePolicy::kManyColumns>(args, stream);
-  }
+  if (args.width <= 256) return run_narrow<T, 8, Policy::kManyColumns>(args, stream);
+  if (args.width <= 512) return run_narrow<T, 16, Policy::kManyColumns>(args, stream);
+  if (args.width <= 1024) return run_narrow<T, 32, Policy::kManyColumns>(args, stream);
+  if (args.width <= 2048) return run_narrow<T, 64, Policy::kManyColumns>(args, stream);
+  if (args.width <= 4096) return run_narrow<T, 128, Policy::kManyColumns>(args, stream);
+  if (args.width <= 8192) return run_narrow<T, 256, Policy::kManyColumns>(args, stream);
   return launch(row_quantize_wide_kernel, args.rows, kThreads, 0, stream, args);
 }
 

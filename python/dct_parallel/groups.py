@@ -347,17 +347,18 @@ class Agreement:
             self.run_id = entry["run_id"]
             self._checkpoint = f"one of {entry['world_size']} ranks"
             keys = sorted(entry.keys() - {"parameters", "run_id", "step"})
-            contents = {key: entry[key] for key in keys} | {"weights": bit_sums(base)}
-            self._contents = {f"{key} of the checkpoint": _short(contents[key]) for key in contents}
-        elif base:
-            self._contents["loaded weights"] = _short(bit_sums(base))
+            shown = (digest(v) if isinstance(v := entry[key], list) else v for key in keys)
+            names = (f"{key} of the checkpoint" for key in keys)
+            self._contents = dict(zip(names, shown, strict=True))
+        if base:
+            self._contents["loaded weights"] = digest(bit_sums(base))
         self._start, self._compared = step, False
 
-    def check(self, op: str, digest: Callable[[], int] = int) -> list[int]:
+    def check(self, op: str, number: Callable[[], int] = int) -> list[int]:
         """Raise on every rank if the ranks do not resume from the same step of the same run.
 
         The first call, and the first call after `resume`, wait for all ranks up to the group's
-        timeout, and return the result of `digest` on each rank. Other calls do nothing and return
+        timeout, and return the result of `number` on each rank. Other calls do nothing and return
         an empty list. After a load, all ranks then adopt a new `run_id`, so that the files of two
         attempts to continue from one checkpoint differ. `op` is the call that every rank made, for
         error messages.
@@ -368,14 +369,13 @@ class Agreement:
         values |= self._contents
         new_id = uuid.uuid4().hex
         with sharing_errors(op, self._group, self._shards):
-            own = digest()
+            own = number()
         with sharing_errors(op, self._shards):
             found = self._compare(op, values, self._group, [new_id, own])
         new_id, _ = found[0]
         if self._shards is not None:
-            values.pop("shard of the checkpoint", None)
-            values.pop("weights of the checkpoint", None)
-            values.pop("loaded weights", None)
+            for key in ("shard of the checkpoint", "loaded weights"):
+                values.pop(key, None)
             new_id = self._compare(op, values, self._shards, new_id)[0]
         if self._contents:
             self.run_id = new_id
@@ -396,11 +396,9 @@ def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 
 
-def _short(value: Any) -> Any:
-    """A value of a checkpoint for comparisons: a number or text as it is, a list as a digest."""
-    if not isinstance(value, list):
-        return value
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+def digest(value: object) -> str:
+    """A short text to compare between ranks instead of a long value. Equal values have one repr."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def named(ranks: Iterable[int | str]) -> str:

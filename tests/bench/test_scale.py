@@ -7,14 +7,7 @@ import re
 import pytest
 
 from bench import scale
-from bench.cost_model import (
-    Kernels,
-    Link,
-    Model,
-    all_gather,
-    all_reduce,
-    all_to_all,
-)
+from bench.cost_model import Kernels, Link, Model, all_gather, all_reduce, all_to_all
 from support.programs import ROOT
 
 FREE = Kernels(*[math.inf] * 5)

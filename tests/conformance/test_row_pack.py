@@ -17,6 +17,8 @@ value_dtypes = pytest.mark.parametrize("value_dtype", bits.FLOATS, ids=bits.name
 SHAPES = [(1, 1), (2, 1), (7, 7), (8, 1), (9, 2), (31, 3), (32, 4), (33, 5), (33, 33), (64, 7)]
 SHAPES += [(64, 8), (64, 9), (100, 50), (127, 1), (255, 31), (256, 31), (256, 32), (256, 256)]
 SHAPES += [(257, 16), (257, 17), (512, 31), (512, 32), (1000, 1), (1024, 100), (1025, 64)]
+# Rows of several warps, and the first row that a thread block does not hold.
+SHAPES += [(2048, 64), (2049, 500), (4096, 205), (8191, 4000), (8192, 511), (8193, 400)]
 WIDE = [(16384, 3), (16385, 1024), (65535, 4095), (65536, 4095), (65536, 4096), (65537, 1)]
 WIDE += [(65537, 5000), (70001, 70001)]
 
@@ -106,7 +108,7 @@ def test_ties_go_to_the_lower_column(backend):
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 1e-45, math.inf, -math.inf, math.nan], ids=str)
-@pytest.mark.parametrize(("width", "k"), [(33, 5), (200, 3), (700, 20)])
+@pytest.mark.parametrize(("width", "k"), [(33, 5), (200, 3), (700, 20), (5001, 300)])
 def test_rows_of_one_value(backend, value, width, k):
     check(backend, torch.full((3, width), value), k, torch.float32)
 

@@ -16,7 +16,7 @@ formats = pytest.mark.parametrize("format", oracle.FORMATS)
 # Widths around multiples of bytes (2 or 8 codes), vectors, warps, blocks of 32 entries and
 # Triton tiles.
 WIDTHS = (1, 2, 4, 5, 6, 7, 8, 9, 16, 31, 32, 33, 64, 127, 128, 255, 256)
-WIDTHS += (1023, 1024, 1025, 2048, 2052, 4099)
+WIDTHS += (1023, 1024, 1025, 2048, 2049, 2052, 4096, 4099, 8191, 8192, 8193)
 
 
 def check(backend, x, format, offset=0):
@@ -67,12 +67,12 @@ def test_widths(backend, width, format):
 @formats
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=bits.name)
 def test_dtypes(backend, dtype, format):
-    for width in (7, 64, 257, 1024, 2052):
+    for width in (7, 16, 31, 64, 257, 1024, 2052, 4096, 8192):
         check(backend, rows_of_kinds(width, dtype), format)
 
 
 @formats
-@pytest.mark.parametrize("width", [4096, 20000, 70001])
+@pytest.mark.parametrize("width", [20000, 70001])
 def test_wide_rows(backend, width, format):
     check(backend, samples.normal(2 * width).view(2, width), format)
 

@@ -36,7 +36,7 @@ def patch(blocks=BLOCKS, **numbers):
 
 
 FIELDS = {"magic": ("<I", 0), "version": ("<H", 4), "dtype": ("<B", 6), "flags": ("<B", 7)}
-FIELDS |= {"numel": ("<Q", 8), "capacity": ("<I", 16), "count": ("<I", 20)}
+FIELDS |= {"numel": ("<Q", 8), "capacity": ("<I", 16), "count": ("<I", 20), "reserved": ("<Q", 24)}
 for b in range(3):
     FIELDS |= {f"entries{b}": ("<H", 64 + 4 * b), f"words{b}": ("<H", 66 + 4 * b)}
 
@@ -49,6 +49,7 @@ WRONG = [
     *((1, {"count": count}) for count in (13, 2**31, 2**32 - 1)),
     (1, {"count": 13, "capacity": 2**32 - 1}),
     (1, {"magic": 0}),
+    (1, {"reserved": 2**63}),
     (8, {"flags": 1}),
     (8, {"flags": 1, "count": 2**32 - 1, "capacity": 1}),
     *((2, {"count": count}) for count in (0, 11)),

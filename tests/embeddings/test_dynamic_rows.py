@@ -267,8 +267,7 @@ def test_rows_of_another_rank_raise_unless_the_state_is_merged(rank):
     more = {"ids": torch.cat([owned, foreign]), "weight": torch.zeros(len(owned) + 1, 1)}
     text = f"state['ids'] must be of rank {rank}'s rows, as the owner of the state, got "
     _refused(
-        f"{text}{foreign.item()} of rank {1 - rank}",
-        lambda: rows.load_state_dict(state | more),
+        f"{text}{foreign.item()} of rank {1 - rank}", lambda: rows.load_state_dict(state | more)
     )
     assert all(torch.equal(part, state[name]) for name, part in rows.state_dict().items())
     rows.load_state_dict(state | more | {"owner": torch.tensor([-1, 2])})

@@ -106,10 +106,7 @@ def test_operators_and_rows_must_be_the_same_on_all_ranks(rank):
         _refused(text, lambda operators=operators: _of(rows, operators))
     aggregate = ("reduce_scatter", "all_reduce")[rank]
     _refused("aggregate must be the same on every rank", lambda: _of(rows, pair, aggregate))
-    for name, values in (
-        ("bound", (0.1, 0.2)),
-        ("seed", (0, 1)),
-    ):
+    for name, values in (("bound", (0.1, 0.2)), ("seed", (0, 1))):
         settings = {"width": 3, "capacity": 5 + rank, name: values[rank]}
         text = f"{name} must be the same on every rank, got {values[0]} on rank 0, {values[1]} on"
         _refused(text, lambda settings=settings: DynamicFeatureRows(**settings))

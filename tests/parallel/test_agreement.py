@@ -183,31 +183,25 @@ def test_missing_ranks_raise_at_the_timeout(rank):
 @on_ranks(3)
 def test_a_rank_that_gives_up_after_all_have_arrived_agrees(rank):
     """Rank 1 first looks at the counter when rank 0 has given up, too late."""
-    store, give_up = dist.group.WORLD.get_group_store(), groups._give_up
+    world, give_up, add = dist.group.WORLD.get_group_store(), groups._give_up, dist.PrefixStore.add
 
-    def late(*args):
-        store.wait(["2 arrived"])
-        give_up(*args)
-        store.set("gave up", "")
+    def late(store, *args):
+        world.set("late", "")
+        while add(store, "arrived", 0) < 3:
+            time.sleep(0.01)
+        give_up(store, *args)
+        world.set("gave up", "")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "_give_up", late)
-        add = dist.PrefixStore.add
+    def looks_late(store, key, amount):
+        if (key, amount, rank) == ("arrived", 0, 1):
+            world.wait(["gave up"])
+        return add(store, key, amount)
 
-        def watched(self, key, amount):
-            if (key, amount) == ("arrived", 0) and rank == 1:
-                store.wait(["gave up"])
-            result = add(self, key, amount)
-            if (key, amount) == ("arrived", int(rank > 0)):
-                store.set(f"{rank} arrived", "")
-            return result
-
-        patch.setattr(dist.PrefixStore, "add", watched)
-        if rank == 2:
-            store.wait(["0 arrived", "1 arrived"])
-        found = _exchange({"x": rank}, seconds=0 if rank == 0 else 100)
-    assert found == {r: {"x": r} for r in range(3)}
-    assert _exchange({"x": rank}) == found
+    groups._give_up, dist.PrefixStore.add = late, looks_late
+    if rank > 0:
+        world.wait(["late"])
+    found = [_exchange({"x": rank}, seconds) for seconds in (0 if rank == 0 else 100, 100)]
+    assert found == 2 * [{r: {"x": r} for r in range(3)}]
 
 
 @pytest.mark.parametrize("make", [Hook, partial(Sharded, mesh=(2, 1))])

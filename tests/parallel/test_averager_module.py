@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from dct_parallel import DCTAverager
 from support.averaged import adamw, train, uneven
-from support.ranks import assert_same, batch, entry, on_ranks, train_step, weights
+from support.ranks import assert_same, batch, entry, on_ranks, train_step, warned, weights
 
 
 @on_ranks(2)
@@ -171,16 +170,13 @@ def test_averaged_gradients_warn_once(rank):
             model(x).sum().backward()
         if missing and rank:
             model.zero_grad()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned(__file__) as texts:
             for _ in range(2):
                 averager.average_parameters()
-        texts = [str(warning.message) for warning in caught]
         if (equal or sync) and not missing:
             (text,) = texts
             assert text.startswith("DCT: gradients are the same on all ranks, so every rank reads")
             assert text.endswith("train the module itself, or under ddp.no_sync().")
-            assert caught[0].filename == __file__
         else:
             assert not texts
 

@@ -12,13 +12,7 @@ from torch import nn
 from dct_parallel import DCTAverager, merge_states
 from support.entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from support.nodes import TRANSPORTS, rank_sum
-from support.ranks import (
-    assert_same_states,
-    entry,
-    integers,
-    on_ranks,
-    run_ranks,
-)
+from support.ranks import assert_same_states, entry, integers, on_ranks, run_ranks
 
 # An odd number of rows, one row for two shards, a small tensor, and more than one block.
 SIZES = ((301, 7), (1, 900), (31,), (20_000,))
@@ -308,13 +302,14 @@ def _load_different_states(rank, make, settings):
         changed["shards"] = 5
     else:
         changed["parameters"]["0"]["base"][3] += 1  # a different base on rank 1
-    other = {Hook: "buckets", Sharded: "shards", LocalSteps: "weights"}[make]
+    other = {Hook: "buckets of the checkpoint", Sharded: "shards of the checkpoint"}
+    other = other.get(make, "loaded weights")
     for loads, text in (
         (("a2", "a3"), "step must be the same on every rank, got 2 on rank 0, 3 on rank 1"),
         ((None, "a3"), "checkpoint must be .*, got none on rank 0, one of 2 ranks on rank 1"),
         (("a3", "b3"), "run_id must be the same on every rank, got .* on rank 0, .* on rank 1"),
         (("x4", "y4"), "run_id must be the same on every rank, got .* on rank 0, .* on rank 1"),
-        (("x4", "other"), f"{other} of the checkpoint must be the same on every rank, got "),
+        (("x4", "other"), f"{other} must be the same on every rank, got "),
     ):
         for op in calls:
             run = make(SIZES, density=0.05, start_step=0, **settings)

@@ -150,12 +150,8 @@ def _each_call_raises(rank, make, victims, senders, phases):
     if rank in victims:
         _raises(_text(senders[rank]), lambda: point.step(_numbers(STEP + 1)))
         return
-    if make is Sharded:  # ranks compare their units at the end of a pass
-        shorten_timeouts(3)
-    else:
-        point.step(_numbers(STEP + 1))
-        shorten_timeouts(1)
-    _raises(GONE, lambda: point.step(_numbers(STEP + 2)))
+    shorten_timeouts(5)  # first, because the victim joins no exchange after this step
+    _raises(GONE, lambda: [point.step(_numbers(step)) for step in (STEP + 1, STEP + 2)])
 
 
 TWO_BUCKETS = functools.partial(Hook, bucket_cap_mb=0.1)

@@ -70,8 +70,7 @@ def test_density_1_in_float32_is_bitwise_equal_to_dense(rank):
 
 
 @pytest.mark.parametrize(
-    "world_size, steps, transport",
-    [(4, 40, "all_gather"), (2, 60, "reduce_scatter")],
+    "world_size, steps, transport", [(4, 40, "all_gather"), (2, 60, "reduce_scatter")]
 )
 @on_ranks("world_size")
 def test_ranks_stay_bitwise_equal_with_random_delays(rank, steps, transport):

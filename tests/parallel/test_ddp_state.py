@@ -16,16 +16,7 @@ from dct_kernels import backend_of, payload_info
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange.results import ExchangeResult, RecentStats
 from support.entry_points import Hook, Sharded
-from support.ranks import (
-    Dictated,
-    ddp,
-    entry,
-    hooked,
-    integers,
-    mlp,
-    on_ranks,
-    train,
-)
+from support.ranks import Dictated, ddp, entry, hooked, integers, mlp, on_ranks, train
 
 SIZES = (2000, 30, 5000)
 

@@ -3,10 +3,8 @@
 Each warning appears once, points to the user's line, and contains the line to write instead.
 """
 
-import contextlib
 import gc
 import re
-import warnings
 import weakref
 from functools import partial
 
@@ -17,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from dct_parallel import DCTAverager, DCTState
 from support.entry_points import Hook, LocalSteps, Sharded
-from support.ranks import Dictated, hooked
+from support.ranks import Dictated, hooked, warned
 
 SIZES = (300, 20)
 SPARSE, DENSE = {"density": 0.05, "start_step": 0}, {"density": 1, "format": "int4"}
@@ -33,18 +31,6 @@ def _scaler(**options):
     return torch.amp.GradScaler("cpu", init_scale=4.0, **options)
 
 
-@contextlib.contextmanager
-def _texts():
-    """Yield a list for the texts of the warnings, which must point to this file."""
-    texts = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield texts
-    ours = [warning for warning in caught if str(warning.message).startswith("DCT: ")]
-    assert all(warning.filename == __file__ for warning in ours)
-    texts += [str(warning.message) for warning in ours]
-
-
 def _steps(point, *optimizers, scaler=None, compiled=False, bad=None, skip=None):
     """Train; return the texts of the warnings.
 
@@ -54,7 +40,7 @@ def _steps(point, *optimizers, scaler=None, compiled=False, bad=None, skip=None)
     calls = [optimizer.step for optimizer in optimizers]
     if compiled:
         calls = [torch.compile(call, backend="aot_eager") for call in calls]
-    with _texts() as texts:
+    with warned(__file__) as texts:
         for step in range(5):
             numbers = torch.linspace(step, 1, sum(SIZES))
             numbers[7] = torch.inf if step == bad else 1.0
@@ -114,7 +100,7 @@ def test_hook_that_was_not_registered_warns_at_the_third_step(one_rank):
     optimizers = [SGD([parameter]) for parameter in model.parameters()]
     model(*map(torch.ones, SIZES)).backward()
     for step in range(5):
-        with _texts() as texts:
+        with warned(__file__) as texts:
             for optimizer in optimizers:
                 optimizer.step()
         assert ["no hook is registered" in text for text in texts] == [True] * (step == 2)
@@ -130,7 +116,7 @@ def test_averager_that_is_not_called_warns_once(one_rank, period, interval):
     model(*map(torch.ones, SIZES)).backward()
     limit = 10 * max(period, interval)
     for steps in (interval, interval, limit, 1, 2 * limit):
-        with _texts() as texts:
+        with warned(__file__) as texts:
             for optimizer in optimizers * steps:
                 optimizer.step()
         if steps == interval:
@@ -144,7 +130,7 @@ def test_step_ahead_with_second_moments_warns_once(one_rank, make, warns):
     point = LocalSteps(SIZES, density=0.05, step_ahead=True)
     optimizer = make(point.model)
     sum(p.sum() for p in point.model).backward()
-    with _texts() as texts:
+    with warned(__file__) as texts:
         for _ in range(3):
             optimizer.step()
     assert [text.endswith("write step_ahead=False.") for text in texts] == [True] * warns

@@ -11,14 +11,7 @@ from torch.distributed.tensor import Shard
 
 from dct_kernels import quantized_payload_bytes
 from dct_parallel import dct_fully_shard_hook
-from support.ranks import (
-    assert_same,
-    batch,
-    mlp,
-    on_ranks,
-    shard_mesh,
-    train_step,
-)
+from support.ranks import assert_same, batch, mlp, on_ranks, shard_mesh, train_step
 
 
 def _wrap(model, mesh, **options):

@@ -4,7 +4,6 @@ import contextlib
 import io
 import logging
 import os
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +22,7 @@ import dct_parallel.integrations.lightning as in_lightning
 import dct_parallel.integrations.transformers as in_trainer
 from support.forked import run_forked
 from support.programs import run_as_torchrun
+from support.ranks import warned, weights
 
 STEPS, SAVE = 6, 3
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
@@ -44,21 +44,15 @@ def _rows():
     return [{"x": row, "labels": row.sum().sin().view(1)} for row in x]
 
 
-def _weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 @contextlib.contextmanager
 def _messages():
     """Yields a list, which finally contains this package's warnings, and then its log."""
-    log, found = io.StringIO(), []
+    log = io.StringIO()
     logging.getLogger("dct").addHandler(handler := logging.StreamHandler(log))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield found
+    with warned() as texts:
+        yield texts
     logging.getLogger("dct").removeHandler(handler)
-    texts = [*(str(warning.message) for warning in caught), *log.getvalue().splitlines()]
-    found += [text.removeprefix("DCT: ") for text in texts if text.startswith("DCT: ")]
+    texts[:] = [text.removeprefix("DCT: ") for text in (*texts, *log.getvalue().splitlines())]
 
 
 def _trainer(folder, adapter=None, cls=Trainer, options=None, **changed):
@@ -93,7 +87,7 @@ def _hook_in_the_trainer(folder):
         trainer.train(resume_from_checkpoint=checkpoint)
     assert texts[0].startswith(f"{checkpoint}/dct{rank}.pt has no state of this adapter")
     assert callback.state.step == STEPS - SAVE
-    fewer = 4 * _weights(trainer.model).numel() / callback.state.stats()["wire_bytes"]
+    fewer = 4 * weights(trainer.model).numel() / callback.state.stats()["wire_bytes"]
     line = f"int4, {fewer:.1f}x fewer bytes per step than an all-reduce in float32, "
     assert texts[1:] == ([] if rank else [line + f"{fewer / 2:.1f}x fewer than in bfloat16"])
 
@@ -101,7 +95,7 @@ def _hook_in_the_trainer(folder):
     with _messages() as texts:  # again, with the same DDP
         for resume in (None, checkpoint):
             trainer.train(resume_from_checkpoint=resume)
-            ends.append(_weights(trainer.model))
+            ends.append(weights(trainer.model))
     assert trainer.model_wrapped is ddp and callback.state is not first and not texts
     assert torch.equal(*ends) and callback.state.stats()["step"] == STEPS
 
@@ -142,7 +136,7 @@ def _local_steps_in_the_trainer(folder):
     saved = load_file(f"{folder}/checkpoint-{SAVE}/model.safetensors")
     found = trainer.model.state_dict()
     assert saved and all(torch.equal(value, found[name]) for name, value in saved.items())
-    return _weights(trainer.model)
+    return weights(trainer.model)
 
 
 class _Module(lightning.LightningModule):
@@ -206,7 +200,7 @@ def _in_lightning(folder):
     strategy = in_lightning.LocalStepsStrategy(period=2)
     _fit(folder, strategy, other := _Module(optimizers=2), max_steps=2 * STEPS)
     assert strategy.averager.stats()["step"] == STEPS  # one step per batch
-    return torch.cat([_weights(module), _weights(other)])
+    return torch.cat([weights(module), weights(other)])
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,7 @@ class Runner:
         self._model = model
         self._parameters = [p for p in model.p if p.requires_grad]
         self.account = Account(
-            [p.numel() for p in self._parameters],
-            flat(p.float() for p in self._parameters),
+            [p.numel() for p in self._parameters], flat(p.float() for p in self._parameters)
         )
         if not self.idle:
             self._optimizer = torch.optim.SGD(self._parameters, lr=1.0)

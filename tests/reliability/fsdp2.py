@@ -10,16 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dct_parallel import dct_fully_shard_hook
 
-from .common import (
-    TRANSPORTS,
-    Odd,
-    draw_format,
-    draw_shapes,
-    flat,
-    mesh_of,
-    refused,
-    values,
-)
+from .common import TRANSPORTS, Odd, draw_format, draw_shapes, flat, mesh_of, refused, values
 from .gradients import GradientRunner, draw_step, folder
 
 SHAPES = [(1,), (7,), (130,), (40, 33), (61, 31), (1, 900), (8, 4, 3, 3)]  # FSDP2: no scalars

@@ -85,12 +85,21 @@ PROMISES = {
         wide_stores=1, in_flight={LOADS: 2}, dynamic_shared_bytes=256 * 128
     ),
     "row_unpack_wide_kernel": Promise(in_flight={LOADS: 2}),
-    # A lane reads its 16 columns, or 32 in the widest rows, before it uses any.
+    # A lane reads its 8, 16 or 32 columns before it uses any.
     "row_quantize_narrow_kernel<float": Promise(
         wide_loads=4, wide_stores=1, in_flight={STREAMS: 4}, divides=True
     ),
     "row_quantize_narrow_kernel": Promise(
         wide_loads=2, wide_stores=1, in_flight={STREAMS: 2}, divides=True
+    ),
+    "row_quantize_narrow_kernel<float, 2, 8>": Promise(
+        wide_loads=2, wide_stores=1, in_flight={STREAMS: 2}, divides=True
+    ),
+    "row_quantize_narrow_kernel<BFloat16, 2, 8>": Promise(
+        wide_loads=1, wide_stores=1, in_flight={STREAMS: 1}, divides=True
+    ),
+    "row_quantize_narrow_kernel<Float16, 2, 8>": Promise(
+        wide_loads=1, wide_stores=1, in_flight={STREAMS: 1}, divides=True
     ),
     "row_quantize_wide_kernel": Promise(in_flight={LOADS: 4}, divides=True),
     # A warp loads up to 1,304 bytes, so a lane loads three vectors.

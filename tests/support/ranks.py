@@ -1,5 +1,6 @@
 """Runs a test function on several gloo ranks, one process per rank."""
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -56,6 +57,18 @@ def on_ranks(world_size, **options):
 def _body(module, name, *arguments):
     """Runs a test on one rank. Pickle cannot send the undecorated test, so this looks it up."""
     return getattr(importlib.import_module(module), name).__wrapped__(*arguments)
+
+
+@contextlib.contextmanager
+def warned(file=None):
+    """Yield a list, which finally has the texts of DCT's warnings. They must point to `file`."""
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    ours = [warning for warning in caught if str(warning.message).startswith("DCT: ")]
+    assert file is None or all(warning.filename == file for warning in ours)
+    texts += [str(warning.message) for warning in ours]
 
 
 def _rank(rank, world_size, backend, folder, function, args):

@@ -62,6 +62,9 @@ def _cases() -> Iterator[tuple]:
         for format in FORMATS:
             yield "row_quantize", ROW_NUMEL, width, format
             yield "row_dequantize", ROW_NUMEL, width, format
+    for width in (16, 32, 4096):
+        for format in FORMATS:
+            yield "row_quantize", ROW_NUMEL, width, format
     for op in ("row_quantize", "row_dequantize"):
         yield op, ROW_NUMEL, 256, "int4", BF16
     for format in FORMATS:

@@ -109,15 +109,15 @@ int64_t row_dequantize_sum(const Field* fields) {
 int64_t diff_pack(const Field* fields) {
   const auto args = fill<dct::DiffPackArgs, 8>(fields);
   const Scratch scratch(dct::cuda::diff_pack_scratch_bytes(args));
-  return dct::cuda::diff_pack(args, scratch.data, nullptr);
+  return dct::cuda::diff_pack(args, scratch.data, stream());
 }
 int64_t patch_check(const Field* fields) {
-  return dct::cuda::patch_check(fill<dct::PatchCheckArgs, 5>(fields), nullptr);
+  return dct::cuda::patch_check(fill<dct::PatchCheckArgs, 5>(fields), stream());
 }
 int64_t patch_apply(const Field* fields) {
-  return dct::cuda::patch_apply(fill<dct::PatchApplyArgs, 6>(fields), nullptr);
+  return dct::cuda::patch_apply(fill<dct::PatchApplyArgs, 6>(fields), stream());
 }
 int64_t checksum(const Field* fields) {
-  return dct::cuda::checksum(fill<dct::ChecksumArgs, 3>(fields), nullptr);
+  return dct::cuda::checksum(fill<dct::ChecksumArgs, 3>(fields), stream());
 }
 }

@@ -73,6 +73,11 @@ constexpr int kVectorElements = 4;  // float32 elements in such a vector
 constexpr int kWarpVector =
     kWarpSize * kVectorElements;  // float32 elements that a warp loads at once
 
+// Threads per block if kLanes lanes hold a row. A row of several warps has a block of its own, so
+// that a barrier of the block concerns only this row.
+template <int kLanes>
+constexpr int kRowThreads = kLanes > kWarpSize ? kLanes : kThreads;
+
 __device__ inline int thread_index() { return static_cast<int>(threadIdx.x); }
 __device__ inline int warp_index() { return static_cast<int>(threadIdx.x / kWarpSize); }
 __device__ inline int lane_index() { return static_cast<int>(threadIdx.x % kWarpSize); }

@@ -4,8 +4,6 @@
 // keys of a 16-bit dtype that are compared together. The key of a NaN is above the key of infinity.
 // Thresholds are at most the key of infinity, so NaN and infinity rank equally.
 
-#include <type_traits>
-
 #include "../../common/floats.h"
 #include "device.cuh"
 
@@ -16,15 +14,10 @@ struct RowKeys;
 
 constexpr int kKeyGroups = 8;  // groups of the keys of a lane
 
-// One bit per key. The lowest bit is for the first key.
-template <int N>
-using KeyMask = std::conditional_t<(N > 32), uint64_t, uint32_t>;
-
 // Shifts the mask left by one and appends the sign bit of x.
 __device__ inline uint32_t append_sign(uint32_t mask, uint32_t x) {
   return __funnelshift_l(x, mask, 1);
 }
-__device__ inline uint64_t append_sign(uint64_t mask, uint32_t x) { return mask << 1 | x >> 31; }
 
 template <>
 struct RowKeys<float> {
@@ -48,13 +41,14 @@ struct RowKeys<float> {
     for (int j = 0; j < N; ++j) count += (static_cast<int>(words[j]) - threshold) >> 31;
     return count;
   }
-  // The mask of keys >= threshold. It is empty if threshold is 1 << kBits.
+  // The mask of keys >= threshold, with the lowest bit for the first key. It is empty if threshold
+  // is 1 << kBits.
   template <int N>
-  __device__ static KeyMask<N> reaching(const uint32_t (&words)[N], uint32_t threshold) {
-    KeyMask<N> below = 0;
+  __device__ static uint32_t reaching(const uint32_t (&words)[N], uint32_t threshold) {
+    uint32_t below = 0;
 #pragma unroll
     for (int j = N - 1; j >= 0; --j) below = append_sign(below, words[j] - threshold);
-    return ~below & static_cast<KeyMask<N>>(~uint64_t{0} >> (64 - N));
+    return ~below & ~uint32_t{0} >> (32 - N);
   }
 };
 
@@ -109,8 +103,8 @@ struct HalfKeys {
     return static_cast<int>((counts & 0xffff) + (counts >> 16));
   }
   template <int N>
-  __device__ static KeyMask<2 * N> reaching(const uint32_t (&words)[N], uint32_t threshold) {
-    KeyMask<2 * N> mask = 0;
+  __device__ static uint32_t reaching(const uint32_t (&words)[N], uint32_t threshold) {
+    uint32_t mask = 0;
 #pragma unroll
     for (int j = N - 1; j >= 0; --j) {
       const uint32_t both = compared(words[j], threshold);

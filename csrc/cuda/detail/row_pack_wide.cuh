@@ -1,6 +1,6 @@
 #pragma once
 
-// row_pack for rows too wide for the registers of a warp, with one block per row. A radix select
+// row_pack for rows too wide for the registers of a block, with one block per row. A radix select
 // reads the row once per digit. A stable compaction then reads the row once more. The cache serves
 // all reads after the first, unless the rows are too wide for it.
 

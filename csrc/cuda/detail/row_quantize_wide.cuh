@@ -5,53 +5,24 @@
 // first, unless the rows are too wide for it.
 
 #include "../../common/ops.h"
-#include "device.cuh"
 #include "row_codes.cuh"
 #include "row_elements.cuh"
+#include "scan.cuh"
 
 namespace dct::cuda {
-
-__device__ inline int larger(int a, int b) { return a > b ? a : b; }
-template <typename T>
-__device__ T sum(T a, T b) {
-  return a + b;
-}
-
-// Reduces over groups of kLanes lanes.
-template <int kLanes, typename Value, typename Operation>
-__device__ Value reduce(Value value, Operation operation) {
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    value = operation(value, __shfl_xor_sync(kFullWarp, value, distance));
-  }
-  return value;
-}
-
-struct Partials {
-  Word warp[kWarps];
-};
-
-// Reduces over a block.
-template <typename Value, typename Operation>
-__device__ Value reduce_block(Value value, Operation operation) {
-  __shared__ Partials partials;
-  value = reduce<kWarpSize>(value, operation);
-  if (lane_index() == 0) partials.warp[warp_index()] = static_cast<Word>(value);
-  __syncthreads();
-  value = static_cast<Value>(partials.warp[0]);
-  for (int warp = 1; warp < kWarps; ++warp) {
-    value = operation(value, static_cast<Value>(partials.warp[warp]));
-  }
-  __syncthreads();
-  return value;
-}
 
 struct WideRow {
   const RowQuantizeArgs& args;
   int64_t row;
+  Word (&partials)[2][kWarps];
 
   __device__ float operator[](int64_t column) const {
     return load_element(args.x, row * args.width + column, args.x_dtype);
+  }
+
+  template <typename Operation>
+  __device__ Word reduced(int index, Word value, Operation operation) const {
+    return reduce_warps<kWarps>(reduce<kWarpSize>(value, operation), operation, partials[index]);
   }
 
   __device__ int top() const {
@@ -59,7 +30,7 @@ struct WideRow {
     for (int64_t c = thread_index(); c < args.width; c += kThreads) {
       top = larger(top, magnitude_bits((*this)[c]));
     }
-    return reduce_block(top, larger);
+    return static_cast<int>(reduced(0, static_cast<Word>(top), larger<Word>));
   }
 
   // The mean magnitude, in units.
@@ -68,7 +39,7 @@ struct WideRow {
     for (int64_t c = thread_index(); c < args.width; c += kThreads) {
       total += whole_units(fabsf(__fmul_rn((*this)[c], inverse_unit)));
     }
-    return mean_of(reduce_block(total, sum<Word>), static_cast<Word>(args.width));
+    return mean_of(reduced(1, total, sum<Word>), static_cast<Word>(args.width));
   }
 
   template <RowFormat kFormat>
@@ -97,7 +68,8 @@ struct WideRow {
 };
 
 __global__ void __launch_bounds__(kThreads) row_quantize_wide_kernel(RowQuantizeArgs args) {
-  const WideRow row = {args, blockIdx.x};
+  __shared__ Word partials[2][kWarps];
+  const WideRow row = {args, blockIdx.x, partials};
   switch (args.format) {
     case RowFormat::kInt8:
       return row.quantize<RowFormat::kInt8>();

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dct_kernels import checks
-from dct_parallel.groups import bit_sums, known_group, require_group, sharing_errors
+from dct_parallel.groups import bit_sums, digest, known_group, require_group, sharing_errors
 from dct_parallel.rows.transfer import all_to_all_numbers
 
 from ..bag_message import all_to_all_bags, by_rank, require_bags
@@ -119,8 +119,8 @@ class EquivalentSubstitution(CheckedModule):
             ValueError: received lengths do not add up to the received ids.
         """
         if self._loaded:
-            digest = zlib.crc32(repr(bit_sums(self.operators.parameters())).encode())
-            settings = {"parameters of the loaded operators": digest}
+            sums = digest(bit_sums(self.operators.parameters()))
+            settings = {"parameters of the loaded operators": sums}
             require_same_settings(_OP, settings, self.rows.group, self.rows.weight.device)
             self._loaded = False
         names, bags, tight = self._bags(ids, lengths)

@@ -167,10 +167,7 @@ class _Weights(LoadWatcher):
     """
 
     def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        group: dist.ProcessGroup,
-        settings: Settings,
+        self, tensors: Sequence[Tensor], group: dist.ProcessGroup, settings: Settings
     ) -> None:
         self._tensors, self._group = [tensor.detach() for tensor in tensors], group
         for tensor in self._tensors:

@@ -108,12 +108,7 @@ class MeanOfChanges(Average, LoadWatcher):
     residual: Tensor
     _keeps_base = True
 
-    def __init__(
-        self,
-        weight: Tensor,
-        group: dist.ProcessGroup,
-        settings: Settings | None,
-    ) -> None:
+    def __init__(self, weight: Tensor, group: dist.ProcessGroup, settings: Settings | None) -> None:
         super().__init__(weight, group)
         self._settings, self._ledger = settings, StepLedger(_OP, unit="sync")
         self._reset(weight)

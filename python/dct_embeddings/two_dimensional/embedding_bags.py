@@ -1,7 +1,6 @@
 """Embedding bags sharded over the ranks of a group, with replicas across groups."""
 
 import contextlib
-import hashlib
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import accumulate
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 from dct_parallel.collectives import all_to_all
-from dct_parallel.groups import bit_sums, sharing_errors
+from dct_parallel.groups import bit_sums, digest, sharing_errors
 from dct_parallel.mesh import require_mesh
 from dct_parallel.rows.all_to_all import RowExchange, whole_rows
 from dct_parallel.rows.transfer import all_to_all_numbers
@@ -102,8 +101,8 @@ class ShardedEmbeddingBags(CheckedModule):
                 checks.fail(_OP, "exchange", "callable", checks.shown(exchange), TypeError)
             for name, flag in (("dedup", dedup), ("sparse", sparse)):
                 checks.require_type(_OP, name, flag, bool, "a bool")
-        digest = _digest(rows, tables[0].shape[1], tables[0].dtype)
-        require_same_in_mesh(_OP, mesh, {"tables": digest, "plan": _digest(plan), "dedup": dedup})
+        shapes = digest((rows, tables[0].shape[1], tables[0].dtype))
+        require_same_in_mesh(_OP, mesh, {"tables": shapes, "plan": digest(plan), "dedup": dedup})
         self.plan, self.mesh, self.exchange = plan, mesh, exchange
         self.dedup, self.sparse = dedup, sparse
         self._local = plan[group.rank()]
@@ -269,7 +268,3 @@ def _require_tables(tables: Sequence[Tensor], mesh: DeviceMesh) -> None:
             checks.fail(_OP, arg, rule, f"{table.shape[1]} and {table.dtype}", verb="have")
         if table.device.type != mesh.device_type:
             checks.fail(_OP, arg, f"on {mesh.device_type} like mesh", table.device)
-
-
-def _digest(*values: object) -> str:
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:8]

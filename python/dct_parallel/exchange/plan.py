@@ -1,7 +1,6 @@
 """Computes the sizes of buckets, payloads and messages from parameter sizes, without tensors."""
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -16,6 +15,7 @@ from dct_kernels.layout import BLOCK, range_bounds
 from ..collectives import all_gather_bytes, all_reduce_bytes
 from ..compressor import HEADROOM
 from ..formats import DTYPES
+from ..groups import digest
 from ..user_warnings import logger
 from .settings import TRANSPORTS, Settings
 
@@ -226,7 +226,6 @@ def unwrapped(name: str) -> str:
 
 def describe(names: Mapping[_AnyTensor, str]) -> str:
     """Summarize names, shapes and dtypes in one line, which must be the same on every rank."""
-    lines = [f"{name} {p.dtype} {tuple(p.shape)}\n" for p, name in names.items()]
-    digest = hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
+    lines = [f"{name} {p.dtype} {tuple(p.shape)}" for p, name in names.items()]
     numel = sum(parameter.numel() for parameter in names)
-    return f"{len(names)} parameters of {numel:,} elements, names and shapes {digest}"
+    return f"{len(names)} parameters of {numel:,} elements, names and shapes {digest(lines)}"

@@ -19,14 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dct_kernels import checks
 
 from .. import groups
-from .._torch import (
-    NO_PASS,
-    after_backward,
-    backward_pass,
-    fsdp_hook,
-    fsdp_in_backward,
-    span,
-)
+from .._torch import NO_PASS, after_backward, backward_pass, fsdp_hook, fsdp_in_backward, span
 from ..collectives import dense_mean
 from ..exchange.bucket import Bucket, SegmentState, parameter_stats
 from ..exchange.checkpoint import Entry, Run, Sharded, States, changeable

@@ -140,12 +140,10 @@ class CompressedShardsState:
         self._defaults = [fsdp_collectives(unit.group) for unit in units]
         self._collectives = [
             (
-                WeightGather(unit, gather, weights, partial(self._count, index)),
-                GradientReduceScatter(unit, reduce, gradients, partial(self._count_reduced, index)),
+                WeightGather(unit, gather, weights, partial(self._count, unit)),
+                GradientReduceScatter(unit, reduce, gradients, partial(self._count_reduced, unit)),
             )
-            for index, (unit, (gather, reduce)) in enumerate(
-                zip(units, self._defaults, strict=True)
-            )
+            for unit, (gather, reduce) in zip(units, self._defaults, strict=True)
         ]
         self._set(self._collectives)
 
@@ -201,27 +199,27 @@ class CompressedShardsState:
         self._read()
         return {"step": self.step, "wire_bytes": self._step_bytes}
 
-    def _count(self, index: int, nbytes: int) -> None:
-        """Count bytes of weights that this rank sends for the unit with this index."""
+    def _count(self, unit: "Unit", nbytes: int) -> None:
+        """Count bytes of weights that this rank sends for this unit."""
         if backward_pass() == NO_PASS:
             self._end_step()
-        self._require_same_order("weights", index)
+        self._require_same_order("weights", unit)
         self._bytes += nbytes
 
-    def _count_reduced(self, index: int, nbytes: int) -> None:
+    def _count_reduced(self, unit: "Unit", nbytes: int) -> None:
         """Count bytes of gradients that this rank sends in a backward pass."""
-        self._require_same_order("gradients", index)
+        self._require_same_order("gradients", unit)
         self._bytes += nbytes
         self._reduced = True
         self._pass = after_backward(self._pass, self._end_step)
 
-    def _require_same_order(self, what: str, index: int) -> None:
+    def _require_same_order(self, what: str, unit: "Unit") -> None:
         """On the CPU, raise on all shards unless they begin the same exchange.
 
         gloo aborts the process if messages of two ranks differ in size.
         """
-        if (group := self._order_groups.get(self._units[index].shard_group())) is not None:
-            groups.require_same_order(OP, [what, index], group)
+        if (group := self._order_groups.get(unit.shard_group())) is not None:
+            groups.require_same_order(OP, [what, unit.name], group)
 
     def _end_step(self, nested: bool = False) -> None:
         """End the step, if gradients were reduced since the last step ended.

@@ -74,9 +74,7 @@ class Unit:
             checks.fail(op, "model", rule, "a part of them", verb="have")
         self._names = [names[parameter] for parameter in parameters]
         self._numels = fsdp_shard_numels(group)
-        self._layout = tuple(
-            (n, p.dim() < 2) for n, p in zip(self._numels, parameters, strict=True)
-        )
+        self._layout = tuple(zip(self._numels, (p.dim() < 2 for p in parameters), strict=True))
 
     def parameters(self) -> dict[nn.Parameter, str]:
         """The sharded parameters and their names, in the order of the flat tensors.

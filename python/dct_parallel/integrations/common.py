@@ -33,21 +33,20 @@ class HookCallback:
                 "ddp_find_unused_parameters in the TrainingArguments."
             )
         self.state = DCTState(ddp, **settings)
-        for _, current in comm_hooks(ddp):  # the framework has trained with this DDP before
-            if isinstance(current, _Current):
-                current.state = self.state
-                return self.state
-        ddp.register_comm_hook(_Current(self.state), _current_hook)
+        # The framework may have trained with this DDP before.
+        hooks = [found for _, found in comm_hooks(ddp) if isinstance(found, _Current)]
+        current = hooks[0] if hooks else _Current()
+        current.state = self.state
+        if not hooks:
+            ddp.register_comm_hook(current, _Current.hook)
         return self.state
 
     def _log_once(self, model: nn.Module) -> None:
         """Log the format and the bytes after the first compressed step. Call it after each step."""
         state = self.state
-        if self._logged or state is None or state.step <= state.start_step:
+        if self._logged or state is None or state.step <= state.start_step or dist.get_rank() > 0:
             return
         self._logged = True
-        if dist.get_rank() > 0:
-            return
         local = state.node_group.size() if state.node_group else 1
         numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
         dense = all_reduce_bytes(4 * numel // local, dist.get_world_size() // local)
@@ -59,16 +58,18 @@ class HookCallback:
             f"all-reduce in float32, {fewer / 2:.1f}x fewer than in bfloat16"
         )
 
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        if self.state is not None:
+            self.state.close()
+
 
 class _Current:
     """The state of the hook of a DDP module, which accepts only one hook in its lifetime."""
 
-    def __init__(self, state: DCTState) -> None:
-        self.state = state
+    state: DCTState
 
-
-def _current_hook(current: _Current, bucket: dist.GradBucket) -> Future[Tensor]:
-    return dct_hook(current.state, bucket)
+    def hook(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        return dct_hook(self.state, bucket)
 
 
 def is_alone(processes: int) -> bool:

@@ -16,8 +16,7 @@ from .common import HookCallback, is_alone, load_parts, save_parts, warn_not_sav
 class DCTCallback(HookCallback, Callback):
     """Registers `dct_hook` on the DDP of Lightning's strategy. `state` is the `DCTState`.
 
-    With one process, there is nothing to compress. The callback then does nothing, and `state` is
-    None.
+    With one process, the callback does nothing, and `state` is None.
 
     Args:
         settings: arguments of `DCTState`. The callback adds the GradScaler and the optimizer.
@@ -42,10 +41,6 @@ class DCTCallback(HookCallback, Callback):
         if self.state is not None:
             save_parts(self._path(trainer), hook=self.state)  # on every rank
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        if self.state is not None:
-            self.state.close()
-
     def _path(self, trainer: Any) -> str:
         return f"{trainer.default_root_dir}/step{trainer.global_step}-dct{trainer.global_rank}.pt"
 
@@ -54,7 +49,7 @@ class LocalStepsStrategy(DDPStrategy):
     """Averages Lightning's weights every few steps. `averager` is the `DCTAverager`.
 
     With manual optimization, a step is a batch in which an optimizer stepped. With one process,
-    there is nothing to average, and `averager` is None.
+    `averager` is None.
 
     Args:
         settings: arguments of `DCTAverager`, such as `period`, and of `DDPStrategy`, such as

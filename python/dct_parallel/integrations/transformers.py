@@ -1,6 +1,5 @@
 """Callbacks for the HF Trainer (docs/guide/recipes.md). They save one file per rank."""
 
-import contextlib
 from typing import Any
 
 from transformers import TrainerCallback
@@ -38,8 +37,7 @@ class _RankFiles(TrainerCallback):
 class DCTCallback(HookCallback, _RankFiles):
     """Registers `dct_hook` on the DDP that the HF Trainer creates. `state` is the `DCTState`.
 
-    With one process, there is nothing to compress. The callback then does nothing, and `state` is
-    None.
+    With one process, the callback does nothing, and `state` is None.
 
     Args:
         trainer: the Trainer, with `ddp_find_unused_parameters=False`.
@@ -56,16 +54,11 @@ class DCTCallback(HookCallback, _RankFiles):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self._log_once(self._trainer.model)
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        if self.state is not None:
-            self.state.close()
-
 
 class LocalStepsCallback(_RankFiles):
     """Averages the HF Trainer's weights every few steps. `averager` is the `DCTAverager`.
 
-    With one process, there is nothing to average. The callback then does nothing, and `averager` is
-    None.
+    With one process, the callback does nothing, and `averager` is None.
 
     Args:
         trainer: the Trainer, with `average_tokens_across_devices=False`. During training its DDP
@@ -75,17 +68,12 @@ class LocalStepsCallback(_RankFiles):
 
     averager: DCTAverager | None = None
 
-    def __init__(self, trainer: Any, **settings: Any) -> None:
-        super().__init__(trainer, **settings)
-        self._no_sync = contextlib.ExitStack()
-
     def _begin(self) -> dict[str, Any]:
         trainer = self._trainer
         self.averager = DCTAverager(trainer.model, **self._settings)
-        self._no_sync.close()  # if an earlier training raised an error
-        # There is no DDP, and no `no_sync`, if the Trainer has evaluated before it trains.
-        no_sync = getattr(trainer.model_wrapped, "no_sync", contextlib.nullcontext)
-        self._no_sync.enter_context(no_sync())
+        # The Trainer may compile the DDP, and creates none if it has evaluated before.
+        self._ddp = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
+        self._ddp.require_backward_grad_sync = False  # as in DDP.no_sync
         parts = {"model": trainer.model, "optimizer": trainer.optimizer}
         return {**parts, "averager": self.averager}
 
@@ -94,6 +82,6 @@ class LocalStepsCallback(_RankFiles):
             self.averager.average_parameters()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._no_sync.close()
         if self.averager is not None:
+            self._ddp.require_backward_grad_sync = True
             self.averager.flush()  # trainer.save_model() requires equal weights on all ranks

@@ -23,7 +23,6 @@ from ..exchange.plan import log_plan, plan_bucket, plan_table
 from ..exchange.settings import Settings
 from ..groups import Agreement, known_group, sharing_errors
 from ..user_warnings import warn_user
-from .loaded import LoadedWeights
 from .weights import FlatWeights, shard_groups
 
 _OP = "DCTAverager"
@@ -110,8 +109,6 @@ class DCTAverager(ModelAverager):
         self._ledger = StepLedger(_OP, unit="averaging")
         weights.broadcast_from_first_rank(group)
         self._base = weights.read()
-        self._loaded = LoadedWeights(module, weights.names)
-        self._ranges = dict(zip(weights.names, pairwise(self._plan.bounds), strict=True))
         self._resumed = False  # whether there was no step since `load_state_dict`
         self._unaveraged = 0  # steps since the last averaging
         self._bucket = self._new_bucket({})
@@ -157,7 +154,7 @@ class DCTAverager(ModelAverager):
         self._ledger.require_intact()
         self._optimizers.called()
         if self._resumed:
-            self._loaded.take()  # the same, if they were loaded after the averager
+            self._weights.take_loaded()  # the same, if they were loaded after the averager
             self._resumed = False
         self._rebase()
         averages = (self.step + 1) % self.period == 0
@@ -288,7 +285,7 @@ class DCTAverager(ModelAverager):
         self._bucket = self._new_bucket(states)
         self._base = torch.cat(bases).to(self._device)
         self._unaveraged = entry["unaveraged"]
-        self._loaded.take()  # the weights that belong to this state
+        self._weights.take_loaded()  # the weights that belong to this state
         self._resumed = True
         if self._step_ahead and not self._unaveraged:
             # Restores the saved weights, which the constructor's broadcast may have overwritten.
@@ -348,12 +345,12 @@ class DCTAverager(ModelAverager):
 
         Drops their changes since the last averaging and their residuals.
         """
-        loaded = self._loaded.take()
-        for parameter, value in loaded.items():
-            low, high = self._ranges[parameter]
-            self._base[low:high] = value.flatten()
-            self._bucket.drop_range(low, high)
-        if loaded:
+        if loaded := self._weights.take_loaded():
+            spans = zip(self._weights.names, pairwise(self._plan.bounds), strict=True)
+            for parameter, (low, high) in spans:
+                if parameter in loaded:
+                    self._base[low:high] = loaded[parameter].flatten()
+                    self._bucket.drop_range(low, high)
             self._agreement.resume(self.step, base=[self._base])
 
     def _compare(self, op: str) -> None:

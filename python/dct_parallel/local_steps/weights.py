@@ -16,6 +16,7 @@ from dct_kernels import checks
 from ..exchange.checkpoint import WHOLE
 from ..exchange.plan import describe, unwrapped
 from ..groups import bit_sums
+from ..load_hooks import LoadWatcher
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -94,7 +95,7 @@ def _imported(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, ())
 
 
-class FlatWeights:
+class FlatWeights(LoadWatcher):
     """The parameters of a module that require grad, concatenated in float32.
 
     For a module that fully_shard has sharded, the tensor contains this rank's shards.
@@ -144,6 +145,10 @@ class FlatWeights:
             got = ", ".join(sorted(map(str, devices)))
             checks.fail(op, "module", "on one device, the CPU or CUDA", got)
         self.sizes = tuple(local(parameter).numel() for parameter in self.names)
+        # Values before the first load and after the last one since `take_loaded`.
+        self._before: dict[Parameter, Tensor] = {}
+        self._loaded: dict[Parameter, Tensor] = {}
+        self.watch_loads(module)
 
     @property
     def numel(self) -> int:
@@ -185,6 +190,28 @@ class FlatWeights:
         reshard(self._module)  # gathered copies would keep the old values
         for tensor, part in zip(self._tensors(), flat.split(self.sizes), strict=True):
             tensor.copy_(part.view_as(tensor))
+
+    def before_load(self, parameter: Parameter) -> None:
+        if parameter in self.names and parameter not in self._loaded:
+            self._before[parameter] = local(parameter).clone()
+
+    def after_load(self, parameter: Parameter) -> None:
+        if parameter not in self._before:
+            return
+        now, loaded = local(parameter).clone(), self._loaded.pop(parameter, None)
+        # A load replaces a tied parameter under each of its names.
+        is_first = loaded is None or torch.equal(now, loaded)
+        if is_first or not torch.equal(now, self._before[parameter]):
+            self._loaded[parameter] = now
+
+    def take_loaded(self) -> dict[Parameter, Tensor]:
+        """Return {parameter: this rank's loaded values} since the last call of this method.
+
+        If a later load restores the values from before the first load, it cancels the first load. A
+        user may load other weights for an evaluation, and then load the training's weights again.
+        """
+        loaded, self._loaded, self._before = self._loaded, {}, {}
+        return loaded
 
     def change_from(self, base: Tensor) -> Tensor:
         """Return the weights minus `base`, after `base` is rounded to the dtypes of the weights.

@@ -50,11 +50,14 @@ def sample_threshold(backend):
 
 
 def row_pack(backend):
-    """Rows with ties: narrow rows for one kernel, and rows too wide for a warp for the other."""
-    narrow, wide = ((samples.normal(3 * d).view(3, d) * 4).round() for d in (77, 1100))
-    return (
-        *backend.row_pack(narrow, 20, torch.float32),
-        *backend.row_pack(wide, 200, torch.float32),
+    """Rows with ties, in part of a warp, in several warps, and too wide for registers."""
+    shapes = ((3, 77, 20), (3, 1100, 200), (1, 8200, 300))
+    return tuple(
+        result
+        for rows, width, k in shapes
+        for result in backend.row_pack(
+            (samples.normal(rows * width).view(rows, width) * 4).round(), k, torch.float32
+        )
     )
 
 
