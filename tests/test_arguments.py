@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import dct_embeddings
 import dct_kernels
 import dct_parallel
+import dct_patches
 
-PACKAGES = dct_kernels, dct_parallel, dct_embeddings
+PACKAGES = dct_kernels, dct_parallel, dct_embeddings, dct_patches
 X, IDS, LENGTHS = torch.randn(4, 64), torch.tensor([0, 1]), torch.tensor([[1, 1]])
 VALUES, POSITIONS = dct_parallel.pack_rows(X, 3)
 # `optimizer` is used only with a scaler, and torch.optim.Optimizer checks `params`.
@@ -48,6 +49,10 @@ def _valid_arguments():
     replicas = dct_parallel.dct_fully_shard_hook(hooked, mesh=mesh)
     quantize = dct_parallel.RowQuantize("int4")
     rows_of = {"x": X, "format": "int4"}
+    tensors, folder = {"a": torch.ones(8)}, "no folder"
+    publisher = dct_patches.WeightPublisher(tensors)
+    subscriber = dct_patches.WeightSubscriber({"a": torch.ones(8).bfloat16()})
+    changes, full = publisher.diff(tensors), publisher.full()
     return {
         **{op: arguments(op) for op in OPS},
         "payload_layout": {"numel": 8, "capacity": 8, "value_dtype": torch.float32},
@@ -104,13 +109,28 @@ def _valid_arguments():
         "LinearTerms": {},
         "SumPooledEmbedding": {"width": 4},
         "FactorizationMachine": {"width": 4},
+        "WeightPublisher": {"named_tensors": tensors},
+        dct_patches.WeightPublisher.resume: {"folder": folder, "named_tensors": tensors},
+        publisher.diff: {"named_tensors": tensors},
+        publisher.confirm: {"patch": changes},
+        publisher.to_indices_and_values: {"patch": changes},
+        publisher.save_delta_checkpoint: {"patch": changes, "folder": folder},
+        "WeightSubscriber": {"named_tensors": tensors},
+        subscriber.load: {"patch": full},
+        subscriber.apply: {"patch": changes},
+        subscriber.update: {"folder": folder},
+        full.save: {"folder": folder},
+        dct_patches.WeightPatch.load: {"folder": folder},
+        dct_patches.WeightPatch.from_bytes: {"data": b""},
+        "broadcast_patch": {"patch": full, "src": 0},
         "FirstLayer": {"fields": 1, "width": 4, "out_features": 2},
     }
 
 
 def _has_no_checks(value):
-    """Whether a public name is a named tuple or an abstract class, which check no arguments."""
-    return inspect.isclass(value) and (issubclass(value, tuple) or inspect.isabstract(value))
+    """Whether a public name is an abstract class, or has only fields."""
+    fields = (tuple, dct_patches.WeightPatch)
+    return inspect.isclass(value) and (issubclass(value, fields) or inspect.isabstract(value))
 
 
 def test_every_public_name_is_tried(one_rank):
@@ -158,4 +178,4 @@ def test_keyword_arguments_given_by_position_are_named():
                 with pytest.raises(TypeError) as error:
                     getattr(package, name)(*positions, 2.5, "x")
                 assert str(error.value) == f"dct::{name}: {first} must be {rule}"
-    assert len(tried) == 14
+    assert len(tried) == 15

@@ -24,6 +24,7 @@ REFERENCE = {
     "dct_kernels": "reference/kernels.md",
     "dct_parallel": "reference/parallel.md",
     "dct_embeddings": "reference/embeddings.md",
+    "dct_patches": "reference/patches.md",
 }
 # On these pages, later programs continue the first one.
 CONTINUED = ("guide/coming_from.md", "guide/recipes.md")

@@ -17,7 +17,8 @@ import dct_kernels
 
 ROOT = Path(__file__).parent.parent
 # A package may import the packages before it.
-FOLDERS = {"dct_kernels": ROOT, "dct_parallel": ROOT / "python", "dct_embeddings": ROOT / "python"}
+FOLDERS = {"dct_kernels": ROOT}
+FOLDERS |= dict.fromkeys(("dct_parallel", "dct_embeddings", "dct_patches"), ROOT / "python")
 PACKAGES = tuple(FOLDERS)
 
 

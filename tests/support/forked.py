@@ -15,7 +15,7 @@ context = multiprocessing.get_context("forkserver")
 # dlrm.comparison imports dct_parallel only if the extras are installed. DDP imports dynamo.
 _PRELOAD = ["dct_parallel", "dlrm.comparison", "pytest", "torch._dynamo"]
 _PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.optim", "torchrec.distributed"]
-_PRELOAD += ["dct_embeddings", "transformers.trainer", "lightning.pytorch"]
+_PRELOAD += ["dct_embeddings", "dct_patches", "transformers.trainer", "lightning.pytorch"]
 _TESTS = Path(__file__).parents[1]
 _MAX_CHARACTERS = 300  # maximum characters per value
 

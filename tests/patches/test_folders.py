@@ -1,0 +1,314 @@
+"""Folders of versions: chains, removed files, faults while writing, and damaged files."""
+
+import errno
+import json
+import logging
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+import dct_patches.patch
+import dct_patches.tensor_files
+from dct_patches import WeightPatch, WeightPublisher, WeightSubscriber
+from support import forked
+from support.weights import assert_bits, bits, initial, published, receiver, step
+
+
+class Trainer:
+    """Publishes versions in a folder, and records the bits of each confirmed version by id."""
+
+    def __init__(self, folder, resume=False):
+        self.folder, self.weights = folder, initial()
+        make = WeightPublisher
+        self.publisher = make.resume(folder, self.weights) if resume else make(self.weights)
+        self.bits, self.steps = {}, 0
+        if not resume:
+            self.publisher.full().save(folder)
+            self.bits[self.publisher.id] = published(self.weights)
+
+    def publish(self, full=False, keep=None):
+        self.steps += 1
+        step(self.weights, 0.02, self.steps)
+        patch = self.publisher.diff(self.weights)
+        patch.save(self.folder, keep)
+        self.publisher.confirm(patch)
+        self.bits[patch.id] = published(self.weights)
+        if full:
+            self.publisher.full().save(self.folder, keep)
+
+
+class Receiver:
+    """A subscriber that records the versions that it read."""
+
+    def __init__(self):
+        self.tensors, self.read = receiver(initial()), []
+        self.subscriber = WeightSubscriber(self.tensors)
+        for name in ("load", "apply"):
+            setattr(self.subscriber, name, self._recording(name))
+
+    def _recording(self, name):
+        method = getattr(self.subscriber, name)
+
+        def recorded(patch):
+            method(patch)
+            self.read.append((name, patch.version))
+
+        return recorded
+
+    def update(self, trainer):
+        self.subscriber.update(trainer.folder)
+        self.check(trainer)
+
+    def check(self, trainer):
+        assert_bits(bits(self.tensors), trainer.bits[self.subscriber.id])
+
+
+def _names(folder):
+    return sorted(
+        "-".join(path.name.split("-")[:3:2]) for path in Path(folder).glob("*.safetensors")
+    )
+
+
+def test_a_chain(tmp_path):
+    trainer, first, behind = Trainer(tmp_path / "new" / "folder"), Receiver(), Receiver()
+    first.update(trainer)
+    behind.update(trainer)
+    for version in range(1, 6):
+        trainer.publish(full=version in (2, 4), keep=2)
+        if version != 2:
+            first.update(trainer)
+    first.update(trainer)
+    assert first.read == [("load", 0), *(("apply", version) for version in range(1, 6))]
+    # The last two patches lead from version 3. The full copy of version 2 is the last one before.
+    files = ["000002-full", "000003-patch", "000004-full", "000004-patch", "000005-patch"]
+    assert _names(trainer.folder) == files
+    behind.update(trainer)
+    assert behind.read == [("load", 0), ("load", 4), ("apply", 5)]
+    assert WeightPatch.load(trainer.folder, behind.subscriber.id) is None
+    trainer.publish(full=True, keep=0)
+    assert _names(trainer.folder) == ["000006-full"]
+    behind.update(trainer)
+    assert behind.read[-1] == ("load", 6)
+
+
+def test_resume(tmp_path):
+    trainer, follower = Trainer(tmp_path), Receiver()
+    trainer.publish()
+    follower.update(trainer)
+    for name in (".x.tmp", "000002-0123-patch-0.safetensors"):  # of a publisher that was stopped
+        (tmp_path / name).touch()
+    resumed = Trainer(tmp_path, resume=True)
+    resumed.steps = 5
+    assert (resumed.publisher.id, resumed.publisher.version) == (trainer.publisher.id, 1)
+    assert _names(tmp_path) == ["000000-full", "000001-patch"] and not [*tmp_path.glob(".*")]
+    resumed.publish()
+    follower.update(resumed)
+    assert follower.read == [("load", 0), ("apply", 1), ("apply", 2)]
+    with pytest.raises(ValueError, match=r"resume: named_tensors must have the names .*'mask'"):
+        WeightPublisher.resume(tmp_path, {n: t for n, t in initial().items() if n != "mask"})
+    with pytest.raises(ValueError, match=r"\['half'\] must be .*float16.*, got .*float64"):
+        WeightPublisher.resume(tmp_path, {**initial(), "half": initial()["half"].double()})
+
+
+def test_a_forgotten_patch_is_replaced(tmp_path):
+    trainer, follower, other = Trainer(tmp_path), Receiver(), Receiver()
+    step(trainer.weights, 0.1, 50)
+    forgotten = trainer.publisher.diff(trainer.weights)
+    forgotten.save(tmp_path)
+    trainer.bits[forgotten.id] = published(trainer.weights)
+    follower.update(trainer)
+    trainer.publish()
+    follower.update(trainer)
+    other.update(trainer)
+    loads = [("load", 0), ("apply", 1)]
+    assert (follower.read, other.read) == (loads + loads, loads)
+    trainer.publish()
+    with pytest.raises(ValueError, match="follow the folder's last version"):
+        forgotten.save(tmp_path)
+
+
+def test_patches_that_do_not_follow_are_refused(tmp_path):
+    trainer = Trainer(tmp_path)
+    step(trainer.weights, 0.1, 1)
+    patch = trainer.publisher.diff(trainer.weights)
+    with pytest.raises(ValueError, match=r"a full copy in a new folder \(save publisher.full\(\)"):
+        patch.save(tmp_path / "empty")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    restarted = WeightPublisher(trainer.weights)
+    for wrong in (restarted.full(), restarted.diff(trainer.weights)):
+        with pytest.raises(
+            ValueError, match=r"patch must follow .* \(resume the publisher, or use"
+        ):
+            wrong.save(tmp_path)
+    with pytest.raises(ValueError, match=r"keep must be in \[0"):
+        patch.save(tmp_path, keep=-1)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+class Faults:
+    """Runs `fault` instead of the call with this number that changes files."""
+
+    def __init__(self, monkeypatch, number, fault):
+        self.count, self.number, self.fault = 0, number, fault
+        for owner, name in [(os, "fsync"), (os, "replace"), (Path, "unlink")]:
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+        monkeypatch.setattr(dct_patches.tensor_files, "open", self._counted(open), raising=False)
+
+    def _counted(self, call):
+        def counted(*arguments, **options):
+            self.count += 1
+            if self.count == self.number:
+                self.fault()
+            return call(*arguments, **options)
+
+        return counted
+
+
+def _no_space():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_error_at_every_call_loses_nothing(tmp_path, monkeypatch):
+    for number in range(1, 100):
+        trainer, follower = Trainer(tmp_path / str(number)), Receiver()
+        trainer.publish(full=True)
+        follower.update(trainer)
+        with monkeypatch.context() as patched:
+            faults = Faults(patched, number, _no_space)
+            try:
+                trainer.publish(keep=0)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+            published_all = faults.count < number
+        assert not [*trainer.folder.glob(".*")]
+        try:
+            follower.update(trainer)
+        except KeyError:  # the version was saved, but the error came before it was confirmed
+            assert follower.subscriber.version == 2
+        else:
+            assert follower.subscriber.version == (2 if published_all else 1)
+        trainer.publish()
+        follower.update(trainer)
+        if published_all:
+            break
+    assert number > 9
+
+
+def _publish_until_killed(folder, number):
+    """Publish, and end the process at a call that changes files."""
+    patched = pytest.MonkeyPatch()
+    patched.setattr(os, "fsync", lambda descriptor: None)
+    trainer = Trainer(folder, resume=True)
+    Faults(patched, number, lambda: os._exit(9))
+    trainer.publish(full=True, keep=0)
+    os._exit(3)
+
+
+def test_a_publisher_that_is_killed_resumes(tmp_path):
+    """Each process is killed at a later call, until one is not. One in three calls is tried."""
+    forked.start()
+    trainer, follower = Trainer(tmp_path), Receiver()
+    follower.update(trainer)
+    for number in range(2, 100, 3):
+        process = forked.context.Process(target=_publish_until_killed, args=(tmp_path, number))
+        process.start()
+        process.join(120)
+        follower.subscriber.update(tmp_path)
+        resumed = WeightPublisher.resume(tmp_path, initial())
+        assert resumed.id == follower.subscriber.id
+        full = {part.name: part.data.numpy().tobytes() for part in resumed.full().parts}
+        assert full == {name: raw.tobytes() for name, raw in bits(follower.tensors).items()}
+        listed = json.loads((tmp_path / "index.json").read_text())["versions"]
+        listed = {name for v in listed for name in (v["patch"] or []) + (v["full"] or [])}
+        assert listed == {path.name for path in tmp_path.glob("*.safetensors")}
+        if process.exitcode == 3:
+            break
+        assert process.exitcode == 9
+    assert number > 15
+
+
+def test_a_full_disk(tmp_path):
+    trainer, follower = Trainer(tmp_path), Receiver()
+    follower.update(trainer)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            trainer.publish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert _names(tmp_path) == ["000000-full"] and not [*tmp_path.glob(".*")]
+    trainer.publish()
+    follower.update(trainer)
+
+
+def test_damaged_and_missing_files(tmp_path):
+    trainer, follower = Trainer(tmp_path), Receiver()
+    trainer.publish()
+    follower.update(trainer)
+    trainer.publish()
+    (path,) = tmp_path.glob("000002-*")
+    index, content = tmp_path / "index.json", path.read_bytes()
+
+    def is_refused(error, message):
+        with pytest.raises(error, match=message):
+            follower.subscriber.update(tmp_path)
+        assert follower.subscriber.version == 1
+        follower.check(trainer)
+
+    for at in range(5, len(content), len(content) // 40):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :])
+        is_refused(ValueError, rf"{path.name} must be an undamaged patch")
+        path.write_bytes(content[:at])
+        is_refused(ValueError, rf"{path.name} must be an undamaged patch")
+    path.unlink()
+    is_refused(FileNotFoundError, f"folder must have the file {path.name}")
+    (other,) = tmp_path.glob("000001-*")
+    path.write_bytes(other.read_bytes())
+    is_refused(ValueError, "folder must have .* as in its index, got")
+    path.write_bytes(content)
+
+    text = index.read_text()
+    for damaged in (text[:-9], text.replace(path.name, f"../{path.name}"), "[]", "{}"):
+        index.write_text(damaged)
+        is_refused(ValueError, r"index.json must be an undamaged index")
+    index.unlink()
+    is_refused(FileNotFoundError, "folder must have a full copy")
+    index.write_text(text)
+    follower.update(trainer)
+    assert follower.subscriber.version == 2
+
+
+def test_files_that_are_removed_while_a_subscriber_reads(tmp_path, monkeypatch):
+    trainer, follower = Trainer(tmp_path), Receiver()
+    follower.update(trainer)
+    trainer.publish()
+    read = dct_patches.patch.folders.read_index
+    stale = read(tmp_path)
+    trainer.publish(full=True, keep=0)
+    answers = iter([stale])
+    monkeypatch.setattr(
+        dct_patches.patch.folders, "read_index", lambda path: next(answers, None) or read(path)
+    )
+    follower.update(trainer)
+    assert follower.read == [("load", 0), ("load", 2)]
+
+
+def test_the_progress_of_a_long_save_is_logged(tmp_path, monkeypatch):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("dct_patches")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    monkeypatch.setattr(dct_patches.tensor_files, "SECONDS_BETWEEN_LOGS", 0)
+    try:
+        Trainer(tmp_path)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert len(messages) == len(initial()) + 1
+    assert messages[-2].startswith("wrote 0.00 of 0.00 GB of ") and messages[-2].endswith("tensors")
+    assert messages[-1].startswith("saved version 0 (")
