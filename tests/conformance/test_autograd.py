@@ -141,6 +141,7 @@ def test_vmap_of_row_ops_equals_one_call():
 
 WRITTEN = {"mask_pack": {"residual", "payload", "seen"}, "scatter_unpack": {"out"}}
 WRITTEN |= {"quantize_pack": {"residual", "payload"}, "dequantize_sum": {"out"}}
+WRITTEN |= {"diff_pack": {"patch", "checksums"}, "patch_apply": {"weights"}}
 
 
 @pytest.mark.parametrize("op", OPS)
