@@ -1,13 +1,11 @@
 """Measures the host time of communication hooks per DDP bucket, and of `compress_fully_shard`."""
 
 import argparse
-import contextlib
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from unittest.mock import patch
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,10 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.cli import Parser, announce_backend, count, exit_status
+from bench.faked_ranks import faked_collectives
 from bench.tables import table
 from dct_parallel import DCTState, dct_hook
-from dct_parallel.fsdp2 import collectives
-from dct_parallel.fsdp2.units import units_of
 
 DESCRIPTION = """\
 Measure the host time that a communication hook adds to a step of DDP, per bucket.
@@ -73,20 +70,6 @@ def added(buckets: int, steps: int) -> dict[str, float]:
                 times[name].append((time.perf_counter() - start) * 1e6 / buckets)
     medians = {name: statistics.median(each) for name, each in times.items()}
     return {name: medians[name] - medians["none"] for name in HOOKS if name != "none"}
-
-
-@contextlib.contextmanager
-def faked_collectives(module: torch.nn.Module, ranks: int) -> Iterator[tuple]:
-    """Int8 collectives of a module on one rank, which process the messages of `ranks` ranks."""
-    with (
-        patch.object(dist, "get_process_group_ranks", lambda group: range(ranks)),
-        patch.object(collectives, "all_gather", lambda *_: None),
-        patch.object(dist, "all_to_all_single", lambda *_, **__: None),
-        torch.no_grad(),
-    ):
-        (unit,) = units_of("bench.hooks", module)
-        options = unit, None, "int8", lambda nbytes: None
-        yield collectives.WeightGather(*options), collectives.GradientReduceScatter(*options)
 
 
 def per_module(ranks: int, steps: int) -> str:

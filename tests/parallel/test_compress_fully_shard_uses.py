@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from bench.hooks import faked_collectives
+from bench.faked_ranks import faked_collectives
 from dct_parallel import compress_fully_shard
 from dct_parallel.fsdp2 import collectives
 from support.compressed_shards import (

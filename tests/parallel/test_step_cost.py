@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.hooks import faked_collectives
+from bench.faked_ranks import faked_collectives
 from dct_parallel import DCTState
 from dct_parallel.exchange.bucket import Bucket
 from dct_parallel.exchange.plan import BucketPlan
