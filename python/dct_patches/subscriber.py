@@ -82,8 +82,8 @@ class WeightSubscriber:
         """Continue to the last version in a folder, and return its number.
 
         Applies the patches after the tensors' version, or loads the last full copy if the folder
-        does not have this version. Raises the errors of `WeightPatch.load`, `load` and `apply`. Then
-        the tensors have an older version.
+        does not have this version. It raises the errors of `WeightPatch.load`, `load` and `apply`.
+        Then the tensors have an older version.
         """
         while (patch := WeightPatch.load(folder, self.id)) is not None:
             if patch.is_full:
