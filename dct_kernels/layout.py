@@ -13,7 +13,7 @@ The dense payload of quantize_pack and dequantize_sum holds all entries:
 """
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -155,6 +155,15 @@ def quantized_row_bytes(format: str) -> int:
     return ROW // SCALED * (CODE_BYTES[format] + (0 if format in UNSCALED else 2))
 
 
+def read_header(op: str, arg: str, payload: torch.Tensor) -> tuple[Any, ...]:
+    """Return the fields of `HEADER` in a payload, uint8 [nbytes]. Synchronizes with the device."""
+    require_type(op, arg, payload, torch.Tensor, "a tensor")
+    if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < HEADER_BYTES:
+        got = f"{str(payload.dtype).removeprefix('torch.')} {list(payload.shape)}"
+        fail(op, arg, f"uint8 [nbytes] with nbytes >= {HEADER_BYTES}", got)
+    return HEADER.unpack(bytes(payload[:HEADER_BYTES].tolist()))
+
+
 def payload_info(payload: torch.Tensor) -> PayloadInfo:
     """Return the contents of the header of one payload, uint8 [nbytes].
 
@@ -164,12 +173,8 @@ def payload_info(payload: torch.Tensor) -> PayloadInfo:
     Raises:
         ValueError, TypeError: `payload` is not a payload of this library.
     """
-    require_type("payload_info", "payload", payload, torch.Tensor, "a tensor")
-    if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < HEADER_BYTES:
-        got = f"{str(payload.dtype).removeprefix('torch.')} {list(payload.shape)}"
-        fail("payload_info", "payload", f"uint8 [nbytes] with nbytes >= {HEADER_BYTES}", got)
-    raw = bytes(payload[:HEADER_BYTES].tolist())
-    magic, version, code, flags, numel, capacity, count, _ = HEADER.unpack(raw)
+    header = read_header("payload_info", "payload", payload)
+    magic, version, code, flags, numel, capacity, count, _ = header
     kinds: dict[tuple[int, int], torch.dtype | str] = {
         (VERSION, code): dtype for dtype, code in VALUE_DTYPE_CODES.items()
     }

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from .checks import fail, require_int, require_type
-from .layout import FLAG_OVERFLOW, HEADER, HEADER_BYTES, MAGIC
+from .checks import fail, require_int
+from .layout import FLAG_OVERFLOW, HEADER_BYTES, MAGIC, read_header
 
 VERSION = 5
 BLOCK = 4096  # elements; a position in a block fits 12 bits
@@ -78,8 +78,7 @@ def patch_bytes(numel: int, capacity: int) -> int:
 
 
 def patch_info(patch: torch.Tensor) -> PatchInfo:
-    """Return the contents of the header of a patch, uint8 [nbytes]. The 64 bytes of the header
-    suffice.
+    """Return the contents of the header of a patch, uint8 [nbytes]; its first 64 bytes suffice.
 
     This function copies 64 bytes to the host and synchronizes, so it cannot run in CUDA graphs or
     torch.compile.
@@ -87,12 +86,7 @@ def patch_info(patch: torch.Tensor) -> PatchInfo:
     Raises:
         ValueError, TypeError: `patch` is not a patch of this library.
     """
-    require_type("patch_info", "patch", patch, torch.Tensor, "a tensor")
-    if patch.dtype != torch.uint8 or patch.dim() != 1 or patch.numel() < HEADER_BYTES:
-        got = f"{str(patch.dtype).removeprefix('torch.')} {list(patch.shape)}"
-        fail("patch_info", "patch", f"uint8 [nbytes] with nbytes >= {HEADER_BYTES}", got)
-    raw = bytes(patch[:HEADER_BYTES].tolist())
-    magic, version, code, flags, numel, _, words, _ = HEADER.unpack(raw)
+    magic, version, code, flags, numel, _, words, _ = read_header("patch_info", "patch", patch)
     dtypes = {code: dtype for dtype, code in DTYPE_CODES.items()}
     if (magic, version) != (MAGIC, VERSION) or code not in dtypes:
         got = f"magic {magic:#010x}, version {version}, dtype code {code}"

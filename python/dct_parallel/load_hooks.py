@@ -1,6 +1,7 @@
 """Notices that `load_state_dict` replaces the parameters of a module."""
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.nn import Parameter
 from ._torch import count_writes
 
 
-class LoadWatcher:
+class LoadWatcher(ABC):
     """An object whose methods are called when a module, or a part of it, loads a state."""
 
     def watch_loads(self, module: nn.Module) -> None:
@@ -20,12 +21,12 @@ class LoadWatcher:
             part.register_load_state_dict_pre_hook(hooks.before)
             part.register_load_state_dict_post_hook(hooks.after)
 
-    def before_load(self, parameter: Parameter) -> None:
+    def before_load(self, parameter: Parameter) -> None:  # noqa: B027  # not abstract
         """`load_state_dict` may replace this parameter. By default, does nothing."""
 
+    @abstractmethod
     def after_load(self, parameter: Parameter) -> None:
         """`load_state_dict` has replaced this parameter."""
-        raise NotImplementedError
 
 
 class _Hooks:

@@ -4,7 +4,6 @@ Each one returns an `Exchange`, which has the statuses of the messages, and the 
 sends.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,27 +16,11 @@ from dct_kernels import quantized_payload_bytes
 from ..collectives import all_gather as gather_messages
 from ..collectives import all_gather_bytes
 from .all_reduce import tensor_bucket
-from .results import Exchange, ExchangeResult
+from .results import Exchange, Statuses
 from .settings import Settings
 
 _quantize_pack = torch.ops.dct.quantize_pack.default
 _dequantize_sum = torch.ops.dct.dequantize_sum.default
-
-
-class Received:
-    """The statuses of the messages of an exchange, in the group's order. An `Exchange`."""
-
-    def __init__(self, status: Tensor, group: dist.ProcessGroup) -> None:
-        self.words: Sequence[Tensor] = [status.view(-1)]
-        self._ranks = dist.get_process_group_ranks(group)
-
-    def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
-        senders = zip(self._ranks, words, strict=True)
-        damaged = [f"status {status} from rank {rank}" for rank, (status, _) in senders if status]
-        return ExchangeResult(damaged, False, [], 0, 0, 0)
-
-    def take_back(self) -> None:
-        """Do nothing, because there is no residual."""
 
 
 def all_reduce(
@@ -68,7 +51,9 @@ def reduce_scatter(
     dist.all_to_all_single(received, messages, group=group)
     scale = 1 / ranks if op == ReduceOp.AVG else 1.0
     status = _dequantize_sum(received, output.view(-1), format, scale)
-    return Received(status, group), all_gather_bytes(messages.shape[1], ranks)
+    return Statuses(status.view(-1), dist.get_process_group_ranks(group)), all_gather_bytes(
+        messages.shape[1], ranks
+    )
 
 
 def all_gather(
@@ -91,7 +76,13 @@ def all_gather(
     if is_list:
         for part, row in zip(parts, out, strict=True):
             part.copy_(row.view_as(part))
-    return Received(status, group), all_gather_bytes(message.shape[1], ranks)
+    return Statuses(status.view(-1), dist.get_process_group_ranks(group)), all_gather_bytes(
+        message.shape[1], ranks
+    )
+
+
+def _statuses(status: Tensor, group: dist.ProcessGroup) -> Statuses:
+    return Statuses(status.view(-1), dist.get_process_group_ranks(group))
 
 
 def _new_messages(count: int, part: Tensor, format: str) -> Tensor:

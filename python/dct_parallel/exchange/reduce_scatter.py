@@ -9,7 +9,14 @@ from torch import Tensor
 from .._torch import span
 from ..collectives import all_gather
 from .plan import BucketPlan, Slice, slices
-from .results import ExchangeResult, counts, header_words, non_finite, overflowed
+from .results import (
+    ExchangeResult,
+    counts,
+    damaged_messages,
+    header_words,
+    non_finite,
+    overflowed,
+)
 from .settings import Codec
 from .transport import Transport
 
@@ -72,7 +79,7 @@ class ReduceScatter(Transport):
 
     def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
         ranks, owners = len(self._ranks), sum(self._splits)
-        damaged = self._damaged([row[0] for row in words[:ranks]])
+        damaged = damaged_messages(self._ranks, [row[0] for row in words[:ranks]])
         code, headers = words[ranks][0], words[ranks + 1 :]
         sent, results = headers[:ranks], headers[ranks:]  # sent to owners, and sent by owners
         if code:
@@ -102,7 +109,7 @@ class ReduceScatter(Transport):
             low, high = self._plan.range_bounds[owner : owner + 2]
             out = torch.empty(high - low, dtype=torch.float32, device=result.device)
             codes += self._codec_of(owner, 0).unpack(result.unsqueeze(0), out).tolist()
-        return self._damaged(codes, ", of the mean")
+        return damaged_messages(self._ranks, codes, ", of the mean")
 
     def _codec_of(self, owner: int, step: int) -> Codec:
         """Create a codec for the range of `owner`, with the payload size of the longest range."""

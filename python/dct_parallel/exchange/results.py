@@ -55,6 +55,36 @@ class Exchange(Protocol):
         """Return the entries of the last exchange to the residual, for a step that is dropped."""
 
 
+def damaged_messages(ranks: Sequence[int], codes: Sequence[int], what: str = "") -> list[str]:
+    """Describe the damaged messages, given each rank's status. `what` ends each text."""
+    return [
+        f"status {code} from rank {rank}{what}"
+        for rank, code in zip(ranks, codes, strict=True)
+        if code
+    ]
+
+
+class Statuses:
+    """An `Exchange` without a residual, whose results are the statuses of the received messages.
+
+    Args:
+        status: int32 [P], not 0 for a damaged message.
+        ranks: the senders.
+    """
+
+    def __init__(self, status: Tensor, ranks: Sequence[int]) -> None:
+        self.words: Sequence[Tensor] = [status]
+        self._ranks = ranks
+
+    def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
+        """Return the damaged messages, given the rows of `words` on the host."""
+        damaged = damaged_messages(self._ranks, [row[0] for row in words])
+        return ExchangeResult(damaged, False, [], 0, 0, 0)
+
+    def take_back(self) -> None:
+        """Do nothing, because there is no residual."""
+
+
 class HostCopy:
     """An asynchronous copy of a tensor to the host. `tolist` waits for the copy."""
 

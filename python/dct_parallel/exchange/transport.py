@@ -9,7 +9,14 @@ from torch import Tensor
 from .._torch import span
 from ..collectives import all_gather
 from .plan import BucketPlan
-from .results import ExchangeResult, counts, header_words, non_finite, overflowed
+from .results import (
+    ExchangeResult,
+    counts,
+    damaged_messages,
+    header_words,
+    non_finite,
+    overflowed,
+)
 from .settings import Codec
 
 
@@ -76,14 +83,6 @@ class Transport(ABC):
         """The group's ranks, for error messages after the group was destroyed."""
         return dist.get_process_group_ranks(self._group)
 
-    def _damaged(self, codes: Sequence[int], what: str = "") -> list[str]:
-        """Describe the damaged payloads, given each rank's status. `what` ends each text."""
-        return [
-            f"status {code} from rank {rank}{what}"
-            for rank, code in zip(self._ranks, codes, strict=True)
-            if code
-        ]
-
 
 class AllGather(Transport):
     """Uses one all-gather of the payloads. Every rank sums all payloads in rank order.
@@ -114,7 +113,7 @@ class AllGather(Transport):
         if any(codes):  # headers of damaged payloads are ignored
             headers = [header for header, code in zip(headers, codes, strict=True) if not code]
         return ExchangeResult(
-            damaged=self._damaged(codes),
+            damaged=damaged_messages(self._ranks, codes),
             non_finite=non_finite(headers),
             counts=counts([sent]),
             numel=self._plan.numel,

@@ -3,6 +3,7 @@
 Not `dct_parallel.collectives`, whose functions call those of torch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,14 +22,14 @@ from .._torch import (
     span,
 )
 from ..collectives import all_gather, all_gather_bytes
-from ..exchange.results import ExchangeResult
+from ..exchange.results import Statuses
 from .messages import MessageLayout, message_layout
 
 if TYPE_CHECKING:
     from .units import Unit
 
 
-class _Collective:
+class _Collective(Statuses, ABC):
     """Implements FSDP2's interface of collectives (`allocate` and `__call__`), and `Exchange`.
 
     torch's collective is used if messages would not be smaller, and for a tensor that does not
@@ -48,11 +49,11 @@ class _Collective:
         self, unit: "Unit", default: Any, format: str | None, count: Callable[[int], None]
     ) -> None:
         self._unit, self._default, self._format, self._count = unit, default, format, count
-        self._ranks = dist.get_process_group_ranks(unit.shard_group())
-        # int32 [number of ranks], not 0 for ranks that have sent a damaged message in any exchange.
-        # Unlike those of a bucket, the words stay if an exchange fails: no residual is affected.
-        self._status = torch.zeros(len(self._ranks), dtype=torch.int32, device=unit.device)
-        self.words: Sequence[Tensor] = [self._status]
+        ranks = dist.get_process_group_ranks(unit.shard_group())
+        # Not 0 for ranks that have sent a damaged message in any exchange. Unlike those of a
+        # bucket, the words stay if an exchange fails: no residual is affected.
+        self._status = torch.zeros(len(ranks), dtype=torch.int32, device=unit.device)
+        super().__init__(self._status, ranks)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         tensor: Tensor = self._default.allocate(size, dtype=dtype, device=device)
@@ -66,9 +67,9 @@ class _Collective:
         parts = zip(self._unit.layout(self._trained), dtypes, strict=True)
         return sum(numel * dtype.itemsize for (numel, _), dtype in parts)
 
+    @abstractmethod
     def _dtypes(self) -> Sequence[torch.dtype]:
         """The dtype in which torch's collective sends each parameter."""
-        raise NotImplementedError
 
     def _layout(self, dtype: torch.dtype) -> MessageLayout | None:
         """The layout of messages for parts of this dtype, or None to use torch's collective."""
@@ -84,15 +85,6 @@ class _Collective:
         # In place, because FSDP2 may run exchanges on different streams. If a new tensor replaced
         # `_status`, its memory could be reused before another stream has read it.
         torch.maximum(self._status, status, out=self._status)
-
-    def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
-        """Return the damaged messages, given the rows of `words` on the host."""
-        senders = zip(self._ranks, words, strict=True)
-        damaged = [f"status {status} from rank {rank}" for rank, (status, _) in senders if status]
-        return ExchangeResult(damaged, False, [], 0, 0, 0)
-
-    def take_back(self) -> None:
-        """Do nothing, because there is no residual."""
 
 
 class WeightGather(_Collective):

@@ -1,5 +1,6 @@
 """Callbacks for the HF Trainer (docs/guide/recipes.md). They save one file per rank."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from transformers import TrainerCallback
@@ -8,7 +9,7 @@ from .. import DCTAverager
 from .common import HookCallback, is_alone, load_parts, save_parts
 
 
-class _RankFiles(TrainerCallback):
+class _RankFiles(TrainerCallback, ABC):
     """Saves and loads the state that differs between ranks, in one file per rank."""
 
     def __init__(self, trainer: Any, **settings: Any) -> None:
@@ -20,9 +21,9 @@ class _RankFiles(TrainerCallback):
         if self._parts and self._trainer.state.global_step:  # the Trainer resumes
             load_parts(self._path(), **self._parts)
 
+    @abstractmethod
     def _begin(self) -> dict[str, Any]:
         """Start the compression. Return {name: an object with a state that differs by rank}."""
-        raise NotImplementedError
 
     def on_save(self, *_: Any, **__: Any) -> None:  # on every rank
         if self._parts:
