@@ -1,0 +1,230 @@
+"""A publisher and a subscriber of weight patches, which are killed at random moments.
+
+In each case, one of the processes or both are killed several times, and started again. Then the
+publisher sends three more versions. It records the bits of each version before it sends the
+version. Whenever a call of the subscriber returns or raises, its weights must have the recorded
+bits. At the end, it has the last version. The only errors are a folder that is still empty, and in
+a gloo group, a lost connection, and the request for a full copy after a restart.
+
+Results count in which call a process was killed, for example "publisher save".
+"""
+
+import contextlib
+import hashlib
+import random
+import signal
+import tempfile
+import time
+import traceback
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dct_patches import WeightPublisher, WeightSubscriber, broadcast_patch
+from support import forked
+from support.weights import bits, initial, published, receiver, step
+
+COUNTS = {"folder": 100, "group": 100}
+BATCH = 10
+KILLS, LAST_VERSIONS = 3, 3
+NAMES = ("publisher", "subscriber")  # ranks 0 and 1
+SECONDS_BETWEEN_KILLS = 0.4  # at most
+TIMEOUT = timedelta(seconds=15)  # of a group, if a process is killed while it joins
+SECONDS = 60  # time limit for the end of a process
+ATTEMPT, ENDED, READY = range(3)  # indices of shared numbers. READY: the attempt of each process
+
+
+def run(entry_point, first, count, seed):
+    forked.start()
+    counts, failures = Counter(), []
+    for number in range(first, first + count):
+        drawn, processes = random.Random(f"{seed} {entry_point} {number}"), {}
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                _case(entry_point, Path(folder), drawn, processes, counts)
+            except AssertionError as error:
+                failures.append({"case": number, "what": str(error)})
+            for process in processes.values():
+                process.kill()
+                process.join()
+    return {"failures": failures, **counts}
+
+
+def _case(transport, folder, drawn, processes, counts):
+    shared = forked.context.RawArray("i", READY + len(NAMES))
+    calls = {name: forked.context.RawArray("c", 16) for name in NAMES}
+
+    def start(name):
+        args = name, transport, folder, shared, calls[name], drawn.randrange(10**6)
+        processes[name] = forked.context.Process(target=_work, args=args)
+        processes[name].start()
+
+    def require_end(name, code):
+        processes[name].join(SECONDS)
+        found = processes[name].exitcode
+        text = "\n".join(path.read_text() for path in sorted(folder.glob("error-*")))
+        assert found == code, f"exit code {found} of the {name} in {calls[name].value}: {text}"
+
+    for name in NAMES:
+        start(name)
+    for attempt in range(1, KILLS + 1):
+        until = time.monotonic() + drawn.choice([0, *4 * [SECONDS]])  # 0: kill while they join
+        while min(shared[READY:]) < attempt - 1 and time.monotonic() < until:
+            time.sleep(0.002)
+        time.sleep(drawn.uniform(0, SECONDS_BETWEEN_KILLS))
+        killed = drawn.choice([NAMES[:1], NAMES[1:], NAMES])
+        for name in killed:
+            processes[name].kill()
+            require_end(name, -9)
+            counts[f"{name} {calls[name].value.decode() or 'start'}"] += 1
+            calls[name].value = b""
+        shared[ATTEMPT] = attempt
+        for name in killed:
+            start(name)
+    require_end("publisher", 0)
+    shared[ENDED] = 1
+    require_end("subscriber", 0)
+
+
+def _work(name, transport, folder, shared, call, seed):
+    torch.set_num_threads(1)
+    try:
+        signal.alarm(4 * SECONDS)  # ends it if the run is stopped
+        made = (Publisher if name == NAMES[0] else Subscriber)(folder, shared, call, seed)
+        getattr(made, transport)()
+    except BaseException:
+        (folder / f"error-{name}").write_text(traceback.format_exc())
+        raise SystemExit(1) from None
+
+
+class Worker:
+    def __init__(self, folder, shared, call, seed):
+        self._versions, self._records = folder / "versions", folder / "records"
+        self._shared, self._call, self._drawn = shared, call, random.Random(seed)
+        self._weights = initial() | {"table": torch.linspace(-1, 1, 50_000)}
+
+    def _in(self, call, function, *args, **options):
+        self._call.value = call.encode()
+        return function(*args, **options)
+
+    def _recorded(self):
+        return dict(line.split() for line in self._records.read_text().splitlines())
+
+    def _in_groups(self, rank, exchange):
+        """Call `exchange` in a new group after each kill. It returns whether it was a patch."""
+        attempt, left = -1, LAST_VERSIONS
+        while left:
+            while attempt == self._shared[ATTEMPT]:
+                self._in("wait", time.sleep, 0.002)
+            attempt = self._shared[READY + rank] = self._shared[ATTEMPT]
+            while self._shared[READY + 1 - rank] < attempt == self._shared[ATTEMPT]:
+                self._in("wait", time.sleep, 0.002)
+            if attempt != self._shared[ATTEMPT]:
+                continue
+            try:
+                store = dist.FileStore(f"{self._records}-{attempt}", 2)
+                self._in("join", dist.init_process_group, "gloo", None, TIMEOUT, 2, rank, store)
+                while left:
+                    left -= exchange() and attempt == KILLS
+            except RuntimeError:  # the other process was killed
+                assert attempt < KILLS
+            with contextlib.suppress(ValueError, AssertionError):  # it did not join
+                self._in("leave", dist.destroy_process_group)
+
+
+class Publisher(Worker):
+    def folder(self):
+        self._shared[READY] = KILLS
+        if (self._versions / "index.json").exists():
+            self._publisher = self._in(
+                "resume", WeightPublisher.resume, self._versions, self._weights
+            )
+            parts = {part.name: part.data.numpy() for part in self._publisher.full().parts}
+            assert _digest(parts) == self._recorded()[self._publisher.id]
+        else:
+            self._new()
+            self._in("save full", self._publisher.full().save, self._versions)
+        left = LAST_VERSIONS
+        while left:
+            left -= self._shared[ATTEMPT] == KILLS
+            patch = self._diff()
+            self._in("save", patch.save, self._versions, keep=2)
+            self._in("confirm", self._publisher.confirm, patch)
+            if self._drawn.random() < 0.3:
+                self._in("save full", self._publisher.full().save, self._versions, keep=2)
+
+    def group(self):
+        self._new()
+        self._in_groups(0, self._exchange)
+
+    def _exchange(self):
+        patch = self._diff()
+        try:
+            self._in("broadcast", broadcast_patch, patch, 0)
+        except RuntimeError as error:
+            if "load a full copy" not in str(error) and "preceded by a full" not in str(error):
+                raise
+            self._in("broadcast full", broadcast_patch, self._publisher.full(), 0)
+            return False
+        self._in("confirm", self._publisher.confirm, patch)
+        return True
+
+    def _new(self):
+        self._publisher = self._in("new", WeightPublisher, self._weights)
+        self._record(self._publisher.id)
+
+    def _diff(self):
+        self._in("step", step, self._weights, 0.05, self._drawn.randrange(10**6))
+        patch = self._in("diff", self._publisher.diff, self._weights)
+        self._record(patch.id)
+        return patch
+
+    def _record(self, id):
+        with open(self._records, "a") as file:
+            file.write(f"{id} {_digest(published(self._weights))}\n")
+
+
+class Subscriber(Worker):
+    def folder(self):
+        self._shared[READY + 1] = KILLS
+        self._new()
+        ended = False
+        while not ended:
+            ended = self._shared[ENDED]
+            try:
+                self._in("update", self._subscriber.update, self._versions)
+            except FileNotFoundError as error:
+                assert "folder must have a full copy" in str(error) and not ended
+            self._in("check", self._check)
+        assert self._subscriber.id == [*self._recorded()][-1]
+
+    def group(self):
+        self._new()
+        self._in_groups(1, self._exchange)
+        assert self._subscriber.id == [*self._recorded()][-1]
+
+    def _exchange(self):
+        try:
+            patch = self._in("receive", broadcast_patch, None, 0, subscriber=self._subscriber)
+        except ValueError as error:
+            assert "load a full copy" in str(error) or "preceded by a full" in str(error)
+            return False
+        finally:
+            self._in("check", self._check)
+        return not patch.is_full
+
+    def _new(self):
+        self._tensors = receiver(self._weights)
+        self._subscriber = WeightSubscriber(self._tensors)
+
+    def _check(self):
+        if self._subscriber.id is not None:
+            assert _digest(bits(self._tensors)) == self._recorded()[self._subscriber.id]
+
+
+def _digest(arrays):
+    content = b"".join(name.encode() + arrays[name].tobytes() for name in sorted(arrays))
+    return hashlib.sha1(content).hexdigest()
