@@ -33,7 +33,7 @@ KILLS, LAST_VERSIONS = 3, 3
 NAMES = ("publisher", "subscriber")  # ranks 0 and 1
 SECONDS_BETWEEN_KILLS = 0.4  # at most
 TIMEOUT = timedelta(seconds=15)  # of a group, if a process is killed while it joins
-SECONDS = 60  # time limit for the end of a process
+SECONDS = 60  # time limit of a wait
 ATTEMPT, ENDED, READY = range(3)  # indices of shared numbers. READY: the attempt of each process
 
 
@@ -71,7 +71,8 @@ def _case(transport, folder, drawn, processes, counts):
     for name in NAMES:
         start(name)
     for attempt in range(1, KILLS + 1):
-        until = time.monotonic() + drawn.choice([0, *4 * [SECONDS]])  # 0: kill while they join
+        waits = transport == "group" and drawn.random() < 0.8  # else kills while they join
+        until = time.monotonic() + SECONDS * waits
         while min(shared[READY:]) < attempt - 1 and time.monotonic() < until:
             time.sleep(0.002)
         time.sleep(drawn.uniform(0, SECONDS_BETWEEN_KILLS))
@@ -91,16 +92,19 @@ def _case(transport, folder, drawn, processes, counts):
 
 def _work(name, transport, folder, shared, call, seed):
     torch.set_num_threads(1)
+    signal.alarm(4 * SECONDS)  # ends it if the run is stopped
     try:
-        signal.alarm(4 * SECONDS)  # ends it if the run is stopped
-        made = (Publisher if name == NAMES[0] else Subscriber)(folder, shared, call, seed)
-        getattr(made, transport)()
+        worker = (Publisher if name == NAMES[0] else Subscriber)(folder, shared, call, seed)
+        getattr(worker, transport)()
+        assert worker.end.id == [*worker.recorded()][-1]
     except BaseException:
         (folder / f"error-{name}").write_text(traceback.format_exc())
         raise SystemExit(1) from None
 
 
 class Worker:
+    """A process. `end` is its WeightPublisher or WeightSubscriber."""
+
     def __init__(self, folder, shared, call, seed):
         self._versions, self._records = folder / "versions", folder / "records"
         self._shared, self._call, self._drawn = shared, call, random.Random(seed)
@@ -110,12 +114,13 @@ class Worker:
         self._call.value = call.encode()
         return function(*args, **options)
 
-    def _recorded(self):
+    def recorded(self):
         return dict(line.split() for line in self._records.read_text().splitlines())
 
-    def _in_groups(self, rank, exchange):
-        """Call `exchange` in a new group after each kill. It returns whether it was a patch."""
-        attempt, left = -1, LAST_VERSIONS
+    def group(self):
+        """Exchange versions in a new group after each kill."""
+        self._create()
+        attempt, left, rank = -1, LAST_VERSIONS, self.RANK
         while left:
             while attempt == self._shared[ATTEMPT]:
                 self._in("wait", time.sleep, 0.002)
@@ -128,7 +133,7 @@ class Worker:
                 store = dist.FileStore(f"{self._records}-{attempt}", 2)
                 self._in("join", dist.init_process_group, "gloo", None, TIMEOUT, 2, rank, store)
                 while left:
-                    left -= exchange() and attempt == KILLS
+                    left -= self._exchange() and attempt == KILLS
             except RuntimeError:  # the other process was killed
                 assert attempt < KILLS
             with contextlib.suppress(ValueError, AssertionError):  # it did not join
@@ -136,49 +141,46 @@ class Worker:
 
 
 class Publisher(Worker):
+    RANK = 0
+
     def folder(self):
-        self._shared[READY] = KILLS
         if (self._versions / "index.json").exists():
-            self._publisher = self._in(
-                "resume", WeightPublisher.resume, self._versions, self._weights
-            )
-            parts = {part.name: part.data.numpy() for part in self._publisher.full().parts}
-            assert _digest(parts) == self._recorded()[self._publisher.id]
+            resume = WeightPublisher.resume
+            self.end = self._in("resume", resume, self._versions, self._weights)
+            parts = {part.name: part.data.numpy() for part in self.end.full().parts}
+            assert _digest(parts) == self.recorded()[self.end.id]
         else:
-            self._new()
-            self._in("save full", self._publisher.full().save, self._versions)
+            self._create()
+            self._in("save full", self.end.full().save, self._versions)
         left = LAST_VERSIONS
         while left:
             left -= self._shared[ATTEMPT] == KILLS
             patch = self._diff()
             self._in("save", patch.save, self._versions, keep=2)
-            self._in("confirm", self._publisher.confirm, patch)
+            self._in("confirm", self.end.confirm, patch)
             if self._drawn.random() < 0.3:
-                self._in("save full", self._publisher.full().save, self._versions, keep=2)
-
-    def group(self):
-        self._new()
-        self._in_groups(0, self._exchange)
+                self._in("save full", self.end.full().save, self._versions, keep=2)
 
     def _exchange(self):
+        """Send a patch, or a full copy if the subscriber asks for it. Return if it was a patch."""
         patch = self._diff()
         try:
             self._in("broadcast", broadcast_patch, patch, 0)
         except RuntimeError as error:
-            if "load a full copy" not in str(error) and "preceded by a full" not in str(error):
+            if not _asks_for_full_copy(error):
                 raise
-            self._in("broadcast full", broadcast_patch, self._publisher.full(), 0)
+            self._in("broadcast full", broadcast_patch, self.end.full(), 0)
             return False
-        self._in("confirm", self._publisher.confirm, patch)
+        self._in("confirm", self.end.confirm, patch)
         return True
 
-    def _new(self):
-        self._publisher = self._in("new", WeightPublisher, self._weights)
-        self._record(self._publisher.id)
+    def _create(self):
+        self.end = self._in("create", WeightPublisher, self._weights)
+        self._record(self.end.id)
 
     def _diff(self):
         self._in("step", step, self._weights, 0.05, self._drawn.randrange(10**6))
-        patch = self._in("diff", self._publisher.diff, self._weights)
+        patch = self._in("diff", self.end.diff, self._weights)
         self._record(patch.id)
         return patch
 
@@ -188,41 +190,40 @@ class Publisher(Worker):
 
 
 class Subscriber(Worker):
+    RANK = 1
+
     def folder(self):
-        self._shared[READY + 1] = KILLS
-        self._new()
+        self._create()
         ended = False
         while not ended:
             ended = self._shared[ENDED]
             try:
-                self._in("update", self._subscriber.update, self._versions)
+                self._in("update", self.end.update, self._versions)
             except FileNotFoundError as error:
                 assert "folder must have a full copy" in str(error) and not ended
             self._in("check", self._check)
-        assert self._subscriber.id == [*self._recorded()][-1]
-
-    def group(self):
-        self._new()
-        self._in_groups(1, self._exchange)
-        assert self._subscriber.id == [*self._recorded()][-1]
 
     def _exchange(self):
         try:
-            patch = self._in("receive", broadcast_patch, None, 0, subscriber=self._subscriber)
+            patch = self._in("receive", broadcast_patch, None, 0, subscriber=self.end)
         except ValueError as error:
-            assert "load a full copy" in str(error) or "preceded by a full" in str(error)
+            assert _asks_for_full_copy(error)
             return False
         finally:
             self._in("check", self._check)
         return not patch.is_full
 
-    def _new(self):
+    def _create(self):
         self._tensors = receiver(self._weights)
-        self._subscriber = WeightSubscriber(self._tensors)
+        self.end = WeightSubscriber(self._tensors)
 
     def _check(self):
-        if self._subscriber.id is not None:
-            assert _digest(bits(self._tensors)) == self._recorded()[self._subscriber.id]
+        if self.end.id is not None:
+            assert _digest(bits(self._tensors)) == self.recorded()[self.end.id]
+
+
+def _asks_for_full_copy(error):
+    return "load a full copy" in str(error) or "preceded by a full copy" in str(error)
 
 
 def _digest(arrays):
