@@ -44,10 +44,6 @@ def _set_indices(weights: Bits, at: bytes, values: bytes) -> None:
     weights[np.frombuffer(at, np.int32)] = np.frombuffer(values, np.uint16)
 
 
-def _xor(old: Bits, new: Bits) -> list[bytes]:
-    return [(old ^ new).tobytes()]
-
-
 def _apply_xor(weights: Bits, differences: bytes) -> None:
     weights ^= np.frombuffer(differences, np.uint16)
 
@@ -109,7 +105,7 @@ def _tensor(bits: Bits) -> torch.Tensor:
 # {format: (encode, decode in place)}. zstd at level 1 follows if the name contains it.
 FORMATS: dict[str, tuple[Callable, Callable]] = {
     "int32 position, value": (_indices, _set_indices),
-    "xor of all bytes, zstd": (_xor, _apply_xor),
+    "xor of all bytes, zstd": (lambda old, new: [(old ^ new).tobytes()], _apply_xor),
     "16-bit gap, xor, zstd": (_gaps_xor, _apply_gaps_xor),
     "8-bit gap, 8-bit step, zstd": (_gaps_steps, _apply_gaps_steps),
     "`diff_pack`": (_diff_pack, _patch_apply),
@@ -135,13 +131,6 @@ def measure(name: str, old: Bits, new: Bits) -> dict[str, float]:
     pack, apply = (old.nbytes / 1e9 / max(t, 1e-9) for t in seconds)
     nbytes = sum(map(len, sent)) / int((old != new).sum())
     return {"bytes_per_entry": nbytes, "pack": pack, "apply": apply}
-
-
-def entropy(old: Bits, new: Bits) -> float:
-    """Bytes per changed entry that an optimal code of independent gaps and steps needs."""
-    at = np.flatnonzero(old != new)
-    counts = [np.unique(v, return_counts=True)[1] for v in (np.diff(at), (new - old)[at])]
-    return sum(-(n / n.sum() * np.log2(n / n.sum())).sum() / 8 for n in counts)
 
 
 def steps(options: argparse.Namespace) -> Iterator[tuple[str, Bits, Bits]]:
@@ -180,23 +169,19 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     announce_backend("cpu")
     results: dict[str, dict[str, dict[str, float]]] = {name: {} for name in FORMATS}
-    columns, bounds = [], []
+    columns = []
     for case, old, new in steps(options):
         columns.append(f"{case}: {np.mean(old != new):.2%}")
-        bounds.append(entropy(old, new))
         for name in FORMATS:
             results[name][columns[-1]] = measure(name, old, new)
     if options.json:
-        content = {"provenance": provenance.describe(), "results": results, "entropy": bounds}
-        files.write_json(options.json, content)
-    sizes = [[n, *(f"{c['bytes_per_entry']:.2f}" for c in r.values())] for n, r in results.items()]
-    sizes.append(["entropy of gap and step", *(f"{bound:.2f}" for bound in bounds)])
-    rows = [
-        [n, *(f"{c['pack']:.2f} / {c['apply']:.1f}" for c in r.values())]
-        for n, r in results.items()
-    ]
-    print(f"\nBytes per changed entry (rate x steps: changed)\n\n{table(['', *columns], sizes)}")
-    print(f"\nGB/s, pack / apply\n\n{table(['', *columns], rows)}")
+        files.write_json(options.json, {"provenance": provenance.describe(), "results": results})
+    for title, text in {
+        "Bytes per changed entry (rate x steps: changed)": "{bytes_per_entry:.2f}",
+        "GB/s, pack / apply": "{pack:.2f} / {apply:.1f}",
+    }.items():
+        rows = [[n, *(text.format(**cell) for cell in r.values())] for n, r in results.items()]
+        print(f"\n{title}\n\n{table(['format', *columns], rows)}")
 
 
 def parser() -> Parser:

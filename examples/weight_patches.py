@@ -28,28 +28,20 @@ LENGTH, WIDTH, VERSIONS = 64, 128, 5
 
 
 class Transformer(nn.Module):
-    """Maps ASCII texts [batch, length] to logits of the next characters."""
-
     def __init__(self):
         super().__init__()
         self.characters = nn.Embedding(128, WIDTH)
-        self.places = nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0, batch_first=True, norm_first=True)
-            for _ in range(2)
-        )
+        self.places = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 128)
 
-    def forward(self, text):
-        x = self.characters(text) + self.places.weight[: text.shape[1]]
-        mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1], dtype=x.dtype)
-        for block in self.blocks:
-            x = block(x, src_mask=mask, is_causal=True)
-        return self.head(x)
-
-    def loss(self, texts):
-        logits = self(texts[:, :-1])
-        return cross_entropy(logits.float().flatten(0, 1), texts[:, 1:].flatten())
+    def forward(self, texts):
+        """Return the loss of predicting the next character of ASCII texts [batch, LENGTH + 1]."""
+        x = self.characters(texts[:, :-1]) + self.places
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=x.dtype)
+        logits = self.head(self.blocks(x, mask, is_causal=True)).float()
+        return cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten())
 
 
 def texts():
@@ -64,7 +56,7 @@ def train(model, optimizer, samples, steps):
         batch = samples[torch.randint(len(samples), (16,), generator=torch.manual_seed(step))]
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model.loss(batch)
+            loss = model(batch)
         loss.backward()
         optimizer.step()
 
@@ -114,7 +106,7 @@ def report(model, version, text=""):
     """Compare all ranks' weights, and print `text` and the losses on rank 0. Collective."""
     flat = torch.cat([weight.flatten().bfloat16() for weight in model.parameters()])
     bits = flat.view(torch.uint8).numpy().tobytes()
-    loss = None if model.training else model.loss(texts()[-64:]).item()
+    loss = None if model.training else model(texts()[-64:]).item()
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (hashlib.sha256(bits).digest(), loss))
     if dist.get_rank() == 0:

@@ -55,21 +55,21 @@ def run(entry_point, first, count, seed):
 
 def _case(transport, folder, drawn, processes, counts):
     shared = forked.context.RawArray("i", READY + len(NAMES))
-    calls = {name: forked.context.RawArray("c", 16) for name in NAMES}
+    calls = {name: forked.context.RawArray("c", 32) for name in NAMES}
 
-    def start(name):
-        args = name, transport, folder, shared, calls[name], drawn.randrange(10**6)
-        processes[name] = forked.context.Process(target=_work, args=args)
-        processes[name].start()
+    def start(names):
+        for name in names:
+            args = name, transport, folder, shared, calls[name], drawn.randrange(10**6)
+            processes[name] = forked.context.Process(target=_work, args=args)
+            processes[name].start()
 
     def require_end(name, code):
         processes[name].join(SECONDS)
-        found = processes[name].exitcode
-        text = "\n".join(path.read_text() for path in sorted(folder.glob("error-*")))
-        assert found == code, f"exit code {found} of the {name} in {calls[name].value}: {text}"
+        texts = [path.read_text() for path in folder.glob("error-*")]
+        found = f"the {name} ended with {processes[name].exitcode} in {calls[name].value}: {texts}"
+        assert processes[name].exitcode == code, found
 
-    for name in NAMES:
-        start(name)
+    start(NAMES)
     for attempt in range(1, KILLS + 1):
         waits = transport == "group" and drawn.random() < 0.8  # else kills while they join
         until = time.monotonic() + SECONDS * waits
@@ -83,8 +83,7 @@ def _case(transport, folder, drawn, processes, counts):
             counts[f"{name} {calls[name].value.decode() or 'start'}"] += 1
             calls[name].value = b""
         shared[ATTEMPT] = attempt
-        for name in killed:
-            start(name)
+        start(killed)
     require_end("publisher", 0)
     shared[ENDED] = 1
     require_end("subscriber", 0)
@@ -105,13 +104,13 @@ def _work(name, transport, folder, shared, call, seed):
 class Worker:
     """A process. `end` is its WeightPublisher or WeightSubscriber."""
 
-    def __init__(self, folder, shared, call, seed):
+    def __init__(self, folder, shared, name, seed):
         self._versions, self._records = folder / "versions", folder / "records"
-        self._shared, self._call, self._drawn = shared, call, random.Random(seed)
+        self._shared, self._name, self._drawn = shared, name, random.Random(seed)
         self._weights = initial() | {"table": torch.linspace(-1, 1, 50_000)}
 
-    def _in(self, call, function, *args, **options):
-        self._call.value = call.encode()
+    def _call(self, function, *args, **options):
+        self._name.value = function.__name__.encode()
         return function(*args, **options)
 
     def recorded(self):
@@ -123,21 +122,21 @@ class Worker:
         attempt, left, rank = -1, LAST_VERSIONS, self.RANK
         while left:
             while attempt == self._shared[ATTEMPT]:
-                self._in("wait", time.sleep, 0.002)
+                self._call(time.sleep, 0.002)
             attempt = self._shared[READY + rank] = self._shared[ATTEMPT]
             while self._shared[READY + 1 - rank] < attempt == self._shared[ATTEMPT]:
-                self._in("wait", time.sleep, 0.002)
+                self._call(time.sleep, 0.002)
             if attempt != self._shared[ATTEMPT]:
                 continue
             try:
                 store = dist.FileStore(f"{self._records}-{attempt}", 2)
-                self._in("join", dist.init_process_group, "gloo", None, TIMEOUT, 2, rank, store)
+                self._call(dist.init_process_group, "gloo", None, TIMEOUT, 2, rank, store)
                 while left:
                     left -= self._exchange() and attempt == KILLS
             except RuntimeError:  # the other process was killed
                 assert attempt < KILLS
             with contextlib.suppress(ValueError, AssertionError):  # it did not join
-                self._in("leave", dist.destroy_process_group)
+                self._call(dist.destroy_process_group)
 
 
 class Publisher(Worker):
@@ -145,42 +144,41 @@ class Publisher(Worker):
 
     def folder(self):
         if (self._versions / "index.json").exists():
-            resume = WeightPublisher.resume
-            self.end = self._in("resume", resume, self._versions, self._weights)
+            self.end = self._call(WeightPublisher.resume, self._versions, self._weights)
             parts = {part.name: part.data.numpy() for part in self.end.full().parts}
             assert _digest(parts) == self.recorded()[self.end.id]
         else:
             self._create()
-            self._in("save full", self.end.full().save, self._versions)
+            self._call(self.end.full().save, self._versions)
         left = LAST_VERSIONS
         while left:
             left -= self._shared[ATTEMPT] == KILLS
             patch = self._diff()
-            self._in("save", patch.save, self._versions, keep=2)
-            self._in("confirm", self.end.confirm, patch)
+            self._call(patch.save, self._versions, keep=2)
+            self._call(self.end.confirm, patch)
             if self._drawn.random() < 0.3:
-                self._in("save full", self.end.full().save, self._versions, keep=2)
+                self._call(self.end.full().save, self._versions, keep=2)
 
     def _exchange(self):
         """Send a patch, or a full copy if the subscriber asks for it. Return if it was a patch."""
         patch = self._diff()
         try:
-            self._in("broadcast", broadcast_patch, patch, 0)
+            self._call(broadcast_patch, patch, 0)
         except RuntimeError as error:
-            if not _asks_for_full_copy(error):
+            if "full copy" not in str(error):
                 raise
-            self._in("broadcast full", broadcast_patch, self.end.full(), 0)
+            self._call(broadcast_patch, self.end.full(), 0)
             return False
-        self._in("confirm", self.end.confirm, patch)
+        self._call(self.end.confirm, patch)
         return True
 
     def _create(self):
-        self.end = self._in("create", WeightPublisher, self._weights)
+        self.end = self._call(WeightPublisher, self._weights)
         self._record(self.end.id)
 
     def _diff(self):
-        self._in("step", step, self._weights, 0.05, self._drawn.randrange(10**6))
-        patch = self._in("diff", self.end.diff, self._weights)
+        self._call(step, self._weights, 0.05, self._drawn.randrange(10**6))
+        patch = self._call(self.end.diff, self._weights)
         self._record(patch.id)
         return patch
 
@@ -198,19 +196,19 @@ class Subscriber(Worker):
         while not ended:
             ended = self._shared[ENDED]
             try:
-                self._in("update", self.end.update, self._versions)
+                self._call(self.end.update, self._versions)
             except FileNotFoundError as error:
                 assert "folder must have a full copy" in str(error) and not ended
-            self._in("check", self._check)
+            self._call(self._check)
 
     def _exchange(self):
         try:
-            patch = self._in("receive", broadcast_patch, None, 0, subscriber=self.end)
+            patch = self._call(broadcast_patch, None, 0, subscriber=self.end)
         except ValueError as error:
-            assert _asks_for_full_copy(error)
+            assert "full copy" in str(error)
             return False
         finally:
-            self._in("check", self._check)
+            self._call(self._check)
         return not patch.is_full
 
     def _create(self):
@@ -220,10 +218,6 @@ class Subscriber(Worker):
     def _check(self):
         if self.end.id is not None:
             assert _digest(bits(self._tensors)) == self.recorded()[self.end.id]
-
-
-def _asks_for_full_copy(error):
-    return "load a full copy" in str(error) or "preceded by a full copy" in str(error)
 
 
 def _digest(arrays):
