@@ -37,7 +37,7 @@ help:
 	@echo "make triton     test the Triton kernels with every supported Triton (no GPU)"
 	@echo "make arm        run the native tests on an emulated Arm processor (needs a cross compiler and qemu)"
 	@echo "make sanitize   run the native tests with ASan, UBSan and TSan, and op tests with ASan and UBSan"
-	@echo "make reliability PART=fuzz|programs  run random tests for 90 minutes; the next run resumes;"
+	@echo "make reliability PART=fuzz|patches|programs  run random tests for 90 minutes; the next run resumes;"
 	@echo "                OPTIONS=--help lists more"
 	@echo "make check-all  run all of these, and the tests that need much memory or time"
 
