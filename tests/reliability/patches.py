@@ -30,10 +30,11 @@ COUNTS = {"folder": 100, "group": 100}
 BATCH = 10
 KILLS, LAST_VERSIONS = 3, 3
 NAMES = ("publisher", "subscriber")  # ranks 0 and 1
-SECONDS_BETWEEN_KILLS = 0.4  # at most
+SECONDS_BEFORE_KILL = 0.1  # at most, after a random number of calls of the subscriber
 TIMEOUT = timedelta(seconds=15)  # of a group, if a process is killed while it joins
 SECONDS = 60  # time limit of a wait
-ATTEMPT, ENDED, READY = range(3)  # indices of shared numbers. READY: the attempt of each process
+# Indices of shared numbers. CHECKS: calls of the subscriber. READY: the attempt of each process.
+ATTEMPT, ENDED, CHECKS, READY = range(4)
 
 
 def run(entry_point, first, count, seed):
@@ -70,11 +71,11 @@ def _case(transport, folder, drawn, processes, counts):
 
     start(NAMES)
     for attempt in range(1, KILLS + 1):
-        waits = transport == "group" and drawn.random() < 0.8  # else kills while they join
-        until = time.monotonic() + SECONDS * waits
-        while min(shared[READY:]) < attempt - 1 and time.monotonic() < until:
+        checks = shared[CHECKS] + drawn.choice([0, 1, 3, 6])  # 0: kill them while they start
+        until = time.monotonic() + SECONDS
+        while shared[CHECKS] < checks and time.monotonic() < until:
             time.sleep(0.002)
-        time.sleep(drawn.uniform(0, SECONDS_BETWEEN_KILLS))
+        time.sleep(drawn.uniform(0, SECONDS_BEFORE_KILL))
         killed = drawn.choice([NAMES[:1], NAMES[1:], NAMES])
         for name in killed:
             processes[name].kill()
@@ -217,6 +218,7 @@ class Subscriber(Worker):
         self.end = WeightSubscriber(self._tensors)
 
     def _check(self):
+        self._shared[CHECKS] += 1
         if self.end.id is not None:
             assert _digest(bits(self._tensors)) == self.recorded()[self.end.id]
 
