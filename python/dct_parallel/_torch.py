@@ -154,21 +154,6 @@ def group_of_backends(
     return plain, names
 
 
-# {name of a method of process groups: its name before torch 2.13}
-_OLD_NAMES = {
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-}
-
-
-def method_of(group: dist.ProcessGroup, name: str) -> Callable[..., Any]:
-    """The method of a process group that has this name from torch 2.13 on."""
-    method: Callable[..., Any] = getattr(group, name if hasattr(group, name) else _OLD_NAMES[name])
-    return method
-
-
 def has_step_hooks(optimizer: object) -> bool:
     """Whether the `step` of this optimizer calls hooks. The `step` of a wrapper may not."""
     return isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks")
