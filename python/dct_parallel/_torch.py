@@ -137,7 +137,7 @@ def group_of_backends(
     gloo.options.global_ranks_in_group = options.global_ranks_in_group
     gloo.options.group_name = options.group_id
     kinds: Any = dist.ProcessGroup.BackendType
-    backends, names = {"cpu": (kinds.GLOO, gloo)}, "gloo"
+    backends, names = dict.fromkeys(("cpu", "cuda"), (kinds.GLOO, gloo)), "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
         chosen: Any = dist.ProcessGroupNCCL.Options() if nccl_options is None else nccl_options
         chosen._timeout = options.timeout
