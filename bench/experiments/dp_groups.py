@@ -1,13 +1,9 @@
-"""Trains with the process group "dct" between processes, for dp_density.py.
-
-The model's memory is shared with the processes, so that the caller can score the trained model.
-"""
+"""Trains on the process group "dct" with a process for each rank, for dp_density.py."""
 
 import copy
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,7 +19,7 @@ FRAMEWORKS = ("fsdp1", "zero2")
 
 
 class Group(Counts):
-    """Settings: one of FRAMEWORKS, and a format of the process group, or "float32" for gloo."""
+    """`framework`: one of FRAMEWORKS. `format`: of the process group, or "float32" for gloo."""
 
     def __init__(self, framework: str, format: str) -> None:
         self.framework, self.format = framework, format
@@ -37,17 +33,18 @@ def train(
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer],
     update_of: Callable[[torch.optim.Optimizer], Callable[[int], None]],
     steps: int,
-) -> Iterator[tuple[float, Counts]]:
+) -> Iterator[tuple[float, Group]]:
     """Like `dp_ranks.train`. `update_of` takes the optimizer of a process."""
     model.share_memory()
     losses, sent = torch.zeros(len(batches), steps).share_memory_(), torch.zeros(1).share_memory_()
 
-    def work(rank: int, file: str) -> None:
+    def work(rank: int, folder: str) -> None:
         torch.set_num_threads(1)
-        name = "gloo" if group.format == "float32" else "dct"
-        if name == "dct":
+        backend, store = "gloo", dist.FileStore(f"{folder}/store", len(batches))
+        if group.format != "float32":
+            backend = process_group.NAME
             process_group.configure(format=group.format)
-        dist.init_process_group(name, f"file://{file}", rank=rank, world_size=len(batches))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=len(batches))
         trained = copy.deepcopy(model)
         if group.framework == "fsdp1":
             cpu = torch.device("cpu")
@@ -59,8 +56,8 @@ def train(
             os.environ["LOCAL_RANK"] = str(rank)
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # bypasses the group
             config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
-            made = {"model": trained, "optimizer": optimizer_of(trained), "config": config}
-            trained, inner, *_ = deepspeed.initialize(**made)
+            inner = optimizer_of(trained)
+            trained, inner, *_ = deepspeed.initialize(None, trained, inner, config=config)
             trained.param_groups = inner.param_groups
             optimizer, backward = trained, trained.backward
         update = update_of(optimizer)
@@ -77,9 +74,7 @@ def train(
         dist.destroy_process_group()
 
     with tempfile.TemporaryDirectory() as folder:
-        args = (str(Path(folder, "store")),)
-        multiprocessing.start_processes(work, args, len(batches), start_method="fork")
+        multiprocessing.start_processes(work, (folder,), len(batches), start_method="fork")
     dense = all_reduce_bytes(sum(p.nbytes for p in model.parameters()), len(batches)) * steps
     group.sent = int(sent) or dense // (1 + (group.framework == "fsdp1"))
-    for loss in losses.mean(0).tolist():
-        yield loss, group
+    yield from ((loss, group) for loss in losses.mean(0).tolist())
