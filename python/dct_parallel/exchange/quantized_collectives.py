@@ -51,9 +51,7 @@ def reduce_scatter(
     dist.all_to_all_single(received, messages, group=group)
     scale = 1 / ranks if op == ReduceOp.AVG else 1.0
     status = _dequantize_sum(received, output.view(-1), format, scale)
-    return Statuses(status.view(-1), dist.get_process_group_ranks(group)), all_gather_bytes(
-        messages.shape[1], ranks
-    )
+    return _result(status, messages, group)
 
 
 def all_gather(
@@ -76,13 +74,12 @@ def all_gather(
     if is_list:
         for part, row in zip(parts, out, strict=True):
             part.copy_(row.view_as(part))
-    return Statuses(status.view(-1), dist.get_process_group_ranks(group)), all_gather_bytes(
-        message.shape[1], ranks
-    )
+    return _result(status, messages, group)
 
 
-def _statuses(status: Tensor, group: dist.ProcessGroup) -> Statuses:
-    return Statuses(status.view(-1), dist.get_process_group_ranks(group))
+def _result(status: Tensor, messages: Tensor, group: dist.ProcessGroup) -> tuple[Exchange, int]:
+    ranks = dist.get_process_group_ranks(group)
+    return Statuses(status.view(-1), ranks), all_gather_bytes(messages.shape[1], len(ranks))
 
 
 def _new_messages(count: int, part: Tensor, format: str) -> Tensor:
