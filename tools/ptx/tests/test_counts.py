@@ -11,11 +11,7 @@ from .snippets import run
 pytestmark = pytest.mark.skipif(
     toolkit.missing() is not None, reason=f"not on this machine: {toolkit.missing()}"
 )
-SYMBOLS = {
-    "together": "_Z8togetherPKlPl",
-    "loops": "_Z5loopsPii",
-    "fills": "_Z5fillsPii",
-}
+SYMBOLS = {"together": "_Z8togetherPKlPl", "loops": "_Z5loopsPii", "fills": "_Z5fillsPii"}
 
 
 def counted(body, *tensors, threads=32, shared=0):
