@@ -299,10 +299,6 @@ class Agreement:
         rank: the rank of this process; valid after process groups are destroyed.
         run_id: created by the first rank when training starts, and again in the first step after a
             load. Checkpoints contain it.
-
-    Raises:
-        ValueError: settings differ between ranks.
-        RuntimeError: a rank raised an error, or did not take part within the group's timeout.
     """
 
     def __init__(

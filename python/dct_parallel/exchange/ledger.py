@@ -90,9 +90,6 @@ class StepLedger:
 
         Args:
             number: the number of the step in error messages; by default `step`.
-
-        Raises:
-            RuntimeError: see `finish`.
         """
         if self._unposted:  # the step did not end, perhaps because an exchange failed
             self.read()
