@@ -325,8 +325,7 @@ class Agreement:
         self, op: str, values: Mapping[str, Any], group: dist.ProcessGroup, own: Any = None
     ) -> list[Any]:
         """Compare `values` with the ranks of a group. Returns `own` of every rank, in order."""
-        timeout = timeout_of(group, self._device)
-        gathered = gather_values(op, {**values, "own": own}, group, timeout)
+        gathered = gather_values(op, {**values, "own": own}, group, timeout_of(group, self._device))
         found = [values.pop("own") for values in gathered.values()]
         require_same(op, gathered)
         return found

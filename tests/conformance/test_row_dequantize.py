@@ -78,6 +78,5 @@ def test_round_trip(backend, width, format):
     once = backend.row_dequantize(rows, width, format, torch.float32)
     again = backend.row_dequantize(backend.row_quantize(once, format), width, format, torch.float32)
     error = ((once.cpu() - x).square().mean() / x.square().mean()).sqrt()
-    limit = {"int8": 0.01, "int4": 0.25, "sign": 0.75}[format]
-    assert error < limit
+    assert error < {"int8": 0.01, "int4": 0.25, "sign": 0.75}[format]
     torch.testing.assert_close(again, once, rtol=0.01, atol=0)

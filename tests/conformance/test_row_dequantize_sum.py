@@ -38,8 +38,7 @@ def messages(ranks, rows, width, format, seed=0):
 @formats
 @pytest.mark.parametrize("width", WIDTHS)
 def test_widths(backend, width, format):
-    dtype = bits.FLOATS[width % 3]
-    check(backend, messages(3, 5, width, format), width, format, dtype)
+    check(backend, messages(3, 5, width, format), width, format, bits.FLOATS[width % 3])
 
 
 @formats

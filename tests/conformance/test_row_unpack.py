@@ -31,8 +31,7 @@ def test_by_hand(backend):
     x = torch.tensor([[10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0]])
     bitmap = torch.tensor([[0b00100110]], dtype=torch.uint8)
     assert check_gather(backend, x, 3, bitmap, torch.float32).tolist() == [[11.0, 12.0, 15.0]]
-    values = torch.tensor([[1.0, -0.0, math.nan]])
-    out = check_unpack(backend, values, 8, bitmap, torch.float32)
+    out = check_unpack(backend, torch.tensor([[1.0, -0.0, math.nan]]), 8, bitmap, torch.float32)
     assert bits.raw(out).tolist() == [[0, 0x3F800000, 0x80000000, 0, 0, 0x7FC00000, 0, 0]]
 
 

@@ -281,8 +281,7 @@ class DCTState:
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if not isinstance(bucket, dist.GradBucket):
             got = f"{checks.shown(bucket)}, as with torch._dynamo's optimize_ddp='python_reducer'"
-            rule = "a torch.distributed.GradBucket"
-            checks.fail("dct_hook", "bucket", rule, got, TypeError)
+            checks.fail("dct_hook", "bucket", "a torch.distributed.GradBucket", got, TypeError)
         if not self._open:
             self._require_usable()
             checks.fail("dct_hook", "state", "open", "a closed one")
