@@ -35,17 +35,6 @@ def test_by_hand(backend):
     assert bits.raw(out).tolist() == [[0, 0x3F800000, 0x80000000, 0, 0, 0x7FC00000, 0, 0]]
 
 
-@out_dtypes
-@x_dtypes
-def test_values_are_rounded_like_a_cast(backend, dtype, out_dtype):
-    values = hard_rows(50, 20, dtype)
-    positions = positions_of([list(range(20))] * 50, 20, 20)
-    out = check_unpack(backend, values, 20, positions, out_dtype)
-    nan = values.isnan()
-    assert torch.equal(out.isnan(), nan)
-    assert torch.equal(out[~nan], values.to(out_dtype)[~nan])
-
-
 UINT8 = (100, 4)  # width, k
 BITMAP = (20, 4)
 
