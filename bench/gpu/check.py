@@ -101,7 +101,7 @@ If a stage fails or is stopped at its limit, the other stages run. The exit stat
 number of failed and stopped stages. A stage is skipped if its tool is missing or no time is left.
 
 Needs torch >= 2.11 with CUDA, nvcc, numpy, rich, pytest and hypothesis. Uses pytest-xdist, Triton,
-ncu and compute-sanitizer if they are installed. Installs nothing, and changes no setting of the GPU.
+ncu and compute-sanitizer if they are installed. Installs nothing, changes no setting of the GPU.
 
 By default, all stages except variants, sizes and light run. Two sets of stages, with the
 expected seconds of each set:
