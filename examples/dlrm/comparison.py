@@ -69,6 +69,7 @@ def compare(options: argparse.Namespace) -> None:
             if console is not None:  # so that an interrupted command keeps results
                 console.print(report.line(mode, result), markup=False, highlight=False)
                 report.write_summary(options.out, _config(options), data.description, runs, bayes)
+                report.write_curves(options.out, runs)
     if console is not None:
         report.print_table(console, runs, bayes)
         if text := report.conclusion(runs):
@@ -76,7 +77,7 @@ def compare(options: argparse.Namespace) -> None:
         if options.optimizer != "adamw":
             text = f"To try AdamW with int4, add {ADAMW} (make train OPTIONS='{ADAMW}')."
             console.print(text, markup=False, highlight=False)
-        console.print(f"Results: {options.out}/{report.SUMMARY}", style="dim")
+        console.print(f"Results: {options.out}/{report.SUMMARY}, {report.CURVES}", style="dim")
 
 
 def make_console() -> Console | None:

@@ -1,10 +1,12 @@
-"""Writes the results of a comparison: summary.json and a table."""
+"""Writes the results of a comparison: summary.json, curves.png and a table."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -14,9 +16,10 @@ from .modes import START_STEP
 from .scores import Scores
 
 Runs = dict[str, list[Run]]  # by mode
-SUMMARY = "summary.json"
+SUMMARY, CURVES = "summary.json", "curves.png"
 SHORT_STEPS = 300  # in shorter runs, modes differ mostly because DCT sends gradients late
 LINK = 1e9  # bits per second
+SMOOTHED_STEPS = 100  # in short runs, a tenth of the steps
 
 
 def write_summary(folder: Path, config: dict, data: dict, runs: Runs, bayes: Scores | None) -> None:
@@ -29,6 +32,33 @@ def write_summary(folder: Path, config: dict, data: dict, runs: Runs, bayes: Sco
     if bayes is not None:
         summary["bayes"] = bayes._asdict()
     (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def write_curves(folder: Path, runs: Runs) -> None:
+    """Write the figure of `plot` to curves.png."""
+    plot(runs).savefig(folder / CURVES, dpi=120)
+
+
+def plot(runs: Runs) -> Figure:
+    """Plot the smoothed training loss, averaged over seeds, against the bytes sent so far."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for mode, each in runs.items():
+        loss = np.mean([run.record.loss for run in each], axis=0)
+        width = min(SMOOTHED_STEPS, 1 + len(loss) // 10)
+        smooth = np.convolve(loss, np.ones(width) / width, "valid")
+        sent = np.mean([run.record.total for run in each], axis=0).cumsum()[width - 1 :]
+        axes.plot(sent, smooth, label=f"{mode} ({len(each)} seed{'s' * (len(each) > 1)})")
+    axes.set(
+        title=f"DLRM, {len(loss):,} steps: training loss against bytes sent",
+        xlabel="bytes sent per rank since the first step",
+        ylabel=f"training loss, mean over {width} steps",
+        xscale="log" if sent.all() else "linear",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
 
 
 def line(mode: str, run: Run) -> str:
