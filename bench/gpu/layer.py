@@ -142,14 +142,14 @@ def process_groups(rank: int, device: str, backend: str) -> list[Tensor]:
     with mock.patch("torch.distributed.is_nccl_available", return_value=backend == "nccl"):
         process_group.configure(min_bytes=1, gathers="int8")
         group = dist.new_group(backend=process_group.NAME)
-    group._settings = process_group._settings  # otherwise a group of one rank compresses nothing
+    group._settings = process_group._settings  # a group of one rank compresses nothing
     got = []
     for x in drawn(0, rank, device):
         whole = x.new_empty(group.size() * x.numel())
         dist.all_reduce(x, group=group)
         all_gather(whole, x, group)
         reduce_scatter(x, whole, group)
-        got += [whole.cpu(), x.cpu()]
+        got += whole.cpu(), x.cpu()
     return got
 
 
