@@ -188,6 +188,15 @@ def _method(collective: str, name: str) -> Any:
     return method
 
 
+def _unchanged(name: str) -> Any:
+    """A method of `DCTProcessGroup` that calls the method `name` of `_dense`."""
+
+    def method(group: "DCTProcessGroup", *args: Any, **options: Any) -> Any:
+        return getattr(group._dense, name)(*args, **options)
+
+    return method
+
+
 class DCTProcessGroup(dist.ProcessGroup):
     """The process group of the backend "dct".
 
@@ -220,6 +229,10 @@ class DCTProcessGroup(dist.ProcessGroup):
     allgather = _method("all_gather", "allgather")
     all_gather_single = _method("all_gather", "all_gather_single")
     all_gather_single_coalesced = _method("all_gather", "all_gather_single_coalesced")
+    # Without these methods, torch would hold the GIL while it adds the call to gloo's queue. gloo's
+    # threads wait for the GIL while they hold the lock of the queue, so ranks could hang.
+    broadcast, barrier, send, recv = map(_unchanged, ("broadcast", "barrier", "send", "recv"))
+    all_to_all_single, alltoall_base = map(_unchanged, ("all_to_all_single", "alltoall_base"))
     # The names before torch 2.13.
     _reduce_scatter_base = _method("reduce_scatter", "_reduce_scatter_base")
     reduce_scatter_tensor_coalesced = _method("reduce_scatter", "reduce_scatter_tensor_coalesced")

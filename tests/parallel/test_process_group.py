@@ -222,6 +222,15 @@ def test_calls_run_in_the_order_of_issue(rank):
         assert all(map(torch.equal, xs, sums))
 
 
+@on_ranks(2)
+def test_many_short_calls_do_not_hang(rank):
+    """torch runs methods that Python does not override while it holds the GIL."""
+    group = new_group()
+    for _ in range(5000):
+        dist.broadcast(torch.ones(1), 0, group)
+        dist.all_to_all_single(torch.empty(2), torch.ones(2), group=group)
+
+
 def _default_group(rank):
     """The default group, with default settings, and groups that inherit its backend."""
     assert dist.get_backend() == "dct" == dist.group.WORLD.name()
