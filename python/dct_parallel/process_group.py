@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -188,13 +189,9 @@ def _method(collective: str, name: str) -> Any:
     return method
 
 
-def _unchanged(name: str) -> Any:
-    """A method of `DCTProcessGroup` that calls the method `name` of `_dense`."""
-
-    def method(group: "DCTProcessGroup", *args: Any, **options: Any) -> Any:
-        return getattr(group._dense, name)(*args, **options)
-
-    return method
+# Without these attributes, torch would hold the GIL while it adds the call to gloo's queue. gloo's
+# threads wait for the GIL while they hold the lock of the queue, so ranks could hang.
+_UNCHANGED = ("broadcast", "barrier", "send", "recv", "all_to_all_single", "alltoall_base")
 
 
 class DCTProcessGroup(dist.ProcessGroup):
@@ -209,6 +206,9 @@ class DCTProcessGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._store, self._settings = options.store, settings
         self._dense, self._backends = group_of_backends(self, options, nccl_options)
+        for name in _UNCHANGED:
+            if hasattr(self._dense, name):  # a partial, because Dynamo would trace a function
+                setattr(self, name, partial(getattr(self._dense, name)))
         self._inner: dist.ProcessGroup | None = None  # created by the first compressed call
         # For each device type, an executor and the results that the host has not read.
         self._pending: dict[str, tuple[Executor, deque[tuple[str, StepResults]]]] = {}
@@ -229,10 +229,6 @@ class DCTProcessGroup(dist.ProcessGroup):
     allgather = _method("all_gather", "allgather")
     all_gather_single = _method("all_gather", "all_gather_single")
     all_gather_single_coalesced = _method("all_gather", "all_gather_single_coalesced")
-    # Without these methods, torch would hold the GIL while it adds the call to gloo's queue. gloo's
-    # threads wait for the GIL while they hold the lock of the queue, so ranks could hang.
-    broadcast, barrier, send, recv = map(_unchanged, ("broadcast", "barrier", "send", "recv"))
-    all_to_all_single, alltoall_base = map(_unchanged, ("all_to_all_single", "alltoall_base"))
     # The names before torch 2.13.
     _reduce_scatter_base = _method("reduce_scatter", "_reduce_scatter_base")
     reduce_scatter_tensor_coalesced = _method("reduce_scatter", "reduce_scatter_tensor_coalesced")
