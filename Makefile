@@ -58,7 +58,7 @@ $(VENV)/built: $(VENV)/installed $(SOURCES)
 	@touch $@
 
 train: $(VENV)/built
-	$(BIN)/python examples/train_dlrm.py --modes dense,dct --seeds 2 --out runs/train --overwrite $(OPTIONS)
+	$(BIN)/python examples/train_dlrm.py --modes dense,dct --seeds 3 --out runs/train --overwrite $(OPTIONS)
 
 # One worker more than cores, because some workers wait for the ranks that they started.
 WORKERS  ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
