@@ -38,10 +38,14 @@ def test_step_times_in_the_readme_are_those_of_the_runs():
     *measured, _, _ = [(*times, call) for _, *times, call in found]
     (run,) = json.loads((ROOT / LINK / "link_methods.json").read_text())["runs"]
     cells = {(cell["mode"], cell["rate"]): cell for cell in run["cells"] if cell["ranks"] == 4}
-    hook = "DCTState(ddp, density=0.005)"
-    for rate in (1e9, 1e10):
-        times = (f"{cells[(mode, rate)]['step_ms'][1]:.0f}" for mode in ("dense", "bf16", "dct"))
-        assert measured.pop(0) == (*times, hook)
+    hook, averager = "DCTState(ddp, density=0.005)", "DCTAverager(model, period=10)"
+    for rate, mode, call in (
+        (1e9, "dct", hook),
+        (1e10, "dct", hook),
+        (1e8, "local-ternary", averager),
+    ):
+        times = (f"{cells[(name, rate)]['step_ms'][1]:.0f}" for name in ("dense", "bf16", mode))
+        assert measured.pop(0) == (*times, call)
     (run,) = json.loads((ROOT / LINK / "fsdp2_link.json").read_text())["runs"]
     cells = {(cell["mode"], cell["rate"]): cell for cell in run["cells"]}
     times = (f"{cells[(f'fsdp-{f}', 1e9)]['step_ms'][1]:.0f}" for f in ("bfloat16", "int8"))
@@ -53,6 +57,7 @@ SOURCES = [
     ("text_python.md", "FSDP2 between shards, and PowerSGD, 3,000 steps", "-0.0006 ± 0.0012"),
     ("text_python.md", "Longer warm-ups", "+0.0014 ± 0.0003"),
     ("paper.md", None, "+0.0006 ± 0.0003"),
+    ("thresholds.md", "DLRM on 300,000 generated rows, row-wise AdaGrad", "+0.0011 ± 0.0004"),
     ("text_python.md", "FSDP2 between shards, and PowerSGD, 3,000 steps", "-0.0015 ± 0.0023"),
     ("rows.md", "TorchRec's row-wise tables", "+0.0001 ± 0.0003 | +0.0011"),
     ("text_python.md", "Longer warm-ups", "+0.0146 ± 0.0036"),
@@ -63,7 +68,7 @@ SOURCES = [
 @pytest.mark.parametrize(("page", "heading", "loss"), SOURCES)
 def test_factors_and_losses_of_the_first_table_are_in_one_row(page, heading, loss):
     """The README's factor is half of float32's bytes, divided by the bytes of the loss's row."""
-    section = PAGES[page].partition(f"## {heading}\n")[2] if heading else PAGES[page]
+    section = PAGES[page].partition(f"## {heading}")[2] if heading else PAGES[page]
     rows = re.findall(r"\| ([\d,]+) \| ([\d.]+)x \|(.*)$", section, re.M)
     rows = [(int(sent.replace(",", "")), fewer, rest) for sent, fewer, rest in rows]
     place = next(n for n, row in enumerate(rows) if loss in row[2])
