@@ -22,14 +22,14 @@ WHEEL_ARCHS ?= 8.0 9.0 10.0 12.0+PTX
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train      train a DLRM on 2 local ranks, dense and with DCT, and print a table (3 to 8 minutes);"
+	@echo "make train      train a DLRM on 2 local ranks, dense and with DCT, and print a table (about 3 minutes on two idle cores);"
 	@echo "                OPTIONS='--optimizer adamw --format int4' trains it with AdamW and int4"
-	@echo "make test       run the Python and native tests of the library"
+	@echo "make test       run the Python and native tests of the library (about 6 minutes on two idle cores, plus building)"
 	@echo "make programs   run the tests of examples and bench"
 	@echo "make lint       run ruff, mypy, codespell, clang-format and clang-tidy"
 	@echo "make docs       build the site in build/site; a broken link, name or command is an error"
 	@echo "make abi        build with $(TORCH), and test the binary with $(OTHER_TORCH)"
-	@echo "make recipes    test examples/recipes with the current Lightning, Accelerate and HF Trainer"
+	@echo "make recipes    test the current Lightning, Accelerate, HF Trainer and DeepSpeed"
 	@echo "make torchrec   test the adapters for TorchRec"
 	@echo "make wheel      build and audit one wheel with CPU and CUDA kernels (needs nvcc)"
 	@echo "make cuda       build and inspect the CUDA kernels, run them on the CPU and count their work (needs nvcc, no GPU)"
@@ -58,7 +58,7 @@ $(VENV)/built: $(VENV)/installed $(SOURCES)
 	@touch $@
 
 train: $(VENV)/built
-	$(BIN)/python examples/train_dlrm.py --modes dense,dct --seeds 2 --out runs/train --overwrite $(OPTIONS)
+	$(BIN)/python examples/train_dlrm.py --modes dense,dct --seeds 3 --out runs/train --overwrite $(OPTIONS)
 
 # One worker more than cores, because some workers wait for the ranks that they started.
 WORKERS  ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
@@ -122,7 +122,8 @@ abi: $(VENV)/built $(VENV)-abi/installed
 
 $(VENV)-recipes/installed:
 	$(PYTHON) -m venv $(VENV)-recipes
-	$(RECIPES)/pip install --quiet $(TORCH) lightning accelerate transformers hypothesis numpy pytest
+	$(RECIPES)/pip install --quiet $(TORCH) "setuptools>=64" wheel lightning accelerate transformers hypothesis numpy pytest
+	$(RECIPES)/pip install --quiet --no-build-isolation deepspeed
 	touch $@
 
 # Runs the programs that use frameworks, unchanged, with these frameworks.
@@ -206,7 +207,6 @@ triton: $(VENV)/built
 check-all: test programs lint docs abi recipes torchrec sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
 	for seed in 0 2 3; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-cuda --ptx-cases 0 --ptx-seed $$seed || exit 1; done
-	for seed in 0 2; do TRITON_INTERPRET=0 $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-triton --triton-cases 8 --ptx-seed $$seed || exit 1; done
 	$(BIN)/python -m pytest $(PARALLEL) -m large tools/ptx
 	$(BIN)/python -m pytest -m large --ignore tests/aot
 	DCT_BACKEND=eager $(BIN)/python -m pytest $(PARALLEL) tests/parallel tests/embeddings tests/test_refusals.py

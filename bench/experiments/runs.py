@@ -15,7 +15,7 @@ from bench.tables import difference, mean, number, table, times
 from dlrm.scores import Scores
 
 RATE_SEED = 0  # the seed of runs that select learning rates
-BASELINES = ("dense", "float32")
+BASELINES = ("dense", "float32", "fsdp1-float32", "zero2-float32")
 
 
 def path(folder: Path, run: dict) -> Path:
@@ -32,11 +32,7 @@ def settings_of(options: argparse.Namespace, *names: str) -> dict[str, object]:
 
 
 def load(folder: Path, settings: dict[str, object]) -> list[dict]:
-    """Load all finished runs in `folder`.
-
-    Raises:
-        UsageError: a run has other settings than `settings`.
-    """
+    """Load all finished runs in `folder`."""
     records = [json.loads(file.read_text()) for file in sorted(folder.glob("*_seed*.json"))]
     for run in records:
         if run["settings"] != settings:

@@ -18,10 +18,10 @@ from dct_kernels import checks
 
 from .._torch import expects_sparse_gradients, reduced_parameters
 from ..exchange.bucket import Bucket, SegmentState
+from ..exchange.executors import Reduction
 from ..exchange.ledger import StepLedger
 from ..exchange.plan import BucketPlan, log_plan, plan_bucket, unwrapped
 from ..exchange.settings import Settings
-from .executors import Reduction
 from .node import DenseMean, NodeBucket, Topology
 
 
@@ -62,9 +62,6 @@ class Buckets:
         rebuilds its buckets in the order in which the gradients arrived. With
         `find_unused_parameters=True` and without a static graph, DDP starts with buckets of
         limited size and does not rebuild them.
-
-        Raises:
-            ValueError: the hook belongs to a different model.
         """
         index = bucket.index()
         parameters = cast(list[Parameter], bucket.parameters())  # "tensors", by torch's stubs
@@ -220,11 +217,7 @@ def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
-    """Return {parameter: name} of the parameters that DDP averages, named as in the inner module.
-
-    Raises:
-        TypeError, ValueError: `ddp` is not a DDP module, or a parameter cannot be compressed.
-    """
+    """Return {parameter: name} for the parameters that DDP averages, as in the inner module."""
     if not isinstance(ddp, DistributedDataParallel):
         rule = "a DistributedDataParallel"
         if hasattr(ddp, "reshard"):  # an FSDPModule; importing that class takes a second
