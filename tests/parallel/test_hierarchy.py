@@ -42,10 +42,11 @@ def test_nodes_of_one_rank_are_bitwise_equal_to_no_mesh(rank, transport):
     assert state.plan() == parted.plan()
 
 
+@pytest.mark.parametrize("local_size", [None, 2])
 @on_ranks(4)
-def test_uneven_inputs_and_accumulation(rank):
+def test_uneven_inputs_with_join_and_accumulation(rank, local_size):
     """Ranks have 3 to 6 batches of two passes. Only the second pass is exchanged."""
-    model, state = meshed_model(SIZES, 2, start_step=0)
+    model, state = meshed_model(SIZES, local_size, start_step=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     total = torch.zeros(sum(SIZES))
     with model.join():
