@@ -1,8 +1,5 @@
-"""compress_fully_shard: bytes, a resumed run, and the combination with dct_fully_shard_hook."""
+"""compress_fully_shard: bytes, and the combination with dct_fully_shard_hook."""
 
-import copy
-
-import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -46,9 +43,9 @@ POLICIES = (
 )
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks")
-def test_reported_bytes_match_the_meter(rank, ranks):
+@on_ranks(3)
+def test_reported_bytes_match_the_meter(rank):
+    ranks = 3
     formats = [(format, format) for format in (None, "float32", "bfloat16", "int8")]
     formats.append(("int8", "int4"))
     for policy in POLICIES:
@@ -87,31 +84,14 @@ def test_reported_bytes_match_the_meter(rank, ranks):
         assert dense[0] == 2 * shard * (ranks - 1) > dense[1]
 
 
-@pytest.mark.parametrize("policy", POLICIES[:2])
-@on_ranks(2)
-def test_resumed_run_is_bitwise_equal(rank, policy):
-    """The model and the optimizer are the whole checkpoint."""
-    models = [sharded(mp_policy=policy) for _ in "ab"]
-    for model in models:
-        compress_fully_shard(model, gradients="int4")
-    _train(models[0], rank, range(3))
-    models[1].load_state_dict(copy.deepcopy(models[0].state_dict()))
-    for step in range(2):
-        for model in models:
-            _train(model, rank, [step])
-        assert torch.equal(*(_flat(full_weights(model)) for model in models))
-        assert torch.equal(*(_flat(computed_weights(model)) for model in models))
-
-
-@pytest.mark.parametrize("format", ["int8", "int4"])
 @on_ranks(4)
-def test_combined_with_the_hook_between_replicas(rank, format):
+def test_combined_with_the_hook_between_replicas(rank):
     """Ranks 0 and 1 hold the shards of one replica. Ranks 2 and 3 hold the other replica."""
     mesh = shard_mesh()
     model = sharded(mesh=mesh["shard"])
     lossless = {"density": 1.0, "format": "float32", "start_step": 0}
     hook = dct_fully_shard_hook(model, mesh=mesh, **lossless)
-    state = compress_fully_shard(model, gradients=format)
+    state = compress_fully_shard(model, gradients="int4")
     for step in range(3):
         _train(model, rank, [step])
         assert_same(_flat(full_weights(model)))
@@ -124,6 +104,6 @@ def test_combined_with_the_hook_between_replicas(rank, format):
     assert state.stats()["step"] == hook.stats()["step"] == 4
     assert 0 < sent <= state.stats()["wire_bytes"]  # earlier gathers are not in `sent`
     by_rank = plain_gradients(Net(), weights, [(5, r) for r in range(4)])
-    require_close(gradients(model), by_rank, format)
+    require_close(gradients(model), by_rank, format="int4")
     state.close()
     hook.close()
