@@ -56,7 +56,7 @@ class Plain(nn.Module):
 
     def __init__(self, kind, dtype):
         super().__init__()
-        self.kind, self.weight = kind, nn.Parameter(_weight(dtype))
+        self.weight = nn.Parameter(_weight(dtype))
         self.dense, self.first = _dense(kind, dtype), None
         if kind == "first layer":
             self.first = nn.Parameter(_first_layer(dtype))
@@ -70,16 +70,9 @@ class Plain(nn.Module):
         products = features[:, 1:] @ features[:, 1:].T  # of all pairs
         pairs = products.triu(1).sum().view(1)
         pooled = torch.stack([self.weight[ids, 1:].sum(0) for ids in ids_by_field])[None]
-        hidden = None if self.first is None else (self.first @ pooled.flatten())[None]
-        return _dense_inputs(self.kind, linear, pairs, pooled, hidden)
-
-
-def _dense_inputs(kind, linear, pairs, pooled, hidden):
-    """The inputs of the dense part of a model."""
-    return {
-        "DeepFM": [linear, pairs, pooled],
-        "first layer": [linear, hidden],
-    }[kind]
+        if self.first is None:
+            return linear, pairs, pooled
+        return linear, (self.first @ pooled.flatten())[None]
 
 
 OPERATORS = {
