@@ -33,6 +33,13 @@ def test_invalid_settings_raise(name, wrong, error, text):
         Settings.checked("DCTState", **{"density": None, "format": None, name: wrong})
 
 
+def test_quantized_format_requires_density_1():
+    rule = "dct::DCTState: density must be 1 with format int4, which sends all entries, got"
+    with pytest.raises(ValueError, match=f"{rule} 0.005"):
+        Settings.checked("DCTState", 0.005, "int4")
+    assert Settings.checked("op", None, "int4") == Settings.checked("op", 1, "int4")
+
+
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_dtype_is_the_same_as_its_name(name):
     made = [Settings.checked("op", None, format) for format in (name, getattr(torch, name))]

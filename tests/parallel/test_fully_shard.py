@@ -118,8 +118,6 @@ def test_replicas_stay_bitwise_equal(rank):
     found = state.parameter_stats()
     for name, residual in residuals.items():
         assert found[name]["residual_norm"] == pytest.approx(residual.norm().item(), rel=1e-5)
-    sent = sum(found[name]["density"] * residual.numel() for name, residual in residuals.items())
-    assert 0.02 < sent / sum(residual.numel() for residual in residuals.values()) < 0.13
     plan = state.plan()
     rows = {line.split()[0]: line.split() for line in plan.splitlines()}
     assert "ranks: 2, buckets: 5, transport: all_gather" in plan
