@@ -18,7 +18,6 @@ from support.ranks import (
     assert_same,
     batch,
     ddp,
-    gathered,
     hooked,
     integers,
     mlp,
@@ -27,43 +26,6 @@ from support.ranks import (
     train_step,
     weights,
 )
-
-
-def _dense_in_rank_order(state, bucket):
-    """A hook that averages in bfloat16 for two steps, and then in float32 in rank order."""
-    buffer, ranks = bucket.buffer(), dist.get_world_size()
-    if state["step"] < 2:
-        mean = buffer.to(torch.bfloat16).div_(ranks)
-        dist.all_reduce(mean)
-        buffer.copy_(mean)
-    else:
-        total = torch.zeros_like(buffer)
-        for part in gathered(buffer):
-            total = total + part
-        buffer.copy_(total * torch.tensor(1 / ranks, dtype=torch.float32))
-    state["step"] += bucket.is_last()
-    future = torch.futures.Future()
-    future.set_result(buffer)
-    return future
-
-
-def _train(rank, make_state, hook, steps):
-    model = ddp(mlp())
-    model.register_comm_hook(make_state(model), hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    train(model, optimizer, rank, range(steps))
-    return weights(model)
-
-
-@on_ranks(4)
-def test_density_1_in_float32_is_bitwise_equal_to_dense(rank):
-    def lossless(model):
-        return DCTState(model, density=1, format=torch.float32)
-
-    dct = _train(rank, lossless, dct_hook, 12)
-    dense = _train(rank, lambda model: {"step": 0}, _dense_in_rank_order, 12)
-    torch.testing.assert_close(dct, dense, rtol=0, atol=0)
-    assert not torch.equal(dct, weights(mlp())), "nothing was trained"
 
 
 @pytest.mark.parametrize(
