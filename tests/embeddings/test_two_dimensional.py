@@ -22,7 +22,7 @@ from dct_embeddings import (
 )
 from dct_embeddings.two_dimensional import embedding_bags
 from dct_parallel import all_to_all_rows
-from support.ranks import on_ranks, shard_mesh
+from support.ranks import on_ranks, refused, shard_mesh
 from wire_meter import WireMeter
 
 ROWS, WIDTH, BATCH, LR = [10, 7, 4, 5], 3, 3, 0.5
@@ -159,11 +159,6 @@ def test_quantized_rows_and_tables_of_the_first_replica(rank):
     assert torch.equal(*replicas)
 
 
-def _refused(text, make, error=ValueError):
-    with pytest.raises(error, match=text):
-        make()
-
-
 PLAN = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]  # two tables of four rows, one table per rank
 SHARDS = "dct::ShardedEmbeddingBags: "
 
@@ -182,7 +177,7 @@ def test_wrong_plans_and_tables_raise(rank):
         (r"plan\[1\] must have at least one shard", [PLAN[0], []]),
         ("plan must be the same on every rank, got .* on rank", PLAN[:: 1 - 2 * rank]),
     ):
-        _refused(SHARDS + ".*" + text, lambda plan=plan: ShardedEmbeddingBags(two, plan, mesh))
+        refused(SHARDS + ".*" + text, lambda plan=plan: ShardedEmbeddingBags(two, plan, mesh))
     flat, mixed = init_device_mesh("cpu", (2,)), [two[0], two[1].float()]
     for text, tables, changed in (
         ("mesh must have dimensions", two, {"mesh": flat}),
@@ -190,7 +185,7 @@ def test_wrong_plans_and_tables_raise(rank):
         ("dedup must be the same on every rank, got False", two, {"dedup": rank == 1}),
     ):
         given = {"plan": PLAN, "mesh": mesh} | changed
-        _refused(text, lambda t=tables, g=given: ShardedEmbeddingBags(t, **g))
+        refused(text, lambda t=tables, g=given: ShardedEmbeddingBags(t, **g))
 
 
 @on_ranks(2)
@@ -217,9 +212,9 @@ def test_wrong_settings_of_a_sync_raise(rank):
     ):
         given = {"optimizer": optimizer} | settings
         of = wide if optimizer is of_wide else bags
-        _refused(text, lambda of=of, given=given: ReplicaSync(of, **given), error)
+        refused(text, lambda of=of, given=given: ReplicaSync(of, **given), error)
     ReplicaSync(bags, optimizer=sgd)
-    _refused("one ReplicaSync only, got a second", lambda: ReplicaSync(bags, optimizer=sgd))
+    refused("one ReplicaSync only, got a second", lambda: ReplicaSync(bags, optimizer=sgd))
 
 
 IDS, LENGTHS = torch.tensor([3, 0, 1]), torch.tensor([[1, 0], [0, 2]])
@@ -280,11 +275,11 @@ def test_wrong_ids_and_lengths_raise(rank):
     for text, ids, lengths in cases:
         for of_bags in (bags, once):
             ids = torch.as_tensor(ids)
-            _refused(text, lambda of=of_bags, i=ids, given=lengths: of(i, given))
+            refused(text, lambda of=of_bags, i=ids, given=lengths: of(i, given))
     by_rank = embedding_bags.by_rank
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedding_bags, "MOST_ROWS", 2)
-        _refused("ids must have at most 2 elements, got 3", lambda: bags(IDS, LENGTHS))
+        refused("ids must have at most 2 elements, got 3", lambda: bags(IDS, LENGTHS))
 
     def wrong_lengths(*given):
         of_bags, names, _ = by_rank(*given)
@@ -296,7 +291,7 @@ def test_wrong_ids_and_lengths_raise(rank):
     for wrong in (wrong_lengths, equal_checksums):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(embedding_bags, "by_rank", wrong)
-            _refused(r"lengths of bags must sum to \[", lambda: bags(IDS, LENGTHS))
+            refused(r"lengths of bags must sum to \[", lambda: bags(IDS, LENGTHS))
     assert bags(IDS, LENGTHS).shape == (2, 2, WIDTH)
 
 

@@ -17,7 +17,7 @@ from dct_parallel.exchange import transport as by_all_gather
 from dct_parallel.local_steps import averager
 from support.entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from support.nodes import rank_sum
-from support.ranks import on_ranks, run_ranks, set_timeout, shorten_timeouts
+from support.ranks import corrupting, on_ranks, run_ranks, set_timeout, shorten_timeouts
 
 SIZES = (20_000, 100, 30_000)
 NUMEL = 50_100
@@ -56,27 +56,11 @@ class Network:
         dist.all_to_all_single = scatter
 
     def _corrupting(self, collective, byte):
-        def in_flight(output, *args, **kwargs):
-            work = collective(output, *args, **kwargs)
-            if not (self.bad and self._is_victim):
-                return work
-            if work is None:
+        def change(output):
+            if self.bad and self._is_victim:
                 output[-1, byte] ^= 0xFF
-                return None
-            return _Late(work, output, byte)
 
-        return in_flight
-
-
-class _Late:
-    """The work of a collective. `wait` corrupts its result."""
-
-    def __init__(self, work, output, byte):
-        self._work, self._output, self._byte = work, output, byte
-
-    def wait(self):
-        self._work.wait()
-        self._output[-1, self._byte] ^= 0xFF
+        return corrupting(collective, change)
 
 
 def _numbers(step):

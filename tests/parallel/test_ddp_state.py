@@ -31,27 +31,16 @@ def test_plan_and_stats_report_bytes_per_step(rank):
     before = state.plan()
     train(model, optimizer, rank, range(6))
     after, stats = state.plan(), state.stats()
-    assert "buckets: 1" in before and "transport: all_gather (up to 8 ranks)" in before
-    buckets = int(re.search(r"buckets: (\d+),", after)[1])
-    assert buckets > 1
+    assert "buckets: 1," in before and "transport: all_gather (up to 8 ranks)" in before
+    assert "\n0: 0.weight ... 8.bias  " in before and re.search("buckets: [2-9],", after)
     assert "One bucket is assumed" in before and "assumed" not in after
-    first, last = (
-        int(re.search(r"^total .* ([\d,]+)$", plan, re.M)[1].replace(",", ""))
-        for plan in (before, after)
-    )
-    assert last == stats["wire_bytes"]
-    # Each bucket adds a header of 64 bytes, two starts of 4 bytes, and up to one entry of 2 + 2
-    # bytes. Starts, positions and values are each rounded up to multiples of 16 bytes.
-    assert last - first == pytest.approx(112 * (buckets - 1), rel=0.3)
     rows = {line.split()[0]: line.split() for line in after.splitlines()}
-    assert before.count("\n0: 0.weight ... 8.bias  ") == 1
     # 1.25 * 0.01 * 8320 = 104 entries of 2 + 2 bytes, and 80 bytes of header and padded starts.
     assert re.search(r"^1: 2.bias ... 0.weight +4 +8,320 +104 +496$", after, re.M), after
     assert rows["total"] == ["total", "10", "16,705", f"{stats['wire_bytes']:,}"]
     assert rows["float32"][-1] == f"{16_705 * 4:,}"
     assert f"{16_705 * 4 / stats['wire_bytes']:.1f}x fewer bytes" in after
-    assert stats["step"] == 6
-    assert 0.009 < stats["density"] <= 0.0127
+    assert stats["step"] == 6 and 0.009 < stats["density"] <= 0.0127
     assert 0 <= stats["overflow"] <= 1
 
 
