@@ -14,8 +14,8 @@ from support.compressed_shards import loss_of, sharded
 from support.ranks import batch, ddp, hooked, mlp, on_ranks, shard_mesh
 
 # Ops that read the device's results on the host, and how often.
-READS = dict.fromkeys(("_local_scalar_dense", "nonzero", "_unique2", "equal", "masked_select"), 1)
-READS["bincount"] = 2
+READS = dict.fromkeys(("_local_scalar_dense", "item", "is_nonzero", "equal"), 1)
+READS |= {"nonzero": 1, "masked_select": 1, "_unique2": 1, "bincount": 2}
 
 
 class Waits(TorchDispatchMode):

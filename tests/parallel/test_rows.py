@@ -3,6 +3,7 @@
 import dataclasses
 import doctest
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -74,41 +75,29 @@ def test_eval_mode_compresses_unless_inference_is_false():
 
 
 KNOWN = "'float32', 'bfloat16', 'float16', 'int8', 'int4' or 'sign'"
-POSITIONS = torch.ones(1, 3, 1, dtype=torch.uint8)
-WRONG = [
-    (lambda x: pack_rows(x.double(), 2), TypeError, "x must be float32, bfloat16 or float16"),
-    (lambda x: pack_rows(x, 9), ValueError, "dct::row_pack: k must be in [1, 8], got 9"),
-    (lambda x: pack_rows(x[0, 0], 1), ValueError, "pack_rows: x must be at least 1-D, got 0-D"),
-    (
-        lambda x: unpack_rows(torch.ones(3, 1, 2), POSITIONS, 8),
-        ValueError,
-        "positions must have shape [3, 1, w] for values of shape [3, 1, 2], got [1, 3, 1]",
-    ),
-    (lambda x: RowPack(), ValueError, "RowPack: exactly one of density and k must be given, got"),
-    (lambda x: RowPack(0.5, format=torch.int8), ValueError, "format must be 'float32'"),
-    (lambda x: RowQuantize("int3"), ValueError, f"RowQuantize: format must be {KNOWN}, got 'int3'"),
-    (lambda x: RowQuantize("int4")(x[:, :0]), ValueError, "x.shape[-1] must be in [1, 2147483647]"),
-    (
-        lambda x: RowQuantize(RowFormat(density=0.5)),
-        ValueError,
-        "format must be a number format without density",
-    ),
-    (
-        lambda x: RowDequantize(8, "int4")(x.bfloat16()),
-        ValueError,
-        "message must have shape [..., 3] for width 8, got [2, 8]",
-    ),
-    (lambda x: RowFormat("int5", "int4"), ValueError, f"forward must be {KNOWN}, got 'int5'"),
-    (lambda x: RowFormat("int4", "ternary"), ValueError, f"backward must be {KNOWN}, got 'ter"),
-    (lambda x: RowFormat("int4", density=0.5), ValueError, "'float16' with a density, got 'int4'"),
-    (lambda x: RowFormat(None, "int4", 0.5), ValueError, "None with a density, got 'int4'"),
-]
+MISMATCH = torch.ones(3, 1, 2), torch.ones(1, 3, 1, dtype=torch.uint8)  # values, positions
 
 
 def test_errors_name_the_argument():
-    for call, error, text in WRONG:
-        with pytest.raises(error, match=re.escape(text)):
-            call(torch.randn(2, 8))
+    x = torch.randn(2, 8)
+    for text, function, *args in (
+        ("x must be float32, bfloat16 or float16", pack_rows, x.double(), 2),
+        ("dct::row_pack: k must be in [1, 8], got 9", pack_rows, x, 9),
+        ("pack_rows: x must be at least 1-D, got 0-D", pack_rows, x[0, 0], 1),
+        ("shape [3, 1, w] for values of shape [3, 1, 2], got [1, 3, 1]", unpack_rows, *MISMATCH, 8),
+        ("RowPack: exactly one of density and k must be given, got", RowPack),
+        ("format must be 'float32'", partial(RowPack, 0.5, format=torch.int8)),
+        (f"RowQuantize: format must be {KNOWN}, got 'int3'", RowQuantize, "int3"),
+        ("x.shape[-1] must be in [1, 2147483647]", RowQuantize("int4"), x[:, :0]),
+        ("a number format without density", RowQuantize, RowFormat(density=0.5)),
+        ("shape [..., 3] for width 8, got [2, 8]", RowDequantize(8, "int4"), x.bfloat16()),
+        (f"forward must be {KNOWN}, got 'int5'", RowFormat, "int5", "int4"),
+        (f"backward must be {KNOWN}, got 'ter", RowFormat, "int4", "ternary"),
+        ("'float16' with a density, got 'int4'", RowFormat, "int4", None, 0.5),
+        ("None with a density, got 'int4'", RowFormat, None, "int4", 0.5),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+            function(*args)
 
 
 def test_row_format_is_hashable_and_frozen():
