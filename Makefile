@@ -118,7 +118,7 @@ abi: $(VENV)/built $(VENV)-abi/installed
 	$(OTHER)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	cd tests && $(OTHER)/python -c "import dct_kernels; print(dct_kernels.__file__)" \
 	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest conformance -n auto -k "not ptx and not triton" \
-	  && $(OTHER)/pytest parallel embeddings test_refusals.py -n auto --ignore parallel/test_pipeline.py
+	  && $(OTHER)/pytest parallel embeddings test_refusals.py -n auto
 
 $(VENV)-recipes/installed:
 	$(PYTHON) -m venv $(VENV)-recipes

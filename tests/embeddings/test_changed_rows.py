@@ -181,29 +181,6 @@ class _Replica:
             assert torch.allclose(weight, expected, rtol=0, atol=near)
 
 
-OTHERS = [(name, FORMATS[number]) for name in ("rowwise", "delayed") for number in (0, 3, 5)]
-
-
-@on_ranks(2)
-def test_rows_changed_after_a_sync_are_in_the_next_sync(rank):
-    """Gradients accumulate, also over a flush. Batches are looked up ahead. Steps are skipped."""
-    for name, settings in [("sgd", settings) for settings in FORMATS] + OTHERS:
-        replica = _Replica(rank, name, settings)
-        replica.forward()
-        for step in range(6):
-            replica.zero_grad()
-            replica.forward()  # looks up the next batch
-            replica.backward()
-            if step % 2:
-                replica.flush()  # before a checkpoint
-            if step % 3 == 1:
-                replica.skip()
-            replica.forward()
-            replica.backward()
-            replica.step()
-        replica.check()
-
-
 CALLS = ["forward", "backward", "step", "zero_grad", "skip", "sync", "flush", "evaluate", "abort"]
 KINDS = [
     (name, number, bool(which & 1), bool(which & 2))  # sparse, dedup

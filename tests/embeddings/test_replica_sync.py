@@ -1,13 +1,13 @@
-"""Syncs of replicas in each format: sent changes, pending changes, and bytes."""
+"""Syncs of replicas in each format: sent and pending changes, rows, and loads."""
 
 import copy
 import math
 from functools import partial
 from itertools import cycle
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,10 +19,10 @@ from dct_embeddings import (
     plan_shards,
 )
 from dct_embeddings.two_dimensional import averages
-from dct_kernels import payload_layout, quantized_payload_bytes, sample_threshold
+from dct_kernels import sample_threshold
 from dct_parallel.exchange import reduce_scatter
 from dct_parallel.exchange import transport as all_gather
-from support.ranks import assert_same, gathered, on_ranks, run_ranks
+from support.ranks import assert_same, corrupting, gathered, on_ranks
 from wire_meter import WireMeter
 
 ROWS, WIDTH, BATCH, LR = [40, 25], 8, 4, 0.1
@@ -86,37 +86,6 @@ def _looked_up(first, last, rows=ROWS, replicas=2, batch=BATCH):
     ]
 
 
-def _check_message(settings, accumulated, left):
-    """Check that the changes that a replica sends, `accumulated - left`, fit the format."""
-    format, delivered = settings["format"], accumulated - left
-    if format == "bfloat16":  # sends the largest entries, rounded; DENSITY is their fraction
-        went = delivered != 0
-        count = min(math.ceil(DENSITY * len(left)), int((accumulated != 0).sum()))
-        assert 0.8 * count < went.sum() <= 1.25 * count + 1  # the threshold is an estimate
-        assert accumulated[went].abs().min() >= accumulated[~went].abs().max()
-        assert torch.equal(left[~went], accumulated[~went])
-        assert torch.equal(delivered, delivered.bfloat16().float())
-        return
-    for part, rest, sent in zip(
-        *(t.split(64) for t in (accumulated, left, delivered)), strict=True
-    ):
-        if format == "ternary":
-            went = sent.abs() > 1e-7
-            sizes = sent[went].abs()
-            assert went.any() or part.abs().max() < 1e-6
-            assert torch.allclose(sizes, sizes[:1].expand_as(sizes), atol=1e-7)
-            assert torch.equal(sent[went].sign(), part[went].sign())
-        else:  # the error is at most a quantization step
-            assert rest.abs().max() <= part.abs().max() / {"int8": 127, "int4": 7}[format]
-
-
-def _payload_bytes(settings, numel):
-    if settings["format"] == "bfloat16":
-        capacity = min(math.ceil(1.25 * DENSITY * numel), numel)
-        return payload_layout(numel, capacity, torch.bfloat16).nbytes
-    return quantized_payload_bytes(numel, settings["format"])
-
-
 @on_ranks(4)
 def test_first_sync_after_a_load_compares_replicas(rank):
     """The replicas of one shard load different weights. Every rank raises."""
@@ -142,7 +111,7 @@ def test_first_sync_after_a_load_compares_replicas(rank):
 
 @pytest.mark.parametrize(
     ("replicas", "many", "transport"),
-    [(2, False, "all_gather"), (2, False, "reduce_scatter"), (3, True, "reduce_scatter")],
+    [(2, False, "all_gather"), (3, True, "reduce_scatter")],
 )
 @on_ranks("replicas")
 def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, transport, many):
@@ -165,10 +134,7 @@ def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, 
             total = optimizer.state[bags.weight].get("sum", torch.zeros(0)).clone()
             touched = _looked_up(2 * period, 2 * period + 2, rows, replicas, batch)
             known_rows = torch.cat([known_rows, *touched]).unique()
-            with WireMeter(group) as meter:
-                sync.step()
-                sent = meter.take()
-
+            sync.step()
             assert torch.equal(average.rows, known_rows.int())
             accumulated = pending + (trained - synced)
             pending = torch.zeros_like(pending)
@@ -182,15 +148,6 @@ def test_compressed_changes_are_sent_and_the_rest_stays_pending(rank, replicas, 
             others = torch.ones(sum(rows), dtype=torch.bool)
             others[known_rows] = False
             assert not moved[others].any()
-            if transport == "all_gather":
-                before, after = (t[known_rows].flatten() for t in (accumulated, pending))
-                _check_message(settings, before, after)
-                bytes_sent = 8 + 4 * max(map(len, touched))
-                bytes_sent += _payload_bytes(settings, len(known_rows) * WIDTH)
-                bytes_sent *= replicas - 1
-                changed = 0 if name == "sgd" else 4 * len(torch.cat(touched).unique())
-                assert sent == bytes_sent + 2 * (replicas - 1) * changed // replicas
-
             assert_same(bags.weight.detach())
             for of_state in optimizer.state[bags.weight].values():
                 if isinstance(of_state, torch.Tensor):
@@ -342,78 +299,25 @@ def test_float32_rows_and_bfloat16_changes(rank):
         assert torch.equal(*_copies(bags.weight))
 
 
-def _saved_run(rank):
-    bags = _bags()
-    optimizer = OPTIMIZERS["rowwise"]([bags.weight])
-    sync = ReplicaSync(bags, optimizer=optimizer, every=2, density=DENSITY)
-    for step in range(5):
-        _train(bags, optimizer, step, rank)
-        sync.step()
-    sync.flush()
-    saved = bags.state_dict(), optimizer.state_dict()
-    copies = [torch.equal(*_copies(tensor)) for tensor in (bags.weight, _state(bags, optimizer))]
-    assert all(copies)
-    return saved
-
-
-def _resume_with_one_replica(rank, saved):
-    ends = [_resume(rank, saved, settings) for settings in FORMATS]
-    assert all(torch.equal(end, ends[0]) for end in ends)
-
-
-def _resume(rank, saved, settings):
-    saved = copy.deepcopy(saved)  # its memory is shared with later runs
-    bags = _bags(shape=(1, 1))
-    optimizer = OPTIMIZERS["rowwise"]([bags.weight])
-    bags.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    reference = nn.Parameter(bags.weight.detach().clone())
-    reference_optimizer = OPTIMIZERS["rowwise"]([reference])
-    reference_optimizer.load_state_dict(copy.deepcopy(saved[1]))
-    sync = ReplicaSync(bags, optimizer=optimizer, every=2, **settings)
-    for step in range(5, 8):
-        _train(bags, optimizer, step, rank)
-        sync.step()
-        ids = _ids(step, rank)
-        out = nn.functional.embedding(ids.t() + torch.tensor([0, ROWS[0]]), reference, sparse=True)
-        reference_optimizer.zero_grad()
-        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sin().mean().backward()
-        reference_optimizer.step()
-    assert torch.allclose(bags.weight, reference, rtol=0, atol=1e-6)
-    assert not torch.equal(reference.detach(), saved[0]["weight"])
-    return bags.weight.detach()
-
-
-def test_a_checkpoint_of_two_replicas_resumes_on_one():
-    """After flush() the state consists of weights and accumulators only."""
-    saved = run_ranks(_saved_run, 2)[0]
-    run_ranks(_resume_with_one_replica, 1, saved)
-
-
-@pytest.mark.parametrize("settings", [COMPRESSED[0], {"format": "int4"}])
-@pytest.mark.parametrize(("transport", "sender"), [("all_gather", 1), ("reduce_scatter", 0)])
 @on_ranks(2)
-def test_a_damaged_payload_raises(rank, transport, sender, settings):
+def test_a_damaged_payload_raises(rank):
     """The payload from `sender` is damaged on its way to all ranks."""
-    module = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}[transport]
-    gather = module.all_gather
+    for module, sender, settings in (
+        (all_gather, 1, COMPRESSED[0] | {"transport": "all_gather"}),
+        (reduce_scatter, 0, {"format": "int4", "transport": "reduce_scatter"}),
+    ):
 
-    def damaging(output, tensor, group, **options):
-        work = gather(output, tensor, group, **options)
-        if work is not None:
-            work.wait()
-        output.view(2, -1)[sender, 0] += 1
-        return work
+        def change(output, sender=sender):
+            output.view(2, -1)[sender, 0] += 1
 
-    bags = _bags()
-    optimizer = OPTIMIZERS["sgd"]([bags.weight])
-    sync = ReplicaSync(bags, optimizer=optimizer, transport=transport, **settings)
-    _train(bags, optimizer, 0, rank)
-    module.all_gather = damaging
-    text = rf"every payload of sync 0 must be intact, got status \d+ from rank {sender}"
-    with pytest.raises(RuntimeError, match=text):
-        sync.step()
-    module.all_gather = gather
-    for call in (sync.sync, sync.flush):  # later calls also raise
-        with pytest.raises(RuntimeError, match=f"from rank {sender}"):
-            call()
+        bags = _bags()
+        optimizer = OPTIMIZERS["sgd"]([bags.weight])
+        sync = ReplicaSync(bags, optimizer=optimizer, **settings)
+        _train(bags, optimizer, 0, rank)
+        text = rf"every payload of sync 0 must be intact, got status \d+ from rank {sender}"
+        patched = mock.patch.object(module, "all_gather", corrupting(module.all_gather, change))
+        with patched, pytest.raises(RuntimeError, match=text):
+            sync.step()
+        for call in (sync.sync, sync.flush):  # later calls also raise
+            with pytest.raises(RuntimeError, match=f"from rank {sender}"):
+                call()

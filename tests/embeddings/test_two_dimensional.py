@@ -1,17 +1,19 @@
 """Embedding tables in shards and replicas train like tables in one group of all ranks."""
 
+import re
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_embeddings import (
-    MomentumScaledRowWiseAdagrad,
     ReplicaSync,
     RowWiseAdagrad,
     Shard,
@@ -20,7 +22,7 @@ from dct_embeddings import (
 )
 from dct_embeddings.two_dimensional import embedding_bags
 from dct_parallel import all_to_all_rows
-from support.ranks import on_ranks, shard_mesh
+from support.ranks import on_ranks, refused, shard_mesh
 from wire_meter import WireMeter
 
 ROWS, WIDTH, BATCH, LR = [10, 7, 4, 5], 3, 3, 0.5
@@ -73,15 +75,13 @@ def _whole(bags):
     return torch.cat([rows_of_shards[shard] for shard in sorted(rows_of_shards)])
 
 
-def _trained(
-    rank, mesh, optimizer_of, steps, dtype=torch.float64, every=1, syncing=True, **settings
-):
-    """Bags, their optimizer and their sync, after training together with a dense part in DDP."""
+def _trained(rank, mesh, optimizer_of, steps, dtype=torch.float64, syncing=True, **settings):
+    """Bags and their optimizer, after training together with a dense part in DDP."""
     bags = ShardedEmbeddingBags(_tables(dtype), _plan(mesh["shard"].size()), mesh, **settings)
     dense = DDP(_dense(dtype))
     optimizer = optimizer_of([bags.weight])
     dense_optimizer = torch.optim.SGD(dense.parameters(), LR)
-    sync = ReplicaSync(bags, optimizer=optimizer, every=every)
+    sync = ReplicaSync(bags, optimizer=optimizer)
     for step in range(steps):
         optimizer.zero_grad()
         dense_optimizer.zero_grad()
@@ -90,7 +90,7 @@ def _trained(
         dense_optimizer.step()
         if syncing:
             sync.step()
-    return bags, optimizer, sync
+    return bags, optimizer
 
 
 def _train_alone(steps):
@@ -135,30 +135,12 @@ def test_sgd_on_a_2_by_2_mesh_equals_one_group_and_one_replica_needs_no_sync(ran
         _trained(rank, one_group, RowWiseAdagrad, 4, syncing=syncing) for syncing in (True, False)
     ]
     for of_end in (lambda bags, _: bags.weight, lambda bags, o: o.to_average(bags.weight)):
-        assert torch.equal(*(of_end(bags, optimizer) for bags, optimizer, _ in ends))
+        assert torch.equal(*(of_end(bags, optimizer) for bags, optimizer in ends))
 
 
 @on_ranks(4)
-def test_replicas_are_bitwise_equal_after_a_sync(rank):
+def test_quantized_rows_and_tables_of_the_first_replica(rank):
     mesh = shard_mesh(2, 2)
-    scaled = partial(MomentumScaledRowWiseAdagrad, scale=2, delayed=True)
-    for optimizer_of in (RowWiseAdagrad, scaled):
-        bags, optimizer, sync = _trained(rank, mesh, optimizer_of, 5, every=3)  # syncs at step 3
-        watched = bags.weight, optimizer.to_average(bags.weight)
-        before = [_copies(bags, tensor) for tensor in watched]
-        assert not any(torch.equal(*replicas) for replicas in before)
-        sync.step()
-        means = [torch.stack(replicas).mean(0) for replicas in before]
-        assert torch.equal(bags.weight, means[0])
-        for name, tensor in optimizer.state[bags.weight].items():
-            assert torch.equal(*_copies(bags, tensor)), name
-        assert torch.equal(*_copies(bags, bags.weight))
-        state = optimizer.state[bags.weight]
-        if optimizer_of is RowWiseAdagrad:
-            assert torch.equal(state["sum"], means[1])
-        else:
-            assert not state["pending"].any() and (state["sum"] >= means[1]).all()
-
     # Quantized rows within the sharding group.
     exchange = partial(all_to_all_rows, format="int8")
     for dedup in (False, True):
@@ -175,11 +157,6 @@ def test_replicas_are_bitwise_equal_after_a_sync(rank):
     tables = [table + rank for table in _tables()]
     replicas = _copies(bags, ShardedEmbeddingBags(tables, _plan(2), mesh).weight)
     assert torch.equal(*replicas)
-
-
-def _refused(text, make, error=ValueError):
-    with pytest.raises(error, match=text):
-        make()
 
 
 PLAN = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]  # two tables of four rows, one table per rank
@@ -200,7 +177,7 @@ def test_wrong_plans_and_tables_raise(rank):
         (r"plan\[1\] must have at least one shard", [PLAN[0], []]),
         ("plan must be the same on every rank, got .* on rank", PLAN[:: 1 - 2 * rank]),
     ):
-        _refused(SHARDS + ".*" + text, lambda plan=plan: ShardedEmbeddingBags(two, plan, mesh))
+        refused(SHARDS + ".*" + text, lambda plan=plan: ShardedEmbeddingBags(two, plan, mesh))
     flat, mixed = init_device_mesh("cpu", (2,)), [two[0], two[1].float()]
     for text, tables, changed in (
         ("mesh must have dimensions", two, {"mesh": flat}),
@@ -208,7 +185,7 @@ def test_wrong_plans_and_tables_raise(rank):
         ("dedup must be the same on every rank, got False", two, {"dedup": rank == 1}),
     ):
         given = {"plan": PLAN, "mesh": mesh} | changed
-        _refused(text, lambda t=tables, g=given: ShardedEmbeddingBags(t, **g))
+        refused(text, lambda t=tables, g=given: ShardedEmbeddingBags(t, **g))
 
 
 @on_ranks(2)
@@ -235,9 +212,9 @@ def test_wrong_settings_of_a_sync_raise(rank):
     ):
         given = {"optimizer": optimizer} | settings
         of = wide if optimizer is of_wide else bags
-        _refused(text, lambda of=of, given=given: ReplicaSync(of, **given), error)
+        refused(text, lambda of=of, given=given: ReplicaSync(of, **given), error)
     ReplicaSync(bags, optimizer=sgd)
-    _refused("one ReplicaSync only, got a second", lambda: ReplicaSync(bags, optimizer=sgd))
+    refused("one ReplicaSync only, got a second", lambda: ReplicaSync(bags, optimizer=sgd))
 
 
 IDS, LENGTHS = torch.tensor([3, 0, 1]), torch.tensor([[1, 0], [0, 2]])
@@ -298,11 +275,11 @@ def test_wrong_ids_and_lengths_raise(rank):
     for text, ids, lengths in cases:
         for of_bags in (bags, once):
             ids = torch.as_tensor(ids)
-            _refused(text, lambda of=of_bags, i=ids, given=lengths: of(i, given))
+            refused(text, lambda of=of_bags, i=ids, given=lengths: of(i, given))
     by_rank = embedding_bags.by_rank
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedding_bags, "MOST_ROWS", 2)
-        _refused("ids must have at most 2 elements, got 3", lambda: bags(IDS, LENGTHS))
+        refused("ids must have at most 2 elements, got 3", lambda: bags(IDS, LENGTHS))
 
     def wrong_lengths(*given):
         of_bags, names, _ = by_rank(*given)
@@ -314,7 +291,7 @@ def test_wrong_ids_and_lengths_raise(rank):
     for wrong in (wrong_lengths, equal_checksums):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(embedding_bags, "by_rank", wrong)
-            _refused(r"lengths of bags must sum to \[", lambda: bags(IDS, LENGTHS))
+            refused(r"lengths of bags must sum to \[", lambda: bags(IDS, LENGTHS))
     assert bags(IDS, LENGTHS).shape == (2, 2, WIDTH)
 
 
@@ -350,3 +327,34 @@ def test_plans_by_hand():
         plan_shards([7, 2], 3, row_wise=[1])
     with pytest.raises(ValueError, match=r"row_wise\[0\] must be in \[0, 1\], got 2"):
         plan_shards([7, 2], 1, [2])
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "cluster.md"
+
+
+@on_ranks(4)
+def test_groups_have_the_timeout_of_the_guide(rank):
+    section = PAGE.read_text().split("## Timeouts\n")[1]
+    (block,) = re.findall(r"```\n(.*?)```\n", section.split("\n#")[0], re.DOTALL)
+    names = {"torch": torch, "dist": dist}
+    exec(block.replace('("node", "local")', '("replicate", "shard")'), names)
+    mesh = names["mesh"]
+    assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    for dimension in ("replicate", "shard"):
+        backend = mesh.get_group(dimension)._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(minutes=2)
+    bags = ShardedEmbeddingBags([torch.arange(8.0).view(4, 2)], plan_shards([4], 2, [0]), mesh)
+    out = bags(torch.tensor([rank, 0]), torch.tensor([[1, 1]]))
+    assert out.tolist() == [[[2.0 * rank, 2.0 * rank + 1]], [[0.0, 1.0]]]
+
+
+@on_ranks(2, backend="cuda:gloo")
+def test_tables_on_a_device_without_a_backend_in_the_default_group(rank):
+    all_ranks, *groups = (dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [0], [1]))
+    grid = torch.arange(2).view(2, 1)
+    names = ("replicate", "shard")
+    mesh = DeviceMesh.from_group([all_ranks, groups[rank]], "cpu", mesh=grid, mesh_dim_names=names)
+    bags = ShardedEmbeddingBags([torch.arange(8.0).view(4, 2)], plan_shards([4], 1), mesh)
+    assert bags(torch.tensor([rank]), torch.tensor([[1]])).tolist() == [
+        [[2.0 * rank, 2 * rank + 1]]
+    ]

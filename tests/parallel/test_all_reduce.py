@@ -2,6 +2,7 @@
 
 import math
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed import ReduceOp
 from dct_parallel import all_reduce_compressed, collectives
 from dct_parallel.exchange import all_reduce
 from dct_parallel.groups import PeerError
-from support.ranks import on_ranks
+from support.ranks import corrupting, on_ranks
 
 BLOCK = 16_384
 NUMEL = 2 * BLOCK + 1000  # each of three ranks owns one block; the last is short
@@ -151,18 +152,11 @@ def test_failed_collectives_keep_tensor_and_gradient(rank):
 
 @on_ranks(2)
 def test_corrupted_payload_raises_on_the_receiving_rank(rank):
-    all_gather = collectives.all_gather
+    def change(output):
+        output[0, 0] ^= 255 * rank
 
-    def corrupted(output, *args, **options):
-        work = all_gather(output, *args, **options)
-        work.wait()
-        if rank == 1:
-            output[0, 0] ^= 255
-        return work
-
-    x = torch.ones(100)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dct_parallel.exchange.transport.all_gather", corrupted)
+    x, damaged = torch.ones(100), corrupting(collectives.all_gather, change)
+    with mock.patch("dct_parallel.exchange.transport.all_gather", damaged):
         if rank == 0:
             all_reduce_compressed(x, format="bfloat16")
             assert (x == 2).all()

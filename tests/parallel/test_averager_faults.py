@@ -14,19 +14,11 @@ from dct_parallel.groups import PeerError
 from support.ranks import assert_same, entry, gathered, on_ranks, run_ranks, weights
 
 
-@pytest.mark.parametrize(
-    ("format", "transport", "ahead"),
-    [
-        ("float32", "all_gather", False),
-        ("bfloat16", "reduce_scatter", False),
-        ("bfloat16", "reduce_scatter", True),
-    ],
-)
 @on_ranks(2)
-def test_nonfinite_weights_raise_on_every_rank(rank, format, transport, ahead):
+def test_nonfinite_weights_raise_on_every_rank(rank):
     """Sums are exact because changes are multiples of 1/8. The third averaging raises."""
     model = nn.ParameterList([torch.zeros(5000), torch.zeros(70)])
-    options = {"format": format, "transport": transport, "step_ahead": ahead}
+    options = {"format": "bfloat16", "transport": "reduce_scatter", "step_ahead": True}
     averager = DCTAverager(model, density=0.05, period=2, **options)
     generator = torch.Generator().manual_seed(rank)
     moved = torch.zeros(5070, dtype=torch.float64)
@@ -46,7 +38,7 @@ def test_nonfinite_weights_raise_on_every_rank(rank, format, transport, ahead):
             with pytest.raises(RuntimeError, match=text):
                 averager.average_parameters()
             assert torch.equal(averager._base, base)
-            assert torch.equal(weights(model), base + ahead * averager._bucket.codec.residual)
+            assert torch.equal(weights(model), base + averager._bucket.codec.residual)
         else:
             averager.average_parameters()
         assert_same(averager._base)

@@ -1,4 +1,4 @@
-"""DCTAverager: modules, settings and statistics."""
+"""DCTAverager: modules, settings, statistics, and weights that are loaded between averagings."""
 
 import contextlib
 import copy
@@ -9,25 +9,40 @@ import torch
 from torch import nn
 
 from dct_parallel import DCTAverager
-from support.averaged import adamw, train, uneven
-from support.ranks import assert_same, batch, entry, on_ranks, train_step, warned, weights
+from support.ranks import (
+    assert_same,
+    batch,
+    entry,
+    gathered,
+    mlp,
+    on_ranks,
+    owed,
+    train_step,
+    warned,
+    weights,
+)
 
 
-@on_ranks(2)
-def test_different_settings_raise(rank):
-    text = "period must be the same on every rank, got 2 on rank 0, 3 on rank 1"
-    with pytest.raises(ValueError, match=text):
-        DCTAverager(uneven(), period=2 + rank)
+def uneven(rank=0):
+    """Return an MLP with `rank` added to its initial weights."""
+    model = mlp(32, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += rank
+    return model
+
+
+def train(model, optimizer, averager, rank, steps):
+    for step in steps:
+        train_step(model, optimizer, *batch(step, rank, 32))
+        averager.average_parameters()
 
 
 @pytest.mark.parametrize(
     "module, arguments, error, text",
     [
         (nn.Linear(2, 2), {"period": 2**31}, ValueError, r"period must be in \[1, 2147483647\]"),
-        (nn.Linear(2, 2), {"period": 0.5}, TypeError, "period must be an integer"),
         (nn.Linear(2, 2), {"step_ahead": 1}, TypeError, "step_ahead must be a bool"),
-        (nn.Linear(2, 2), {"density": 0.0}, ValueError, "density must be "),
-        (nn.Linear(2, 2), {"format": ""}, ValueError, "format must be "),
         (nn.Linear(2, 2).double(), {}, TypeError, "parameter weight must be float32, .* float64"),
         (nn.ReLU(), {}, ValueError, "module must have parameters that require grad"),
         (nn.Linear(2, 2, device="meta"), {}, ValueError, "module must be on one device"),
@@ -100,8 +115,11 @@ def test_constructor_broadcasts_all_parameters_from_rank_0(rank):
 
 
 @on_ranks(2)
-def test_different_frozen_parameters_raise(rank):
+def test_different_periods_and_frozen_parameters_raise(rank):
     model = uneven()
+    text = "period must be the same on every rank, got 2 on rank 0, 3 on rank 1"
+    with pytest.raises(ValueError, match=text):
+        DCTAverager(model, period=2 + rank)
     model[0].bias.requires_grad_(rank == 0)
     with pytest.raises(ValueError, match="model must be the same on every rank, got 6 parameters"):
         DCTAverager(model)
@@ -111,49 +129,38 @@ def test_different_frozen_parameters_raise(rank):
         DCTAverager(model)
 
 
-def _check_that_changed_parameters_raise(model, averager):
-    before = weights(model)
+@on_ranks(2)
+def test_changed_parameters_raise(rank):
+    """Averaging raises until the parameters are restored."""
+    model = uneven(rank)
+    model[0].bias.requires_grad_(False)
+    averager = DCTAverager(model, density=0.3, period=2)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    train(model, optimizer, averager, rank, [0, 1, 2])
+    train_step(model, optimizer, *batch(3, rank, 32))
 
     def raises(names):
+        before = weights(model)
         text = "module must have the same parameters that require grad as when .*, got a diff"
         with pytest.raises(ValueError, match=rf"{text}erence in {names}: make a new averager"):
             averager.average_parameters()
         assert torch.equal(weights(model), before) and averager.step == 3
 
-    model[0].bias.requires_grad_(True)
-    raises(r"0\.bias")
-    model[0].bias.requires_grad_(False)
-    model[0].weight.requires_grad_(False)
-    raises(r"0\.weight")
-    model[0].weight.requires_grad_(True)
+    for parameter, name in ((model[0].bias, r"0\.bias"), (model[0].weight, r"0\.weight")):
+        trained = parameter.requires_grad
+        parameter.requires_grad_(not trained)
+        raises(name)
+        parameter.requires_grad_(trained)
     model.added = nn.Linear(2, 2)
-    before = weights(model)
     raises(r"added\.bias, added\.weight")
     del model.added
-    before, weight = weights(model), model[0].weight
+    weight = model[0].weight
     model[0].weight = nn.Parameter(weight.detach().clone())
     raises(r"0\.weight")
     model[0].weight = weight
-
-
-@on_ranks(2)
-def test_changed_parameters_raise(rank):
-    """Averaging raises until the parameters are restored. Training is not affected."""
-    models = []
-    for disturbed in (False, True):
-        model = uneven(rank)
-        model[0].bias.requires_grad_(False)
-        averager = DCTAverager(model, density=0.3, period=2)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        train(model, optimizer, averager, rank, [0, 1, 2])
-        train_step(model, optimizer, *batch(3, rank, 32))
-        if disturbed:
-            _check_that_changed_parameters_raise(model, averager)
-        averager.average_parameters()
-        assert averager.step == 4
-        assert_same(weights(model))
-        models.append(model)
-    assert torch.equal(*map(weights, models))
+    averager.average_parameters()
+    assert averager.step == 4
+    assert_same(weights(model))
 
 
 @on_ranks(2)
@@ -206,7 +213,7 @@ def test_stats_and_plan_report_density_and_bytes(rank):
 def test_stats_count_steps_since_the_last_averaging(rank):
     model = uneven()
     averager = DCTAverager(model, period=3)
-    optimizer, seen = adamw(model), []
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(6):
         train(model, optimizer, averager, rank, [step])
         seen.append(averager.stats()["unaveraged"])
@@ -218,3 +225,88 @@ def test_stats_count_steps_since_the_last_averaging(rank):
     assert averager.stats()["unaveraged"] == entry(averager.state_dict())["unaveraged"] == 0
     averager.load_state_dict(saved)
     assert averager.stats()["unaveraged"] == seen[-1] + 1
+
+
+PERIOD = 4
+
+
+def _trained(rank, steps=PERIOD + 2, **options):
+    """A model with residuals and two local steps, its optimizer and its averager."""
+    model = uneven(rank)
+    averager = DCTAverager(model, period=PERIOD, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, averager, rank, range(steps))
+    return model, optimizer, averager
+
+
+def _best(model):
+    """Other weights, the same on every rank."""
+    generator = torch.Generator().manual_seed(7)
+    return {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
+
+
+def _flat(state):
+    return torch.cat([value.flatten() for value in state.values()])
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("ahead", [False, True])
+@on_ranks(2)
+def test_loaded_weights_are_the_new_base(rank, ahead, transport):
+    model, optimizer, averager = _trained(rank, step_ahead=ahead, transport=transport)
+    assert any(residual.any() for residual in owed(averager.state_dict()).values())
+    best = _best(model)
+    for _ in range(2):
+        model.load_state_dict(best)
+    saved = entry(averager.state_dict())["parameters"]
+    assert torch.equal(torch.cat([part["base"] for part in saved.values()]), _flat(best))
+    assert not any(residual.any() for residual in owed(averager.state_dict()).values())
+    averager.flush()
+    assert torch.equal(weights(model), _flat(best))
+
+    train(model, optimizer, averager, rank, range(PERIOD + 2))
+    saved, before = averager.state_dict(), weights(model)
+    if ahead:  # the weights contain the residual of this rank, but not that of the owner
+        parts = entry(saved)["parameters"].values()
+        before -= torch.cat([part["residual"] for part in parts])
+    model[0].load_state_dict({"weight": best["0.weight"]}, strict=False)  # lacks the bias
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model[4].load_state_dict({"weight": best["0.weight"], "bias": best["4.bias"]})
+    replaced = {name: name in ("0.weight", "4.bias") for name in best}
+    mask = _flat({name: torch.full_like(best[name], replaced[name]).bool() for name in best})
+    averager.flush()  # sends the changes of the other parameters
+    total = gathered(before + _flat(owed(saved)))
+    expected = torch.where(mask, _flat(best), torch.stack(total).mean(0))
+    torch.testing.assert_close(weights(model), expected, rtol=0, atol=1e-6)
+    assert torch.equal(weights(model)[mask], _flat(best)[mask])
+    assert_same(weights(model))
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@on_ranks(2)
+def test_weights_that_are_loaded_and_restored_are_not_replaced(rank, resumes):
+    """Rank 0 evaluates other weights. Both ranks load them into copies of the module."""
+    results = []
+    for evaluates in (False, True):
+        model, optimizer, averager = _trained(rank)
+        state = copy.deepcopy(model.state_dict())
+        if evaluates:
+            for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                other.load_state_dict(_best(model))
+            if rank == 0:
+                model.load_state_dict(_best(model))
+                model.load_state_dict(state)
+            if resumes:  # the weights are loaded after the averager
+                averager.load_state_dict(averager.state_dict())
+                model.load_state_dict(state)
+        train(model, optimizer, averager, rank, range(PERIOD))
+        results.append(torch.cat([weights(model), _flat(owed(averager.state_dict()))]))
+    assert torch.equal(*results)
+
+
+@on_ranks(2)
+def test_different_loaded_weights_raise(rank):
+    model, optimizer, averager = _trained(rank)
+    model.load_state_dict({name: value + rank for name, value in _best(model).items()})
+    with pytest.raises(ValueError, match=r"loaded weights must be the same on every rank"):
+        train(model, optimizer, averager, rank, range(PERIOD))

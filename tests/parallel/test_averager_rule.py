@@ -120,14 +120,11 @@ def test_flush_sends_all_changes_for_every_weight_dtype(rank, ahead):
         assert torch.equal(parameter, part.to(parameter.dtype))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "numel", "transport", "ahead"),
-    [(2, 5000, None, True), (3, 50_000, "reduce_scatter", True), (3, 200_000, None, False)],
-)
-@on_ranks("ranks")
-def test_flush_sends_all_changes_in_ternary(rank, ranks, numel, transport, ahead):
+@on_ranks(3)
+def test_flush_sends_the_residuals_of_senders_and_owners(rank):
+    numel = 50_000
     model = nn.ParameterList([torch.zeros(numel)])
-    options = {"format": "ternary", "transport": transport, "step_ahead": ahead}
+    options = {"format": "ternary", "transport": "reduce_scatter", "step_ahead": True}
     averager = DCTAverager(model, density=1, period=2, **options)
     generator = torch.Generator().manual_seed(rank)
     moved = torch.zeros(numel, dtype=torch.float64)
@@ -140,7 +137,7 @@ def test_flush_sends_all_changes_in_ternary(rank, ranks, numel, transport, ahead
     assert_same(averager._base)
     assert averager.plan().endswith("x fewer than the all-reduce in every step.")
     averager.flush()
-    mean = sum(gathered(moved)) / ranks
+    mean = sum(gathered(moved)) / 3
     torch.testing.assert_close(weights(model).double(), mean, rtol=0, atol=1e-5)
     for parts in entry(averager.state_dict())["parameters"].values():
         assert not any(part.any() for part in (parts["residual"], *parts["owner_residual"]))

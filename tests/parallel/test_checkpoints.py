@@ -45,12 +45,8 @@ def _check_resume(rank, make, options, folder):
     warnings.filterwarnings("ignore", category=FutureWarning)  # raised by DCP
     for transport in TRANSPORTS:
         settings = {"density": 0.02, "transport": transport, **options}
-        undisturbed, saving, saved, results = (
-            make(SIZES, **settings),
-            make(SIZES, **settings),
-            {},
-            [],
-        )
+        undisturbed, saving = (make(SIZES, **settings) for _ in range(2))
+        saved, results = {}, []
         for step in range(9):
             if step in (1, 5) or (step == 3 and "period" in options):
                 path = folder / f"{transport} {step}"
@@ -75,10 +71,6 @@ def _check_resume(rank, make, options, folder):
         assert entry(ended)["run_id"] != entry(last)["run_id"]
         entry(ended)["run_id"] = entry(last)["run_id"]
         assert_same_states(ended, last)
-        dcp.save({"app": {"dct": last}}, checkpoint_id=folder / f"{transport} deep")
-        deep = {"app": {"dct": make(SIZES, **settings).state.state_dict()}}
-        dcp.load(deep, checkpoint_id=folder / f"{transport} deep")
-        assert_same_states(deep["app"]["dct"], last)
         assert undisturbed.pending().count_nonzero() > 1000
 
 
@@ -93,7 +85,6 @@ SMALL = {"bucket_cap_mb": 0.02}
         (Sharded, 4, {}),
         (LocalSteps, 2, {}),
         (LocalSteps, 2, {"period": 3, "step_ahead": False, "dtype": torch.bfloat16}),
-        (LocalSteps, 2, {"period": 3, "step_ahead": True}),
         (LocalSteps, 2, {"period": 3, "step_ahead": True, "dtype": torch.bfloat16}),
     ],
 )
@@ -158,7 +149,6 @@ def _check_conversion(rank, make, folder):
     float32, int4 = {"density": 0.05, "format": "float32"}, {"density": 1, "format": "int4"}
     for settings, others, (saved, loaded) in (
         (float32, {"density": 0.05}, TRANSPORTS),
-        (float32, {"density": 0.05}, TRANSPORTS[::-1]),
         (int4, int4, TRANSPORTS[::-1]),
     ):
         entry, total = make(SIZES, transport=saved, **settings, start_step=0), 0

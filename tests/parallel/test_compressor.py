@@ -1,4 +1,4 @@
-"""Compressor without a network: payloads of several ranks are made in one process."""
+"""The codecs without a network."""
 
 import math
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dct_kernels import payload_info
-from dct_kernels.layout import BLOCK
+from dct_kernels.layout import BLOCK, SCALED
 from dct_parallel import Compressor
+from dct_parallel.exchange.quantized import Quantized
 
 
 def grads(numel, seed, scale=1.0):
@@ -66,23 +67,6 @@ def test_each_range_has_its_own_threshold():
     expected = [largest(grad[:BLOCK], 164), largest(grad[BLOCK:], 37), math.inf]
     assert c.threshold.tolist() == expected
     assert c.seen.tolist() == [164, 37, 0]
-
-
-@pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("capacity", [None, 7], ids=["default", "overflowing"])
-def test_sent_plus_residual_equals_all_gradients(value_dtype, capacity):
-    c = Compressor(500, density=0.1, value_dtype=value_dtype, capacity=capacity)
-    total, sent = torch.zeros(500), torch.zeros(500)
-    overflowed = False
-    for step in range(60):
-        grad = (64 * grads(500, step)).round()  # integers, so all sums are exact in float32
-        payload = c.pack(grad)
-        overflowed |= payload_info(payload).overflow
-        sent += sent_by(c)
-        total += grad
-        assert torch.equal(sent + c.residual, total)
-    assert sent.count_nonzero() > 100
-    assert overflowed or capacity is None
 
 
 def test_default_capacity_is_five_quarters_of_the_density():
@@ -185,17 +169,32 @@ def test_take_back_restores_the_residual_exactly():
     assert torch.equal(c.residual, expected)
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        *(("density", 0), ("density", math.nan), ("density", "1"), ("refresh_every", 0)),
-        *(("value_dtype", torch.float16), ("value_dtype", "bfloat16")),
-        *(("ranges", 0), ("capacity", 0), ("max_samples", 0)),
-    ],
-)
-def test_invalid_arguments(name, value):
-    with pytest.raises((ValueError, TypeError), match=f"{name} must be .*, got "):
-        Compressor(**{"numel": 10, name: value})
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_group_with_a_nonfinite_entry_keeps_its_residual(bad):
+    codec = Quantized(BLOCK * 2, "int4", 2, None, torch.device("cpu"))
+    codec.pack(grads(BLOCK * 2, 0))
+    before, grad = codec.residual.clone(), grads(BLOCK * 2, 1)
+    accumulated = before + grad
+    grad[BLOCK + 5] = bad
+    first, second = map(payload_info, codec.pack(grad))
+    assert not first.non_finite and second.non_finite
+    group = slice(BLOCK, BLOCK + SCALED)
+    out = torch.empty(BLOCK * 2)
+    codec.unpack(codec.payload.unsqueeze(0), out)
+    assert out[group].isnan().all() and out.isnan().sum() == SCALED
+    expected = accumulated.clone()
+    expected[group] = before[group]
+    assert torch.equal(codec.residual + out.nan_to_num(), expected)
+    for _ in range(2):  # the second call has no effect
+        codec.take_back()
+        assert torch.equal(codec.residual, expected)
+
+
+def test_invalid_arguments():
+    wrong = {"density": "1", "value_dtype": torch.float16, "ranges": 0, "capacity": 0}
+    for name, value in (wrong | {"refresh_every": 0, "max_samples": 0}).items():
+        with pytest.raises((ValueError, TypeError), match=f"{name} must be .*, got "):
+            Compressor(**{"numel": 10, name: value})
 
 
 def test_invalid_tensors_raise_before_anything_is_written():

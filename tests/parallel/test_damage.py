@@ -17,7 +17,7 @@ from dct_parallel.exchange import transport as by_all_gather
 from dct_parallel.local_steps import averager
 from support.entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from support.nodes import rank_sum
-from support.ranks import assert_same, entry, on_ranks, run_ranks, set_timeout, shorten_timeouts
+from support.ranks import corrupting, on_ranks, run_ranks, set_timeout, shorten_timeouts
 
 SIZES = (20_000, 100, 30_000)
 NUMEL = 50_100
@@ -56,27 +56,11 @@ class Network:
         dist.all_to_all_single = scatter
 
     def _corrupting(self, collective, byte):
-        def in_flight(output, *args, **kwargs):
-            work = collective(output, *args, **kwargs)
-            if not (self.bad and self._is_victim):
-                return work
-            if work is None:
+        def change(output):
+            if self.bad and self._is_victim:
                 output[-1, byte] ^= 0xFF
-                return None
-            return _Late(work, output, byte)
 
-        return in_flight
-
-
-class _Late:
-    """The work of a collective. `wait` corrupts its result."""
-
-    def __init__(self, work, output, byte):
-        self._work, self._output, self._byte = work, output, byte
-
-    def wait(self):
-        self._work.wait()
-        self._output[-1, self._byte] ^= 0xFF
+        return corrupting(collective, change)
 
 
 def _numbers(step):
@@ -133,13 +117,14 @@ def test_corruption_anywhere_raises_and_adds_nothing(rank):
                     assert before.count_nonzero() > 15_000, place
 
 
+TWO_BUCKETS = functools.partial(Hook, bucket_cap_mb=0.1)
 FIRST_CALLS = ["stats", "state_dict", "parameter_stats", "take_back", "close"]
 
 
 def _each_call_raises(rank, make, victims, senders, phases):
     network = Network(victims)
     for phase in phases:
-        for call in FIRST_CALLS if phase == "gather" else FIRST_CALLS[:1]:
+        for call in FIRST_CALLS if (make, phase) == (TWO_BUCKETS, "gather") else FIRST_CALLS[:1]:
             point = _train_with_corruption(network, phase, make=make)
             if rank in victims:
                 _raises(_text(senders[rank], 1, phase), getattr(point.state, call))
@@ -150,18 +135,15 @@ def _each_call_raises(rank, make, victims, senders, phases):
     if rank in victims:
         _raises(_text(senders[rank]), lambda: point.step(_numbers(STEP + 1)))
         return
-    shorten_timeouts(5)  # first, because the victim joins no exchange after this step
+    shorten_timeouts(2)  # first, because the victim joins no exchange after this step
     _raises(GONE, lambda: [point.step(_numbers(step)) for step in (STEP + 1, STEP + 2)])
-
-
-TWO_BUCKETS = functools.partial(Hook, bucket_cap_mb=0.1)
 
 
 @pytest.mark.parametrize(
     "make, victims, senders, phases",
     [
         (TWO_BUCKETS, [1, 2], [3, 3, 3, 3], PHASES[:1]),
-        (TWO_BUCKETS, [3], [3, 3, 3, 3], PHASES[:1]),  # the sender is the only victim
+        (Hook, [3], [3, 3, 3, 3], PHASES[:1]),  # the sender is the only victim
         (NodeMesh, [0, 3], [2, 3, 2, 3], PHASES),
         (Sharded, [1], [2, 3, 2, 3], PHASES),
     ],
@@ -169,26 +151,6 @@ TWO_BUCKETS = functools.partial(Hook, bucket_cap_mb=0.1)
 )
 def test_receiver_raises_in_its_first_call_and_in_later_ones(make, victims, senders, phases):
     run_ranks(_each_call_raises, 4, make, victims, senders, phases)
-
-
-@on_ranks(2)
-def test_corruption_with_gradient_accumulation(rank):
-    """The first of two passes per step is not exchanged, so it does not raise."""
-    network = Network(victims=[0])
-    network.corrupt("gather")
-    point = Hook(SIZES, density=0.05)
-
-    def first_pass(step):
-        with point.model.no_sync():
-            point.loss(_numbers(100 + step)).backward()
-
-    for step in range(STEP + 1):
-        first_pass(step)
-        network.bad = step == STEP
-        point.step(_numbers(step))
-    first_pass(STEP + 1)
-    if rank == 0:
-        _raises_in_all_calls(point, _text(1))
 
 
 @on_ranks(2)
@@ -233,26 +195,6 @@ def test_corruption_received_by_a_joined_rank(rank):
                     shorten_timeouts(1)
                 point.step(_numbers(step))
         assert step == STEP + 2
-
-
-@on_ranks(2)
-def test_new_state_resumes_from_a_checkpoint(rank):
-    network = Network(victims=[0])
-    network.corrupt("gather")
-    point = Hook(SIZES, density=0.05)
-    for step in range(STEP + 1):
-        if step == STEP - 1:
-            saved = point.file()
-        network.bad = step == STEP
-        point.step(_numbers(step))
-    if rank == 0:
-        _raises_in_all_calls(point, _text(1))
-    network.bad = False
-    again = Hook(SIZES, density=0.05)
-    again.load(saved)
-    for step in range(STEP - 1, STEP + 2):
-        assert_same(again.step(_numbers(step)))
-    assert entry(again.state.state_dict())["step"] == STEP + 2
 
 
 def _timed_out(*arguments):

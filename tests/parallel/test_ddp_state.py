@@ -2,7 +2,6 @@
 
 import io
 import logging
-import math
 import re
 from copy import deepcopy
 from functools import partial
@@ -32,27 +31,16 @@ def test_plan_and_stats_report_bytes_per_step(rank):
     before = state.plan()
     train(model, optimizer, rank, range(6))
     after, stats = state.plan(), state.stats()
-    assert "buckets: 1" in before and "transport: all_gather (up to 8 ranks)" in before
-    buckets = int(re.search(r"buckets: (\d+),", after)[1])
-    assert buckets > 1
+    assert "buckets: 1," in before and "transport: all_gather (up to 8 ranks)" in before
+    assert "\n0: 0.weight ... 8.bias  " in before and re.search("buckets: [2-9],", after)
     assert "One bucket is assumed" in before and "assumed" not in after
-    first, last = (
-        int(re.search(r"^total .* ([\d,]+)$", plan, re.M)[1].replace(",", ""))
-        for plan in (before, after)
-    )
-    assert last == stats["wire_bytes"]
-    # Each bucket adds a header of 64 bytes, two starts of 4 bytes, and up to one entry of 2 + 2
-    # bytes. Starts, positions and values are each rounded up to multiples of 16 bytes.
-    assert last - first == pytest.approx(112 * (buckets - 1), rel=0.3)
     rows = {line.split()[0]: line.split() for line in after.splitlines()}
-    assert before.count("\n0: 0.weight ... 8.bias  ") == 1
     # 1.25 * 0.01 * 8320 = 104 entries of 2 + 2 bytes, and 80 bytes of header and padded starts.
     assert re.search(r"^1: 2.bias ... 0.weight +4 +8,320 +104 +496$", after, re.M), after
     assert rows["total"] == ["total", "10", "16,705", f"{stats['wire_bytes']:,}"]
     assert rows["float32"][-1] == f"{16_705 * 4:,}"
     assert f"{16_705 * 4 / stats['wire_bytes']:.1f}x fewer bytes" in after
-    assert stats["step"] == 6
-    assert 0.009 < stats["density"] <= 0.0127
+    assert stats["step"] == 6 and 0.009 < stats["density"] <= 0.0127
     assert 0 <= stats["overflow"] <= 1
 
 
@@ -122,24 +110,6 @@ def test_frequent_overflow_warns_once():
     assert history.density == pytest.approx(0.01)
 
 
-@on_ranks(1)
-def test_invalid_arguments(rank):
-    model = ddp(Dictated(SIZES))
-    for kwargs, error, text in [
-        ({"density": 0}, ValueError, r"density must be in \(0, 1\], got 0"),
-        ({"density": math.nan}, ValueError, r"density must be in \(0, 1\], got nan"),
-        ({"density": 1.5}, ValueError, r"density must be in \(0, 1\], got 1.5"),
-        ({"transport": "ring"}, ValueError, "None, 'all_gather' or 'reduce_scatter', got 'ring'"),
-        ({"transport": {}}, ValueError, "None, 'all_gather' or 'reduce_scatter', got {}"),
-        ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
-        ({"start_step": -1}, ValueError, "start_step must be in"),
-        ({"grad_scaler": 2.0}, TypeError, "grad_scaler must be a torch.amp.GradScaler, got 2.0"),
-        ({"ddp": model.module}, TypeError, "ddp must be a DistributedDataParallel .*, got D"),
-    ]:
-        with pytest.raises(error, match=f"dct::DCTState: .*{text}"):
-            DCTState(**{"ddp": model, **kwargs})
-
-
 @on_ranks(2)
 def test_state_of_a_different_ddp_raises(rank):
     model, other = ddp(Dictated(SIZES)), ddp(Dictated(SIZES))
@@ -173,6 +143,11 @@ def test_unregistered_state_warns_after_the_first_gradients(rank):
     second = DCTState(model)  # is not the registered state
     with pytest.warns(UserWarning, match=r"no hook is registered .* for this state"):
         second.stats()
+    copy = deepcopy(model)  # DDP copies `_comm_hooks`, but the copy's reducer has no hook
+    of_copy = DCTState(copy)
+    copy(*integers(SIZES, 0, rank)).backward()
+    with pytest.warns(UserWarning, match=r"no hook is registered .*: call ddp.register_comm"):
+        of_copy.stats()
 
 
 @pytest.mark.parametrize("make", [Hook, partial(Sharded, mesh=(1, 1))])
@@ -183,20 +158,11 @@ def test_wire_bytes_are_none_until_a_step_is_compressed(rank, make):
     for expected in (None, None, 0):
         assert point.state.stats()["wire_bytes"] == expected
         point.step(numbers)
+    assert "fewer bytes" not in point.state.plan()  # one rank sends nothing
     point.load(point.file())
     for expected in (None, 0):
         assert point.state.stats()["wire_bytes"] == expected
         point.step(numbers)
-
-
-@on_ranks(1)
-def test_copied_ddp_does_not_count_as_registered(rank):
-    model, _ = hooked(ddp(Dictated(SIZES)))
-    copy = deepcopy(model)  # DDP copies `_comm_hooks`, but the copy's reducer has no hook
-    state = DCTState(copy)
-    copy(*integers(SIZES, 0, rank)).backward()
-    with pytest.warns(UserWarning, match=r"no hook is registered .*: call ddp.register_comm"):
-        state.stats()
 
 
 @on_ranks(2)

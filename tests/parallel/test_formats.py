@@ -1,6 +1,7 @@
-"""The `format` argument of the entry points."""
+"""The settings that all entry points share."""
 
 import inspect
+import math
 import warnings
 
 import pytest
@@ -10,20 +11,33 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook
 from dct_parallel.exchange.settings import Settings
 
+ALL = "'float32', 'bfloat16', 'int8', 'int4' or 'ternary', got"
+
 
 @pytest.mark.parametrize(
-    ("format", "error", "got"),
+    "name, wrong, error, text",
     [
-        ("fp8", ValueError, "'float32', 'bfloat16', 'int8', 'int4' or 'ternary', got 'fp8'"),
-        ("sign", ValueError, "'float32', 'bfloat16', 'int8', 'int4' or 'ternary', got 'sign'"),
-        (torch.float16, ValueError, "'ternary', got torch.float16"),
-        (torch.int8, ValueError, "'ternary', got torch.int8"),
-        (3, TypeError, "a string or a torch.dtype, got 3"),
+        ("format", "fp8", ValueError, f"{ALL} 'fp8'"),
+        ("format", torch.float16, ValueError, f"{ALL} torch.float16"),
+        ("format", 3, TypeError, "a string or a torch.dtype, got 3"),
+        ("density", 0, ValueError, r"in \(0, 1\], got 0"),
+        ("density", math.nan, ValueError, r"in \(0, 1\], got nan"),
+        ("density", 1.5, ValueError, r"in \(0, 1\], got 1.5"),
+        ("refresh_every", 0, ValueError, "in "),
+        ("transport", "ring", ValueError, "None, 'all_gather' or 'reduce_scatter', got 'ring'"),
+        ("transport", {}, ValueError, "None, 'all_gather' or 'reduce_scatter', got {}"),
     ],
 )
-def test_unsupported_formats_raise(format, error, got):
-    with pytest.raises(error, match=f"dct::DCTState: format must be .*{got}"):
-        Settings.checked("DCTState", None, format)
+def test_invalid_settings_raise(name, wrong, error, text):
+    with pytest.raises(error, match=f"dct::DCTState: {name} must be .*{text}"):
+        Settings.checked("DCTState", **{"density": None, "format": None, name: wrong})
+
+
+def test_quantized_format_requires_density_1():
+    rule = "dct::DCTState: density must be 1 with format int4, which sends all entries, got"
+    with pytest.raises(ValueError, match=f"{rule} 0.005"):
+        Settings.checked("DCTState", 0.005, "int4")
+    assert Settings.checked("op", None, "int4") == Settings.checked("op", 1, "int4")
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])

@@ -17,8 +17,6 @@ from support.nodes import SIZES, all_pending, meshed_model, meshed_state, rank_s
 from support.ranks import (
     Dictated,
     assert_same,
-    assert_same_states,
-    entry,
     integers,
     on_ranks,
     set_timeout,
@@ -27,25 +25,11 @@ from support.ranks import (
 from wire_meter import WireMeter
 
 
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-@on_ranks(2)
-def test_nodes_of_one_rank_are_bitwise_equal_to_no_mesh(rank, transport):
-    flat, state = meshed_model(SIZES, None, transport=transport)
-    nodes, parted = meshed_model(SIZES, 1, transport=transport)
-    for step in range(8):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        grads = [torch.randn(n, generator=generator) for n in SIZES]
-        assert torch.equal(same_step(flat, grads), same_step(nodes, grads))
-    ours, theirs = state.state_dict(), parted.state_dict()
-    assert ours["version"] == theirs["version"]
-    assert_same_states(entry(ours)["parameters"], entry(theirs)["parameters"])
-    assert state.plan() == parted.plan()
-
-
+@pytest.mark.parametrize("local_size", [None, 2])
 @on_ranks(4)
-def test_uneven_inputs_and_accumulation(rank):
+def test_uneven_inputs_with_join_and_accumulation(rank, local_size):
     """Ranks have 3 to 6 batches of two passes. Only the second pass is exchanged."""
-    model, state = meshed_model(SIZES, 2, start_step=0)
+    model, state = meshed_model(SIZES, local_size, start_step=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     total = torch.zeros(sum(SIZES))
     with model.join():

@@ -14,7 +14,8 @@ from support.compressed_shards import loss_of, sharded
 from support.ranks import batch, ddp, hooked, mlp, on_ranks, shard_mesh
 
 # Ops that read the device's results on the host, and how often.
-READS = {"_local_scalar_dense": 1, "nonzero": 1, "_unique2": 1, "bincount": 2}
+READS = dict.fromkeys(("_local_scalar_dense", "item", "is_nonzero", "equal"), 1)
+READS |= {"nonzero": 1, "masked_select": 1, "_unique2": 1, "bincount": 2}
 
 
 class Waits(TorchDispatchMode):
@@ -39,19 +40,21 @@ def test_waits_of_the_host(rank):
     groups.require_same_order = lambda *_: None  # not called with CUDA
     mesh, replicas = shard_mesh(1, 2), shard_mesh(2, 1)
     model, _ = hooked(ddp(mlp()), density=0.1)
-    gathered, reduced = sharded(), sharded(mesh=replicas["shard"])
-    states = [dct_parallel.compress_fully_shard(gathered)]
+    gathered, half, reduced = sharded(), sharded(), sharded(mesh=replicas["shard"])
+    states = [dct_parallel.compress_fully_shard(gathered, gradients="int4")]
+    states.append(dct_parallel.compress_fully_shard(half, weights="bfloat16", gradients="bfloat16"))
     states.append(dct_parallel.dct_fully_shard_hook(reduced, mesh=replicas, density=0.1))
     x, splits, int8 = torch.randn(6, 64).requires_grad_(), [3, 3], dct_parallel.RowFormat("int8")
     calls = [
         lambda: model(batch(0, rank)[0]).sum().backward(),
         lambda: loss_of(gathered, 0, rank).backward(),
+        lambda: loss_of(half, 0, rank).backward(),
         lambda: loss_of(reduced, 0, rank).backward(),  # also reads a comparison over gloo
         lambda: dct_parallel.all_reduce_compressed(torch.ones(9), format="int8"),
     ]
     for _ in range(4):  # earlier calls compare settings, and take dense steps
         waits = [_waits(call) for call in calls]
-    assert waits == [1, 1, 2, 1]
+    assert waits == [1, 1, 1, 2, 1]
 
     def exchange(*arriving):
         dct_parallel.all_to_all_rows(x, splits, *arriving, format=int8).sum().backward()

@@ -111,11 +111,11 @@ def _numbers(step, rank):
 
 
 def _check_refusals(rank, make, settings):
-    """Try all invalid states during a run. The run must continue like one without loads."""
-    run, twin = (make(SIZES, density=0.05, start_step=0, **settings) for _ in range(2))
+    """Try all invalid states during a run."""
+    run = make(SIZES, density=0.05, start_step=0, **settings)
     for step in range(3):
         state = run.state.state_dict()  # an earlier state, which must leave no trace
-        assert torch.equal(run.step(_numbers(step, rank)), twin.step(_numbers(step, rank)))
+        run.step(_numbers(step, rank))
     before = run.state.state_dict()
     (holders,) = state.keys() - {"version"}
     path = [holders, str(rank)]
@@ -147,8 +147,6 @@ def _check_refusals(rank, make, settings):
     valid = _with(before, [*path, "parameters", first], {**parameters[first], **changed})
     run.state.load_state_dict(_with(valid, [*path, "other"], object()))
     assert_same_states(run.state.state_dict(), before)
-    for step in range(3, 6):
-        assert torch.equal(run.step(_numbers(step, rank)), twin.step(_numbers(step, rank)))
 
 
 @pytest.mark.parametrize("make", [Hook, LocalSteps, Sharded])
@@ -271,23 +269,6 @@ def test_merge_states_refuses_invalid_states(tmp_path):
         with pytest.raises(ValueError, match=f"^dct::merge_states: {text}"):
             merge_states(tmp_path, key)
     _refuses(merge_states, next(tmp_path.glob("*.distcp")), "^dct::merge_states: folder must be a")
-
-
-def test_merged_residual_is_the_mean_over_nodes():
-    """Each rank of a node holds a part. Owner residuals are added to the mean, in float64."""
-    generator = torch.Generator().manual_seed(0)
-    nodes, owned = (torch.randn(n, 1000, generator=generator) for n in (2, 4))
-    for owners in (False, True):
-        states = []
-        for rank, (low, high) in enumerate([(0, 600), (600, 1000)] * 2):
-            part = torch.zeros(1000)
-            part[low:high] = nodes[rank // 2, low:high]
-            saved = {"residual": part, "owner_residual": tuple(owned[rank : rank + owners])}
-            states.append(_state(rank, 4, local_size=2, parameters={"p": saved}))
-        merged = entry(merge_states(states))
-        expected = nodes.double().mean(0) + (owned.double().sum(0) if owners else 0)
-        assert torch.equal(merged["parameters"]["p"]["residual"], expected.float())
-        assert merged["local_size"] == 1 and merged["parameters"]["p"]["owner_residual"] == ()
 
 
 @pytest.mark.parametrize("point", [Hook, LocalSteps])

@@ -1,5 +1,8 @@
-"""all_to_all_rows and all_gather_rows: values, gradients and bytes."""
+"""all_to_all_rows and all_gather_rows: values, gradients, bytes and errors."""
 
+import gc
+import re
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -7,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import rows as oracle
-from torch import nn
 
 from dct_parallel import (
     RowFormat,
@@ -139,63 +141,6 @@ def test_all_gather(widths):
     run_ranks(_gathers, len(widths), widths)
 
 
-class _Dense(torch.autograd.Function):
-    """The uncompressed all-to-all."""
-
-    @staticmethod
-    def forward(ctx, x, splits, output_splits):
-        ctx.splits, ctx.output_splits = splits, output_splits
-        y = x.new_empty(sum(output_splits), x.shape[1])
-        dist.all_to_all_single(y, x, output_splits, splits)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = grad.new_empty(sum(ctx.splits), grad.shape[1])
-        dist.all_to_all_single(x, grad.contiguous(), ctx.splits, ctx.output_splits)
-        return x, None, None
-
-
-def _trained(rank, exchange, rows, inputs, dtype):
-    torch.manual_seed(rank)
-    first, second = nn.Linear(10, 24, dtype=dtype), nn.Linear(inputs, 1, dtype=dtype)
-    parameters = [*first.parameters(), *second.parameters()]
-    optimizer = torch.optim.SGD(parameters, 0.005)
-    for step in range(8):
-        x = _random(step, rows, 10).to(dtype)
-        optimizer.zero_grad()
-        (second(exchange(first(x)).tanh()) - 1).square().sum().backward()
-        optimizer.step()
-    return torch.cat([p.detach().flatten() for p in parameters])
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@on_ranks("world_size")
-def test_training_at_density_1_is_bitwise_equal(rank):
-    ranks = dist.get_world_size()
-    splits, into = _splits(rank, ranks), _output_splits(rank, ranks)
-
-    def all_to_all(format):
-        return lambda x: all_to_all_rows(x, splits, format=format)
-
-    def all_gather(format):
-        return lambda x: all_gather_rows(x, format=format)
-
-    def dense_gather(x):  # autograd adds up the gradients of the copies in rank order
-        everyone = _Dense.apply(torch.cat([x] * ranks), [len(x)] * ranks, [len(x)] * ranks)
-        return torch.cat(everyone.chunk(ranks), 1)
-
-    for dense, packed, rows, inputs, dtype in (
-        (lambda x: _Dense.apply(x, splits, into), all_to_all, sum(splits), 24, torch.float32),
-        (lambda x: _Dense.apply(x, splits, into), all_to_all, sum(splits), 24, torch.bfloat16),
-        (dense_gather, all_gather, 16, 24 * ranks, torch.float32),
-    ):
-        expected = _trained(rank, dense, rows, inputs, dtype)
-        assert torch.equal(_trained(rank, packed(ALL), rows, inputs, dtype), expected)
-        sparse = _trained(rank, packed(TENTH), rows, inputs, dtype)
-        assert sparse.isfinite().all() and torch.equal(sparse, expected) == (rows == 0)
-
-
 @on_ranks(2)
 def test_single_column_empty_and_noncontiguous_rows(rank):
     one = all_to_all_rows(torch.tensor([[5.0 + rank], [7.0 + rank]]), [1, 1], format=HALF)
@@ -207,7 +152,7 @@ def test_single_column_empty_and_noncontiguous_rows(rank):
     )
     (scattered.sum() + gathered.sum()).backward()
     assert scattered.shape == none.grad.shape == (0, 8) and gathered.shape == (0, 16)
-    x = torch.randn(8, 4).t()  # not contiguous; rank 1 sends no rows
+    x = torch.randn(8, 4).bfloat16().t()  # not contiguous; rank 1 sends no rows
     sent, splits = (x, [1, 3]) if rank == 0 else (x[:0], [0, 0])
     expected = all_to_all_rows(sent.contiguous(), splits, format=ALL)
     assert torch.equal(all_to_all_rows(sent, splits, format=ALL), expected)
@@ -243,31 +188,25 @@ def test_two_transfers_in_flight(rank):
 
 
 @on_ranks(3)
-def test_values_and_gradients_in_a_subgroup(rank):
+def test_a_subgroup(rank):
     """Global ranks 1 and 2 are ranks 0 and 1 of the group."""
-    group, splits, widths = dist.new_group([1, 2]), [1, 2], [3, 4]
+    group, splits = dist.new_group([1, 2]), [1, 2]
     rows = [_random(r, 3, 4) for r in range(2)]
     if rank == 0:
         for function in (all_to_all_rows, all_gather_rows):
             with pytest.raises(ValueError, match="group must be a process group that this rank is"):
                 function(rows[0], splits, format=ALL, group=group)
         return
-    g = dist.get_rank(group)
-    x = rows[g].clone().requires_grad_()
+    x = rows[rank - 1].requires_grad_()
     y = all_to_all_rows(x, splits, format=ALL, group=group)
-    assert torch.equal(y, torch.cat([part.split(splits)[g] for part in rows]))
-    grads = [_random(10 + r, 2 * count, 4) for r, count in enumerate(splits)]
-    y.backward(grads[g])
-    returned = [grad.chunk(2)[g] for grad in grads]
-    assert torch.equal(x.grad, torch.cat(returned))
-
-    parts = [part[:, :width] for part, width in zip(rows, widths, strict=True)]
-    x = parts[g].clone().requires_grad_()
-    y = all_gather_rows(x, format=ALL, group=group)
-    assert torch.equal(y, torch.cat(parts, 1))
-    grads = [_random(20 + r, 3, 7) for r in range(2)]
-    y.backward(grads[g])
-    assert torch.equal(x.grad, sum(grad.split(widths, 1)[g] for grad in grads))
+    assert torch.equal(y, torch.cat([part.split(splits)[rank - 1] for part in rows]))
+    z = all_gather_rows(x, format=ALL, group=group)
+    assert torch.equal(z, torch.cat(rows, 1))
+    (rank * y.sum() + rank * z.sum()).backward()
+    from_scatter = torch.tensor([1.0, 2.0, 2.0]).unsqueeze(
+        1
+    )  # row i went to this rank of the group
+    assert torch.equal(x.grad, from_scatter.expand(3, 4) + 3)
 
 
 @on_ranks(2)
@@ -293,3 +232,81 @@ def test_messages_stay_alive_for_a_stream_other_than_that_of_the_start(monkeypat
     work.wait.assert_called_once_with()
     for message in messages:
         message.record_stream.assert_called_once_with("current stream of cuda:1")
+
+
+@on_ranks(3)
+def test_different_arguments_raise_on_all_ranks(rank):
+    """All ranks raise for each kind of difference, and the next call works."""
+    last, x = rank == 2, torch.randn(3, 16)
+    dtype, density = (torch.bfloat16, 0.5) if last else (torch.float32, 0.25)
+    quantized = "int4" if last else RowFormat("int4", backward="sign")
+    dense = "float32" if last else RowFormat(density=0.5)
+
+    def all_to_all(x, format):
+        return all_to_all_rows(x, [1, 1, 1], format=format)
+
+    def all_gather(x, format):
+        return all_gather_rows(x, format=format)
+
+    both = (
+        (x, quantized, "format", "int4, sign", "int4"),
+        (x, dense, "density", 0.5, None),
+        (x, RowFormat(density=density), "density", 0.25, 0.5),
+        (x.to(dtype), HALF, "format", "float32", "bfloat16"),
+        (x.clone().requires_grad_(last), HALF, "requires_grad", False, True),
+    )
+    widths = (
+        (x[:, : 16 if last else 8], HALF, "d", 8, 16),
+        (x[:, : 8 * (rank < 2)], HALF, "d", 8, 0),
+    )
+    for exchange, cases in (
+        (all_to_all, both + widths),
+        (all_gather, (*both, (x[: 3 * (rank < 2)], HALF, "B", 3, 0))),
+    ):
+        for given, format, name, first, second in cases:
+            with pytest.raises(ValueError) as error:
+                exchange(given, format)
+            got = f"{first} on rank 0, {first} on rank 1, {second} on rank 2"
+            rule = f"{name} must be the same on every rank, got {got}"
+            assert str(error.value) == f"dct::{exchange.__name__}_rows: {rule}"
+        exchange(x, HALF)
+    with pytest.raises(ValueError, match=re.escape("widths[2] must be in [1, ")):
+        all_gather(x[:, : 8 * (rank < 2)], HALF)
+
+
+@on_ranks(1)
+def test_errors_name_the_argument(rank):
+    x = torch.randn(4, 8)
+    for function, given, error, text in [
+        (all_to_all_rows, (x, [2, 2]), ValueError, "splits must have 1 elements"),
+        (all_to_all_rows, (x, [3]), ValueError, "x must have 3 rows like"),
+        (all_to_all_rows, (x[0], [4]), ValueError, "x must be 2-D, got 1-D"),
+        (all_to_all_rows, (x, [-4]), ValueError, "splits[0] must be in [0, "),
+        (all_to_all_rows, (x, [4], [1, 3]), ValueError, "output_splits must have"),
+        (all_to_all_rows, (x[:, :0], [4]), ValueError, "x must have at least 1 column"),
+        (all_gather_rows, (x, [9]), ValueError, "x must have width 9 like widths, got 8"),
+        (all_gather_rows, (x, [8, 8]), ValueError, "widths must have 1 elements"),
+        (all_gather_rows, (x[:, :0],), ValueError, "widths[0] must be in [1, "),
+    ]:
+        for format in (ALL, "int8"):
+            with pytest.raises(error, match=re.escape(text)):
+                function(*given, format=format)
+
+
+@on_ranks(1)
+def test_autograd_graph_does_not_keep_its_group(rank):
+    """If a group existed until the process exits, its threads would abort the process."""
+    group = dist.new_group([0])
+    x = torch.randn(3, 8, requires_grad=True)
+    for exchange in (
+        lambda group: all_to_all_rows(x, [3], format=HALF, group=group),
+        lambda group: all_gather_rows(x, format=HALF, group=group),
+    ):
+        exchange(group).sum().backward()
+    kept, y = weakref.ref(group), exchange(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert kept() is None
+    with pytest.raises(RuntimeError, match="must exist until the backward pass"):
+        y.sum().backward()

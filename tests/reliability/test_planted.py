@@ -77,20 +77,3 @@ def test_hanging_rank_is_reported():
         with pytest.raises(Failed, match="rank 1 did not return"):
             pool.call(_hangs, seconds=2)
         assert pool.call(max, 1) == [1, 1]  # in new processes
-
-
-class _FailsAt:
-    """A pool in which programs fail if they contain all needed calls."""
-
-    def __init__(self, *needed):
-        self._needed = set(needed)
-
-    def call(self, function, entry_point, settings, calls):
-        if self._needed <= set(calls):
-            raise Failed("both")
-
-
-def test_failing_program_is_shortened():
-    calls = [(name,) for name in "abcdefg"]
-    program, text = programs.shrink(_FailsAt(("b",), ("f",)), "hook", (2, {}, calls), "")
-    assert program == (2, {}, [("b",), ("f",)]) and text == "both"

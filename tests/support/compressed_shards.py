@@ -94,7 +94,7 @@ def plain_gradients(model, weights, batches):
     return found
 
 
-def require_close(found, by_rank, format, most=1e-5, factor=1.0):
+def require_close(found, by_rank, most=1e-5, factor=1.0, format="int8"):
     """Check that `found` is close to the mean of the ranks' gradients times `factor`.
 
     The bound of the error is `most` times the largest gradient, because of dtypes and the order of

@@ -6,6 +6,7 @@ import gc
 import importlib
 import inspect
 import io
+import re
 import tempfile
 import warnings
 from datetime import timedelta
@@ -96,6 +97,38 @@ def shorten_timeouts(seconds):
     """Set the timeout of all groups of this process."""
     for group in dist.distributed_c10d._world.pg_map:
         set_timeout(seconds, group)
+
+
+def corrupting(collective, change):
+    """Return the collective with `change(output)` after it, or when its work is awaited."""
+
+    def in_flight(output, *args, **options):
+        work = collective(output, *args, **options)
+        if work is None:
+            change(output)
+            return None
+        return _Late(work, functools.partial(change, output))
+
+    return in_flight
+
+
+class _Late:
+    def __init__(self, work, change):
+        self._work, self._change = work, change
+
+    def wait(self):
+        self._work.wait()
+        self._change()
+
+
+def refused(text, call, error=(ValueError, TypeError)):
+    """Check that the call raises an error that contains `text`, a regular expression."""
+    try:
+        call()
+    except error as raised:
+        assert re.search(text, str(raised)), raised
+    else:
+        raise AssertionError(f"no error: {text}")
 
 
 class Dictated(nn.Module):
