@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -139,6 +140,6 @@ def test_refused_indices():
     assert len(publisher.to_indices_and_values(publisher.diff(weights))) == 1
     weights["n"][0] = 9
     refused("patch must be of floating-point tensors, like 'n', got int64")
-    large = dct_patches.engines.Change("a", (2**31,), 0, torch.zeros(2), torch.ones(2))
+    large = replace(publisher.full().parts[0], shape=(2**31,)), torch.zeros(2), torch.ones(2)
     with pytest.raises(ValueError, match=r"fewer than 2\*\*31 elements .*'a', got 2147483648"):
         dct_patches.engines.indices_and_values("op", [large])

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import dct_patches.patch
+import dct_patches.files
 from dct_patches import WeightPatch, WeightPublisher, WeightSubscriber, broadcast_patch
 from support import forked
 from support.ranks import on_ranks
@@ -64,7 +64,7 @@ def test_broadcast(rank):
     if rank == 2:  # a subscriber that was restarted
         peers.received = receiver(peers.weights)
         peers.subscriber = WeightSubscriber(peers.received)
-    with pytest.raises((ValueError, RuntimeError), match="preceded by a full copy"):
+    with pytest.raises((ValueError, RuntimeError), match="patch with base None"):
         peers.step(3)
     if peers.sends:
         assert peers.publisher.version == 2  # not confirmed
@@ -147,7 +147,7 @@ def test_a_process_that_is_killed_in_a_broadcast(killed, tmp_path):
     """It is restarted, and joins a new group with the other process, which kept its version."""
     calls = {
         "survivor": (1 - killed, tmp_path, [0, 1]),
-        "killed": (killed, tmp_path, [0], 2 * 9 + 4),  # header and 8 tensors per version
+        "killed": (killed, tmp_path, [0], 2 * 8 + 4),  # 8 tensors per version
         "restarted": (killed, tmp_path, [1]),
     }
     forked.start()
@@ -211,17 +211,17 @@ def test_sharded_tensors(rank, tmp_path):
     patch = publisher.diff(_sharded(weights, mesh))
     for name, indices, new, _ in publisher.to_indices_and_values(patch):
         assert torch.equal(weights[name].to(new.dtype).view(-1)[indices], new), name
-    with pytest.raises(ValueError, match="patch must be of whole tensors, got a patch of shards"):
+    with pytest.raises(ValueError, match="patch must be of whole tensors"):
         publisher.save_delta_checkpoint(patch, tmp_path)
 
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     dist.barrier()
-    replacing = dct_patches.patch.replacing
+    replacing = dct_patches.files.replacing
     if rank == 1:  # its disk is full
-        dct_patches.patch.replacing = _no_space
+        dct_patches.files.replacing = _no_space
     with pytest.raises((OSError, RuntimeError), match="No space left"):
         patch.save(tmp_path)
-    dct_patches.patch.replacing = replacing
+    dct_patches.files.replacing = replacing
     index = tmp_path / "index.json"
     assert index.read_bytes() == before[index]
     patch.save(tmp_path)
