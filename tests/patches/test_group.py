@@ -20,36 +20,34 @@ from support import forked
 from support.ranks import on_ranks
 from support.weights import assert_bits, bits, initial, published, receiver, step
 
-SENDER = 1
-
 
 class Peers:
-    """One rank of a group with a publisher and two subscribers. All ranks compute all weights."""
+    """A publisher on one rank, and subscribers on the others. All ranks compute all weights."""
 
-    def __init__(self, rank):
-        self.sends, self.weights = rank == SENDER, initial()
+    def __init__(self, rank, sender=1):
+        self.sender, self.weights = sender, initial()
+        self.publisher = WeightPublisher(self.weights) if rank == sender else None
+        self.restart_subscriber()
+
+    def restart_subscriber(self):
         self.received = receiver(self.weights)
-        self.publisher = self.subscriber = None
-        if self.sends:
-            self.publisher = WeightPublisher(self.weights)
-        else:
-            self.subscriber = WeightSubscriber(self.received)
+        self.subscriber = None if self.publisher else WeightSubscriber(self.received)
 
     def broadcast(self, patch):
-        return broadcast_patch(patch, SENDER, subscriber=self.subscriber)
+        return broadcast_patch(patch, self.sender, subscriber=self.subscriber)
 
     def full(self):
-        self.broadcast(self.publisher.full() if self.sends else None)
+        self.broadcast(self.publisher and self.publisher.full())
 
-    def step(self, seed):
-        step(self.weights, 0.05, seed)
-        patch = self.broadcast(self.publisher.diff(self.weights) if self.sends else None)
-        if self.sends:
+    def step(self, version):
+        step(self.weights, 0.05, version)
+        patch = self.broadcast(self.publisher and self.publisher.diff(self.weights))
+        if self.publisher:
             self.publisher.confirm(patch)
-        assert patch.version == seed
+        assert patch.version == version
 
     def check(self):
-        if not self.sends:
+        if self.subscriber:
             assert_bits(bits(self.received), published(self.weights))
 
 
@@ -58,20 +56,18 @@ def test_broadcast(rank):
     peers = Peers(rank)
     peers.full()
     peers.check()
-    for seed in (1, 2):
-        peers.step(seed)
+    for version in (1, 2):
+        peers.step(version)
         peers.check()
-    if rank == 2:  # a subscriber that was restarted
-        peers.received = receiver(peers.weights)
-        peers.subscriber = WeightSubscriber(peers.received)
+    if rank == 2:
+        peers.restart_subscriber()
     with pytest.raises((ValueError, RuntimeError), match="patch with base None"):
         peers.step(3)
-    if peers.sends:
-        assert peers.publisher.version == 2  # not confirmed
+    assert not peers.publisher or peers.publisher.version == 2  # not confirmed
     peers.full()
     peers.step(3)
     peers.check()
-    if peers.sends:  # a publisher that was restarted
+    if peers.publisher:  # it is restarted
         peers.publisher = WeightPublisher(peers.weights)
     with pytest.raises((ValueError, RuntimeError), match="load a full copy"):
         peers.step(1)
@@ -82,8 +78,8 @@ def test_broadcast(rank):
 
 @on_ranks(2)
 def test_refused_broadcasts(rank):
-    peers = Peers(1 - rank)  # rank 0 sends
-    patch = peers.publisher.full() if rank == 0 else None
+    peers = Peers(rank, sender=0)
+    patch = peers.publisher and peers.publisher.full()
 
     def refused(message, patch, src=0):
         with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
@@ -94,7 +90,7 @@ def test_refused_broadcasts(rank):
     extra = patch or WeightPatch("", None, 0, [])
     refused("src must be the same on every rank, got 0 on rank 0, 1 on rank 1", extra, rank)
     refused("patch must be None on ranks that receive, got WeightPatch", extra)
-    broadcast_patch(patch, 0, subscriber=peers.subscriber)
+    peers.broadcast(patch)
     peers.check()
 
 
@@ -110,10 +106,8 @@ def _follow_groups(rank, folder, attempts, kill_at=0):
 
     With `kill_at`, the process ends at the broadcast with this number.
     """
-    received, count = receiver(initial()), itertools.count(1)
-    subscriber = WeightSubscriber(received) if rank else None
-    publisher = None if rank else WeightPublisher(initial())
-    broadcast = dist.broadcast
+    peers, count, broadcast = Peers(rank, sender=0), itertools.count(1), dist.broadcast
+    publisher, subscriber = peers.publisher, peers.subscriber
 
     def counted(*arguments):
         if next(count) == kill_at:
@@ -126,10 +120,10 @@ def _follow_groups(rank, folder, attempts, kill_at=0):
         timeout = timedelta(seconds=30)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
         try:
-            broadcast_patch(publisher and publisher.full(), 0, subscriber=subscriber)
+            peers.full()
             while rank or publisher.version < 2:
                 patch = publisher and publisher.diff(_weights_of(publisher.version + 1))
-                patch = broadcast_patch(patch, 0, subscriber=subscriber)
+                patch = peers.broadcast(patch)
                 if publisher:
                     publisher.confirm(patch)
                 elif patch.version == 2:
@@ -137,7 +131,7 @@ def _follow_groups(rank, folder, attempts, kill_at=0):
         except RuntimeError:
             assert attempt == 0
         if rank:
-            assert_bits(bits(received), published(_weights_of(subscriber.version)))
+            assert_bits(bits(peers.received), published(_weights_of(subscriber.version)))
         dist.destroy_process_group()
     assert (publisher or subscriber).version == 2
 
@@ -160,9 +154,6 @@ def test_a_process_that_is_killed_in_a_broadcast(killed, tmp_path):
     assert codes == {"survivor": 0, "killed": 9, "restarted": 0}
 
 
-WHOLE = {"mask", "position", "scale", "empty"}  # the first rank sends them
-
-
 def _mesh(*shape):
     warnings.filterwarnings("ignore", category=FutureWarning)  # from DeviceMesh
     return init_device_mesh("cpu", shape)
@@ -170,39 +161,41 @@ def _mesh(*shape):
 
 def _sharded(weights, mesh):
     """The weights as DTensors; `mask` is replicated, and `position` is a plain tensor."""
-    made = {}
-    for name, tensor in weights.items():
-        placement = Replicate() if name == "mask" or not tensor.dim() else Shard(0)
-        made[name] = tensor.clone()
-        if name != "position":
-            made[name] = distribute_tensor(tensor.clone(), mesh, [placement])
+    made = {name: tensor.clone() for name, tensor in weights.items()}
+    for name in made.keys() - {"position"}:
+        placement = Replicate() if name == "mask" or not made[name].dim() else Shard(0)
+        made[name] = distribute_tensor(made[name], mesh, [placement])
     return made
 
 
 @on_ranks(3)
 def test_sharded_tensors(rank, tmp_path):
     """Rows that do not divide by the ranks, and ranks without rows. Rank 0 reads the versions."""
-    mesh = _mesh(3)
-    weights = initial()
+    mesh, weights = _mesh(3), initial()
     publisher = WeightPublisher(_sharded(weights, mesh))
     publisher.full().save(tmp_path)
     received = receiver(weights)
     subscriber = WeightSubscriber(received)
-    for seed in range(1, 4):
+
+    def publish(seed):
         step(weights, 0.05, seed)
-        sharded = _sharded(weights, mesh)
-        patch = publisher.diff(sharded)
+        patch = publisher.diff(_sharded(weights, mesh))
         patch.save(tmp_path, keep=2)
         publisher.confirm(patch)
         if rank == 0:
-            assert subscriber.update(tmp_path) == seed
+            assert subscriber.update(tmp_path) == patch.version
             assert_bits(bits(received), published(weights))
         dist.barrier()
+        return patch
+
+    for seed in range(1, 4):
+        patch = publish(seed)
     with pytest.raises(ValueError, match=r"patch must be of whole tensors \(save works"):
         patch.to_bytes()
     ranges = {p.name: (p.offset, p.numel) for p in patch.parts}
     assert ranges["layer.weight"] == [(0, 44 * 70), (44 * 70, 44 * 70), (88 * 70, 42 * 70)][rank]
-    assert ranges.keys() == weights.keys() - (WHOLE if rank else set())
+    first = {"mask", "position", "scale", "empty"}  # tensors that the first rank sends
+    assert ranges.keys() == weights.keys() - (first if rank else set())
 
     publisher = WeightPublisher.resume(tmp_path, _sharded(initial(), mesh))
     assert (publisher.id, publisher.version) == (patch.id, 3)
@@ -214,7 +207,7 @@ def test_sharded_tensors(rank, tmp_path):
     with pytest.raises(ValueError, match="patch must be of whole tensors"):
         publisher.save_delta_checkpoint(patch, tmp_path)
 
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    before = (tmp_path / "index.json").read_bytes()
     dist.barrier()
     replacing = dct_patches.files.replacing
     if rank == 1:  # its disk is full
@@ -222,14 +215,10 @@ def test_sharded_tensors(rank, tmp_path):
     with pytest.raises((OSError, RuntimeError), match="No space left"):
         patch.save(tmp_path)
     dct_patches.files.replacing = replacing
-    index = tmp_path / "index.json"
-    assert index.read_bytes() == before[index]
-    patch.save(tmp_path)
-    publisher.confirm(patch)
-    if rank == 0:
-        subscriber.update(tmp_path)
-        assert_bits(bits(received), published(weights))
-        assert subscriber.version == 4
+    assert (tmp_path / "index.json").read_bytes() == before
+    publish(6)
+    replicated = {"a": distribute_tensor(torch.ones(2), mesh, [Replicate()])}
+    assert len(WeightPublisher(replicated).full().parts) == (rank == 0)
 
 
 def _no_space(path):
@@ -256,11 +245,13 @@ def test_a_module_of_fsdp2(rank, tmp_path):
         received = receiver(whole)
         assert WeightSubscriber(received).update(tmp_path) == 2
         assert_bits(bits(received), published(whole))
-    with pytest.raises(ValueError, match=r"sharded along its first dimension \(Shard\(0\)\)"):
-        columns = distribute_tensor(torch.ones(4, 4), _mesh(2), [Shard(1)])
-        WeightPublisher({"a": columns})
-    with pytest.raises(ValueError, match="DTensors on one mesh with one dimension"):
-        both = _mesh(1, 2)
-        WeightPublisher({"a": distribute_tensor(torch.ones(4), both, [Replicate(), Shard(0)])})
+    both = distribute_tensor(torch.ones(4), _mesh(1, 2), [Replicate(), Shard(0)])
+    columns = distribute_tensor(torch.ones(4, 4), _mesh(2), [Shard(1)])
+    for tensor, message in [
+        (columns, r"sharded along its first dimension \(Shard\(0\)\)"),
+        (both, "DTensors on one mesh with one dimension"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            WeightPublisher({"a": tensor})
     with pytest.raises(TypeError, match=r"named_tensors.* must be a plain dense tensor"):
         WeightSubscriber(model.named_parameters())
