@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 import xxhash
 import zstandard
@@ -21,16 +22,6 @@ def _weights():
     return {n: t for n, t in initial().items() if n not in ("position", "mask", "double")}
 
 
-def _read_safetensors(path):
-    """(metadata, {name: raw bytes})"""
-    raw = path.read_bytes()
-    (size,) = struct.unpack("<Q", raw[:8])
-    header = json.loads(raw[8 : 8 + size])
-    metadata, data = header.pop("__metadata__", {}), raw[8 + size :]
-    assert all(entry["dtype"] == "U8" for entry in header.values())
-    return metadata, {n: data[slice(*entry["data_offsets"])] for n, entry in header.items()}
-
-
 def _follow(folder, checkpoint, version):
     """Apply one version of a delta checkpoint to {name: uint8 array}, as its readers do."""
     path = folder / f"weight_v{version:06d}"
@@ -40,9 +31,9 @@ def _follow(folder, checkpoint, version):
     assert (metadata["compression_format"], metadata["checksum_format"]) == ("zstd", "xxh3-128")
     read = set()
     for file in path.glob("*.safetensors"):
-        sums, tensors = _read_safetensors(file)
-        for name, compressed in tensors.items():
-            difference = zstandard.ZstdDecompressor().decompress(compressed)
+        sums = safetensors.safe_open(file, framework="np").metadata() or {}
+        for name, compressed in safetensors.numpy.load_file(file).items():
+            difference = zstandard.ZstdDecompressor().decompress(compressed.tobytes())
             if metadata["delta_encoding"] == "xor":
                 checkpoint[name] ^= np.frombuffer(difference, np.uint8)
             else:
@@ -84,14 +75,13 @@ def test_refused_delta_checkpoints(tmp_path, monkeypatch):
     forgotten = publisher.diff(weights)
     publisher.save_delta_checkpoint(forgotten, tmp_path)
     patch = publisher.diff(weights)
-    for error, message, arguments in [
-        (FileExistsError, "folder must have no folder of this version", [patch]),
-        (ValueError, "patch must be the last patch of diff", [forgotten]),
+    for error, message, *arguments in [
+        (FileExistsError, "folder must have no folder of this version", patch, tmp_path),
+        (ValueError, "patch must be the last patch of diff", forgotten, tmp_path),
+        (ValueError, "encoding must be 'overwrite' or 'xor', got 'sp", patch, tmp_path, "sparse"),
     ]:
         with pytest.raises(error, match=message):
-            publisher.save_delta_checkpoint(*arguments, tmp_path)
-    with pytest.raises(ValueError, match="encoding must be 'overwrite' or 'xor', got 'sparse'"):
-        publisher.save_delta_checkpoint(patch, tmp_path, "sparse")
+            publisher.save_delta_checkpoint(*arguments)
 
     def no_space(*arguments):
         raise OSError("No space left on device")
