@@ -126,7 +126,7 @@ def write_index(folder: Path, versions: list[Version], keep: int | None) -> None
         temporary.write_text(json.dumps(content, indent=1))
     found = {*folder.glob("[0-9]*-*-*-*.safetensors"), *folder.glob(".[0-9]*.tmp")}
     for path in found - {folder / name for name in _listed(versions)}:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def _listed(versions: list[Version]) -> set[str]:

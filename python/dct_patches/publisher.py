@@ -99,11 +99,8 @@ class WeightPublisher:
     def diff(self, named_tensors: NamedTensors) -> WeightPatch:
         """Return the changes of the weights since the last confirmed patch.
 
-        A patch that was not confirmed is forgotten. Synchronizes with the device once. A tensor is
-        sent whole if its payload would not be smaller.
-
-        Args:
-            named_tensors: as in the constructor, with the same names, shapes, dtypes and devices.
+        A patch that was not confirmed is forgotten. Names, shapes, dtypes and devices must be those
+        of the constructor. Synchronizes with the device once.
 
         Raises:
             ValueError, TypeError: the argument is invalid.
@@ -159,8 +156,8 @@ class WeightPublisher:
         Call it before `confirm`. If the tensors are sharded, each rank returns its own entries.
 
         Returns:
-            A list of (name, indices, values, full_shape), one per tensor with changes: indices
-            int32 [n] in the flattened whole tensor, ascending, and values [n] in its dtype.
+            (name, indices, values, full_shape) of each tensor with changes: ascending int32 indices
+            [n] of the flattened whole tensor, and values [n] in its dtype.
 
         Raises:
             ValueError: it is not the last patch of `diff`. A tensor with changes has 2**31 or more
@@ -178,14 +175,13 @@ class WeightPublisher:
         the initial weights of the publisher. Call it before `confirm`.
 
         Args:
-            patch: the last patch of `diff`, of whole tensors.
+            patch: the last patch of `diff`, of whole tensors. "overwrite" needs less than 4 GiB.
             folder: the chain. The patch becomes its folder `weight_v000001` (`patch.version`).
             encoding: "overwrite" (positions and values of changed bytes) or "xor".
 
         Raises:
-            ValueError, TypeError: an argument is invalid. With "overwrite", a tensor has 4 GiB.
-            FileExistsError: the chain has this version, which an engine may have read.
-            OSError: writing failed. The chain did not change.
+            ValueError, TypeError: an argument is invalid.
+            OSError: writing failed, or the chain has this version, which an engine may have read.
         """
         op = "WeightPublisher.save_delta_checkpoint"
         checks.require_choice(op, "encoding", encoding, ("overwrite", "xor"))
