@@ -122,8 +122,9 @@ def test_a_patch_that_was_not_confirmed_is_forgotten():
     patch = pair.diff(seed=2)
     assert (patch.base, patch.version) == (forgotten.base, 1) and patch.id != forgotten.id
     pair.refuses("patch with base .* load a full copy", patch)
-    pair.publisher.confirm(patch)
     for wrong in (forgotten, replace(patch, id="0" * 32), patch):
+        if wrong is patch:
+            pair.publisher.confirm(patch)
         with pytest.raises(ValueError, match=f"patch must be the last patch .* got {wrong.id}"):
             pair.publisher.confirm(wrong)
     pair.subscriber.load(pair.publisher.full())
