@@ -181,7 +181,7 @@ def payload_info(payload: torch.Tensor) -> PayloadInfo:
     kinds |= {(QUANTIZED_VERSION, code): format for format, code in QUANTIZED_CODES.items()}
     if magic != MAGIC or (version, code) not in kinds:
         got = f"magic {magic:#010x}, version {version}, value dtype code {code}"
-        versions = f"{VERSION} or {QUANTIZED_VERSION} (2 and 3 are no longer supported)"
+        versions = f"{VERSION} or {QUANTIZED_VERSION} (patch_info reads 5; 2 and 3 are unsupported)"
         fail("payload_info", "payload", f"a DCT payload of version {versions}", got)
     overflow, non_finite = bool(flags & FLAG_OVERFLOW), bool(flags & FLAG_NON_FINITE)
     return PayloadInfo(kinds[version, code], numel, capacity, count, overflow, non_finite)

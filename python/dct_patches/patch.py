@@ -2,26 +2,26 @@
 
 import contextlib
 import io
+import itertools
 import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dct_kernels import checks
-from dct_parallel.groups import raising_together, timeout_of
+from dct_parallel import groups
 
-from . import folder as folders
+from . import files
 from .part import Part, checksums
-from .tensor_files import logger, replacing, write_tensors
+from .shards import device_of
 
-FORMAT = 1
 KEY = "dct_patch"  # in the metadata of a safetensors file
 
 
@@ -53,136 +53,115 @@ class WeightPatch:
         return sum(part.data.numel() for part in self.parts)
 
     def to_bytes(self) -> bytes:
-        """Return the patch as bytes, in safetensors' format.
-
-        Raises:
-            ValueError: the tensors are sharded. `save` works with shards.
-        """
+        """Return the patch as bytes, in safetensors' format. Shards raise a ValueError."""
         require_unsharded("WeightPatch.to_bytes", self)
-        file = io.BytesIO()
-        self._write(file, "bytes")
+        self._write(file := io.BytesIO())
         return file.getvalue()
 
     @staticmethod
     def from_bytes(data: bytes) -> "WeightPatch":
-        """Return the patch of which `to_bytes` returned these bytes. They may be untrusted.
-
-        Raises:
-            ValueError, TypeError: the bytes are damaged, or from another version of the library.
-        """
-        import safetensors
-
+        """The inverse of `to_bytes`. Damaged bytes raise a ValueError."""
         op = "WeightPatch.from_bytes"
         checks.require_type(op, "data", data, bytes, "bytes")
-        try:
-            raw = {name: bytearray(entry["data"]) for name, entry in safetensors.deserialize(data)}
-            size = int.from_bytes(data[:8], "little")
-            header = json.loads(data[8 : 8 + size])["__metadata__"][KEY]
-            tensors = [_tensor(raw[str(index)]) for index in range(len(raw))]
-        except (safetensors.SafetensorError, ValueError, KeyError) as error:
-            fail_damaged(op, "data", error)
-        return from_header(op, "data", header, tensors)
+        with files.reading(op, "data"):
+            tensors = safetensors.torch.load(data)
+            outer = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            ordered = [tensors[str(index)] for index in range(len(tensors))]
+            return from_header(outer["__metadata__"][KEY], ordered)
 
     def save(self, folder: str | PathLike[str], keep: int | None = None) -> None:
         """Add the patch to a folder, from which subscribers read it (`WeightSubscriber.update`).
 
-        The first entry of a folder is a full copy. A patch replaces the folder's last patch if both
-        have the same base, because the publisher has forgotten the last one. Files are written
-        under a temporary name, so a crash or an error leaves the folder with its old versions. If
-        the tensors are sharded, all ranks call this method with the same folder.
+        The first entry of a folder is a full copy. A patch follows the last version, or replaces it
+        if both have the same base, because the publisher has forgotten the last one.
 
         Args:
             folder: it is created if it does not exist. Only one publisher may write to it.
-            keep: number of last patches that stay, >= 0, together with the full copy before them.
-                Older files are removed. Default: all files stay.
+            keep: number of last patches that stay, together with the full copy before them.
+                Default: all files stay.
 
         Raises:
-            ValueError, TypeError: an argument is invalid, or the patch does not follow the folder's
-                last version.
-            OSError: writing failed, for example because the disk is full.
-            RuntimeError: another rank raised an error.
+            ValueError, TypeError: an argument is invalid, or the patch does not follow.
+            OSError: writing failed. The folder has its old versions.
+            RuntimeError: another rank of sharded tensors raised an error.
         """
-        rank, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
-        kind = "full" if self.is_full else "patch"
-        files = [folders.file_name(self.version, self.id, kind, r) for r in range(ranks)]
         op = "WeightPatch.save"
+        rank, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
+        start = f"{self.version:06d}-{self.id[:12]}-{'full' if self.is_full else 'patch'}"
+        names = [f"{start}-{r}.safetensors" for r in range(ranks)]
         with self._together(op):
-            path = folders.folder_path(op, folder)
+            path = files.folder_path(op, folder)
             if keep is not None:
                 checks.require_int(op, "keep", keep, 0, 2**31)
             path.mkdir(parents=True, exist_ok=True)
-            old = folders.read_index(path)
-            new = folders.with_files(op, old, self.version, self.id, self.base, files)
-            with replacing(path / files[rank]) as file:
-                self._write(file, str(path / files[rank]))
+            patch, full = (None, names) if self.is_full else (names, None)
+            version = files.Version(self.version, self.id, patch, full)
+            versions = files.with_files(op, files.read_index(op, path), version, self.base)
+            with files.replacing(path / names[rank]) as temporary, open(temporary, "wb") as file:
+                self._write(file)
         with self._together(op):  # every rank has written its file
             if rank == 0:
-                kept = new if keep is None else folders.pruned(new, keep)
-                folders.write_index(path, kept)
-                folders.remove_files(path, folders.all_files(old) - folders.all_files(kept))
-                logger.info("saved version %d (%s) in %s", self.version, self.id, path)
+                files.write_index(path, versions, keep)
+                files.logger.info("saved version %d (%s) in %s", self.version, self.id, path)
 
     @staticmethod
     def load(folder: str | PathLike[str], after: str | None = None) -> "WeightPatch | None":
         """Read from a folder the patch that follows the version with the id `after`.
 
-        Returns:
-            The patch. None if `after` is the last version. The last full copy if the folder does
-            not have `after`, because it is None, too old, or was forgotten.
+        Returns the last full copy if the folder does not have `after`, because it is None, too old,
+        or was forgotten. Returns None if `after` is the last version.
 
         Raises:
             FileNotFoundError: the folder has no full copy, or lacks a file.
-            ValueError: a file is damaged.
+            ValueError, TypeError: an argument is invalid, or a file is damaged.
         """
         op = "WeightPatch.load"
-        path = folders.folder_path(op, folder)
+        path = files.folder_path(op, folder)
         if after is not None:
             checks.require_type(op, "after", after, str, "the id of a version, or None")
-        while True:
-            versions = folders.read_index(path)
-            if not versions:
-                raise FileNotFoundError(f"dct::{op}: folder must have a full copy, got {path}")
-            step = folders.next_step(versions, after)
-            if step is None:
+        while versions := files.read_index(op, path):
+            if after == versions[-1].id:
                 return None
+            full = [version for version in versions if version.full][-1]
+            following = {v.id: (v.id, new, new.patch) for v, new in itertools.pairwise(versions)}
+            base, new, names = following.get(after or "", (None, full, full.full))
+            parts: list[Part] = []
             try:
-                pieces = [_read(op, path / name) for name in step.files]
+                for name in names or []:
+                    with files.reading(op, str(path / name)):
+                        with safetensors.safe_open(path / name, framework="pt") as file:
+                            keys = map(str, range(len(file.keys())))
+                            tensors = [file.get_tensor(key).clone() for key in keys]
+                            read = from_header(file.metadata()[KEY], tensors)
+                        if (read.id, read.base, read.version) != (new.id, base, new.version):
+                            raise ValueError(f"{read}, which is not {new.id} as in the index")
+                    parts += read.parts
             except FileNotFoundError:
-                if folders.read_index(path) == versions:
+                if files.read_index(op, path) == versions:
                     raise
                 continue  # the publisher has removed the files after the index was read
-            found = {(piece.id, piece.base, piece.version) for piece in pieces}
-            if found != {(step.id, step.base, step.version)}:
-                rule = f"{(step.id, step.base, step.version)} as in its index"
-                checks.fail(op, "folder", rule, found, verb="have")
-            parts = [part for piece in pieces for part in piece.parts]
-            return WeightPatch(step.id, step.base, step.version, parts)
+            return WeightPatch(new.id, base, new.version, parts)
+        raise FileNotFoundError(f"dct::{op}: folder must have a full copy, got {path}")
 
     def header(self) -> str:
         """Everything except the data: a checksum of 8 digits, and JSON."""
-        data = [part.data for part in self.parts]
-        rows = zip(self.parts, checksums(data), strict=True)
-        content = {
-            "format": FORMAT,
-            "id": self.id,
-            "base": self.base,
-            "version": self.version,
-            "parts": [part.to_json() for part in self.parts],
-            "data": [[part.data.numel(), check] for part, check in rows],
-        }
-        text = json.dumps(content)
+        content: dict[str, Any] = {"format": files.FORMAT, "id": self.id, "base": self.base}
+        content["version"] = self.version
+        content["parts"] = [{k: v for k, v in vars(p).items() if k != "data"} for p in self.parts]
+        content["data"] = _sizes_and_checksums([part.data for part in self.parts])
+        text = json.dumps(content, default=lambda dtype: str(dtype).removeprefix("torch."))
         return f"{zlib.crc32(text.encode()):08x}{text}"
 
-    def _write(self, file: BinaryIO, name: str) -> None:
+    def _write(self, file: BinaryIO) -> None:
         tensors = {str(index): part.data for index, part in enumerate(self.parts)}
-        write_tensors(file, tensors, {KEY: self.header()}, name)
+        files.write_tensors(file, tensors, {KEY: self.header()})
 
     def _together(self, op: str) -> Any:
         """A context manager in which an error of one rank is raised on all ranks."""
         if self.group is None:
             return contextlib.nullcontext()
-        device = self.parts[0].data.device if self.parts else torch.device("cpu")
-        return raising_together(op, self.group, timeout_of(self.group, device))
+        timeout = groups.timeout_of(self.group, device_of(self.group))
+        return groups.raising_together(op, self.group, timeout)
 
 
 def require_unsharded(op: str, patch: WeightPatch) -> None:
@@ -191,54 +170,24 @@ def require_unsharded(op: str, patch: WeightPatch) -> None:
         checks.fail(op, "patch", "of whole tensors (save works with shards)", got)
 
 
-def from_header(op: str, arg: str, header: str, data: Sequence[Tensor]) -> WeightPatch:
-    """Build a patch from its header and data. If one is damaged, raise an error that names `arg`.
-
-    Args:
-        data: uint8 tensors, in the order of the header.
-    """
-    try:
-        if f"{zlib.crc32(header[8:].encode()):08x}" != header[:8]:
-            raise ValueError("a header with another checksum")
-        content = json.loads(header[8:])
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}")
-        found = [[*pair] for pair in zip(map(Tensor.numel, data), checksums([*data]), strict=True)]
-        if found != content["data"]:
-            raise ValueError("data with other checksums than those in its header")
-        rows = zip(content["parts"], data, strict=True)
-        parts = [Part.from_json(entry, tensor) for entry, tensor in rows]
-        patch = WeightPatch(content["id"], content["base"], content["version"], parts)
-        if type(patch.id) is not str or type(patch.version) is not int:
-            raise ValueError(f"id {patch.id!r} and version {patch.version!r}")
-        if any((part.old is None) != patch.is_full for part in parts):
-            raise ValueError(f"base {patch.base!r}, which differs from its entries")
-    except (ValueError, TypeError, KeyError) as error:
-        fail_damaged(op, arg, error)
-    return patch
+def from_header(header: str, tensors: list[Tensor]) -> WeightPatch:
+    """The patch with this header, and the data of its parts. Raises an error for damaged ones."""
+    content, data = json.loads(header[8:]), [tensor.view(torch.uint8) for tensor in tensors]
+    good = f"{zlib.crc32(header[8:].encode()):08x}" == header[:8]
+    if not good or content["data"] != _sizes_and_checksums(data):
+        raise ValueError("content with other checksums")
+    parts = []
+    for entry, raw in zip(content["parts"], data, strict=True):
+        fields = {"dtype": vars(torch)[entry["dtype"]], "shape": tuple(entry["shape"])}
+        part = Part(**{**entry, **fields}, data=raw)
+        sized = raw.numel() == part.numel * part.dtype.itemsize
+        good = good and (sized if part.whole else content["base"] is not None)
+        parts.append(part)
+    if not good or content["format"] != files.FORMAT or not str(content["id"]).isalnum():
+        raise ValueError(f"format {content['format']!r} with invalid entries")
+    return WeightPatch(content["id"], content["base"], content["version"], parts)
 
 
-def fail_damaged(op: str, arg: str, error: Exception) -> NoReturn:
-    rule = f"an undamaged patch of format {FORMAT}"
-    raise ValueError(f"dct::{op}: {arg} must be {rule}, got {error}") from error
-
-
-def _read(op: str, path: Path) -> WeightPatch:
-    import safetensors
-
-    if not path.exists():
-        raise FileNotFoundError(f"dct::{op}: folder must have the file {path.name}, got {path}")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            found = [file.get_tensor(str(index)) for index in range(len(file.keys()))]
-            header = file.metadata()[KEY]
-    except (safetensors.SafetensorError, TypeError, KeyError) as error:
-        fail_damaged(op, str(path), error)
-    data = [tensor.view(torch.uint8).clone() for tensor in found]
-    return from_header(op, str(path), header, data)
-
-
-def _tensor(raw: bytearray) -> Tensor:
-    if not raw:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(raw, dtype=torch.uint8)  # without a copy
+def _sizes_and_checksums(data: list[Tensor]) -> list[list[int]]:
+    sums = checksums(dict(enumerate(data)))
+    return [[tensor.numel(), sums[index]] for index, tensor in enumerate(data)]

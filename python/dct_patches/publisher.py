@@ -2,54 +2,43 @@
 
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from os import PathLike
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import dct_kernels
 from dct_kernels import checks
+from dct_kernels.layout import HEADER_BYTES
 from dct_kernels.patch_layout import MOST_WORDS, words_offset
-from dct_parallel.groups import gather_values, require_same, sharing_errors, timeout_of
+from dct_parallel import groups
 
 from . import engines
-from .folder import folder_path, remove_unlisted_files
-from .part import SIXTEEN_BITS, Part, checksum, checksums, to_host
-from .patch import WeightPatch
-from .shards import NamedTensors, Shard, cast, group_of, local_shards, named
+from .files import folder_path
+from .part import SIXTEEN_BITS, Part, checksum, checksums, require_equal, to_host
+from .patch import WeightPatch, require_unsharded
+from .shards import NamedTensors, device_of, group_of, local_parts, named
 from .subscriber import WeightSubscriber
-
-HEADER_NUMBERS = 8  # of a payload, as int64
 
 
 class WeightPublisher:
     """Finds the entries of weights that changed since the last confirmed patch.
 
-    It keeps a snapshot of the weights that receivers have, in `dtype`, on their device.
-    The first patch changes the weights that the constructor receives, so pass the weights of the
-    checkpoint that the receivers load. If the tensors are DTensors, all ranks of their mesh call
-    every method, and each rank handles its own shards.
+    It keeps a snapshot of the weights that receivers have. If the tensors are DTensors, all ranks
+    of their mesh call every method, and each rank handles its own shards.
 
     Args:
-        named_tensors: {name: tensor} or pairs, for example `model.named_parameters()`. DTensors
-            must be sharded along their first dimension, or replicated, on one 1-D mesh.
-        dtype: torch.bfloat16 or torch.float16. float32 tensors are published in this dtype, rounded
-            to nearest even. Other tensors are published in their own dtype; if it does not have 16
-            bits, every patch contains the whole tensor.
+        named_tensors: {name: tensor} or pairs, for example `model.named_parameters()`, with the
+            values of the checkpoint that the receivers load. DTensors must be sharded along their
+            first dimension, or replicated, on one 1-D mesh.
+        dtype: torch.bfloat16 or torch.float16, in which float32 tensors are published. Tensors of
+            other dtypes are published in their own dtype.
         rename: returns the name of a tensor in patches. Default: names do not change.
 
     Attributes:
-        id: the id of the last confirmed version.
-        version: its number, which is 0 for the initial weights.
-
-    Raises:
-        ValueError, TypeError: an argument is invalid.
-
-    >>> publisher = WeightPublisher(model.named_parameters())
-    >>> publisher.full().save(folder)
-    >>> patch = publisher.diff(model.named_parameters())  # after an optimizer step
-    >>> patch.save(folder)
-    >>> publisher.confirm(patch)
+        id, version: of the last confirmed version. The initial weights have version 0.
     """
 
     @checks.names_keywords
@@ -64,13 +53,13 @@ class WeightPublisher:
         checks.require_dtype(op, "dtype", dtype, SIXTEEN_BITS)
         if rename is not None:
             checks.require_type(op, "rename", rename, Callable, "a function")  # type: ignore[arg-type]
-        self._dtype, self._rename = dtype, rename
-        tensors = named(op, named_tensors)
+        self._dtype, self._rename = dtype, rename or str
+        tensors = named(op, named_tensors, self._rename)
         self._group = group_of(op, tensors)
-        with sharing_errors(op, self._group):
-            shards = local_shards(op, tensors, self._group, rename)
-            self._snapshot = {n: s._replace(local=self._copied(s.local)) for n, s in shards.items()}
-            self._sums = self._checksums()
+        with groups.sharing_errors(op, self._group):
+            parts = local_parts(op, tensors, self._group)
+            self._snapshot = {name: self._published(part) for name, part in parts.items()}
+            self._update_checksums()
         self._pending: WeightPatch | None = None
         self.id, self.version = "", 0
         self.id = self._new_id(op)
@@ -84,46 +73,25 @@ class WeightPublisher:
         dtype: torch.dtype = torch.bfloat16,
         rename: Callable[[str], str] | None = None,
     ) -> "WeightPublisher":
-        """Create a publisher that continues a folder after a restart.
+        """Create a publisher that continues a folder of `WeightPatch.save` after a restart.
 
-        Its snapshot and id are those of the folder's last version, so no full copy is necessary.
-        Files that the stopped publisher did not complete are removed.
-
-        Args:
-            folder: a folder to which `WeightPatch.save` wrote.
-            named_tensors, dtype, rename: as for the constructor. The values may differ from those
-                in the folder.
-
-        Raises:
-            ValueError, TypeError: an argument is invalid, a file is damaged, or the folder has
-                tensors with other names, shapes or dtypes.
-            FileNotFoundError: the folder has no full copy, or lacks a file.
-            RuntimeError: another rank raised an error.
+        The arguments are those of the constructor, but the snapshot has the values in the folder.
+        Raises the errors of `WeightPatch.load` and `WeightSubscriber.load`.
         """
-        op, made = "WeightPublisher.resume", cls(named_tensors, dtype=dtype, rename=rename)
-        with sharing_errors(op, made._group):
-            full = WeightPatch.load(folder)
-            assert full is not None  # there is always something after no version
+        op = "WeightPublisher.resume"
+        tensors = named(op, named_tensors)
+        made = cls(tensors, dtype=dtype, rename=rename)
+        with groups.sharing_errors(op, made._group):
             whole = {
-                part.name: torch.empty(part.shape, dtype=part.dtype, device="cpu")
-                for part in full.parts
+                name: torch.empty(tensor.shape, dtype=made._dtype_of(tensor), device="cpu")
+                for name, tensor in named(op, tensors, made._rename).items()
             }
             subscriber = WeightSubscriber(whole)
-            subscriber.update(folder)
-            if made._is_first_rank() and whole.keys() != made._snapshot.keys():
-                found = sorted(whole.keys() ^ made._snapshot.keys())
-                checks.fail(op, "named_tensors", "the names of the folder", found, verb="have")
-            for name, (shape, offset, local) in made._snapshot.items():
-                source = whole[name]
-                expected = [*source.shape], source.dtype
-                if ([*shape], local.dtype) != expected:
-                    got = [*shape], local.dtype
-                    checks.fail(op, f"named_tensors[{name!r}]", f"{expected}", got)
-                local.copy_(source.view(-1)[offset : offset + local.numel()])
-            made._sums = made._checksums()
-            made.id, made.version = str(subscriber.id), int(subscriber.version or 0)
-            if made._is_first_rank():
-                remove_unlisted_files(folder_path(op, folder))
+            made.version = subscriber.update(folder)
+            made.id = str(subscriber.id)
+            for part in made._snapshot.values():
+                part.values.copy_(whole[part.name].view(-1)[part.offset :][: part.numel])
+            made._update_checksums()
         made._new_id(op)  # compares the ids of all ranks
         return made
 
@@ -131,85 +99,72 @@ class WeightPublisher:
     def diff(self, named_tensors: NamedTensors) -> WeightPatch:
         """Return the changes of the weights since the last confirmed patch.
 
-        A patch that was not confirmed is forgotten. Synchronizes with the device once. A tensor is
-        sent whole if its payload would not be smaller. Until the call returns, the payloads may
-        need as much memory as the snapshot.
-
-        Args:
-            named_tensors: as in the constructor, with the same names, shapes, dtypes and devices.
-
-        Returns:
-            The patch. Tensors in it do not share memory with the weights.
+        A patch that was not confirmed is forgotten. Names, shapes, dtypes and devices must be those
+        of the constructor. Synchronizes with the device once.
 
         Raises:
             ValueError, TypeError: the argument is invalid.
             RuntimeError: the snapshot was damaged, or another rank raised an error.
         """
         op = "WeightPublisher.diff"
-        with sharing_errors(op, self._group):
-            tensors = named(op, named_tensors)
-            shards = local_shards(op, tensors, self._group, self._rename)
-            self._require_same(op, shards)
+        with groups.sharing_errors(op, self._group):
+            new = local_parts(op, named(op, named_tensors, self._rename), self._group)
+            rule = "as before shape, offset, size, dtype and device"
+            before, now = map(self._described, (self._snapshot, new))
+            require_equal(op, "named_tensors", rule, before, now)
             self._pending = None
-            drafts = {name: self._draft(name, shard.local) for name, shard in shards.items()}
-            numbers = to_host([numbers for _, numbers in drafts.values()])
+            drafts = [self._draft(base, new[name].values) for name, base in self._snapshot.items()]
+            rows = to_host([row for _, row in drafts])
             parts = []
-            for name, shard in shards.items():
-                *header, old, new = numbers[: HEADER_NUMBERS + 2]
-                numbers = numbers[HEADER_NUMBERS + 2 :]
-                if old != self._sums[name]:
-                    raise RuntimeError(
-                        f"dct::{op}: the snapshot of {name!r} must not change, got other bits: "
-                        "create a new WeightPublisher, and send a full copy"
-                    )
-                data = self._data(name, shard.local, drafts[name][0], header)
-                parts.append(self._part(name, data, old, new))
+            for base, (payload, _), row in zip(self._snapshot.values(), drafts, rows, strict=True):
+                old_sum, new_sum = row[HEADER_BYTES:].view(torch.int64).tolist()
+                if old_sum != base.new:
+                    rule = f"unchanged in {base.name!r} (create a new publisher, send a full copy)"
+                    checks.fail(op, "snapshot", rule, "other bits", RuntimeError)
+                info = dct_kernels.patch_info(row[:HEADER_BYTES]) if len(payload) else None
+                if info is None or info.overflow or info.nbytes >= base.data.numel():
+                    part = self._published(new[base.name])
+                else:
+                    part = replace(base, whole=False, data=payload[: info.nbytes].clone())
+                parts.append(replace(part, old=old_sum, new=new_sum))
         id = self._new_id(op)
         self._pending = WeightPatch(id, self.id, self.version + 1, parts, self._group)
         return self._pending
 
     @torch.no_grad()
     def confirm(self, patch: WeightPatch) -> None:
-        """Advance the snapshot to a patch that the receivers have.
+        """Advance the snapshot to the last patch of `diff`, which the receivers have.
 
         Call it after `patch.save(folder)`, or after `broadcast_patch`, has returned.
-
-        Raises:
-            ValueError, TypeError: it is not the last patch of `diff`, or was confirmed.
         """
         pending = self._require_pending("WeightPublisher.confirm", patch)
         self._pending = None
         for part in pending.parts:
-            part.write(self._snapshot[part.name].local)
-            self._sums[part.name] = part.new
+            base = self._snapshot[part.name]
+            part.write(base.values)
+            self._snapshot[part.name] = replace(base, new=part.new)
         self.id, self.version = pending.id, pending.version
 
     def full(self) -> WeightPatch:
         """Return a copy of the last confirmed version, for a new subscriber or a new folder."""
-        parts = [
-            self._part(name, shard.local.clone().view(torch.uint8), None, self._sums[name])
-            for name, shard in self._snapshot.items()
-        ]
+        parts = [replace(part, data=part.data.clone()) for part in self._snapshot.values()]
         return WeightPatch(self.id, None, self.version, parts, self._group)
 
-    def to_indices_and_values(self, patch: WeightPatch) -> "list[engines.SparseValues]":
+    def to_indices_and_values(self, patch: WeightPatch) -> list[engines.SparseValues]:
         """Return the changed entries as vLLM's `SparseWeightPatch` expects them.
 
-        Call it before `confirm`. If the tensors are sharded, each rank returns the entries of its
-        shards, with positions in the whole tensor.
+        Call it before `confirm`. If the tensors are sharded, each rank returns its own entries.
 
         Returns:
-            A list of (name, indices, values, full_shape), one per tensor with changes: indices
-            int32 [n] in the flattened tensor, ascending, and values [n] in the tensor's dtype.
+            (name, indices, values, full_shape) of each tensor with changes: ascending int32 indices
+            [n] of the flattened whole tensor, and values [n] in its dtype.
 
         Raises:
-            ValueError, TypeError: it is not the last patch of `diff`, or was confirmed. A tensor
-                has 2**31 or more elements. A changed entry is NaN, which vLLM rejects. A tensor
-                that changed is not of a floating-point dtype.
+            ValueError: it is not the last patch of `diff`. A tensor with changes has 2**31 or more
+                elements, or no floating-point dtype. A new value is NaN, which vLLM rejects.
         """
         op = "WeightPublisher.to_indices_and_values"
-        self._require_pending(op, patch)
-        return engines.indices_and_values(op, self._changes(patch))
+        return engines.indices_and_values(op, self._changes(self._require_pending(op, patch)))
 
     def save_delta_checkpoint(
         self, patch: WeightPatch, folder: str | PathLike[str], encoding: str = "overwrite"
@@ -217,114 +172,77 @@ class WeightPublisher:
         """Save a patch in the format of the delta checkpoints of SGLang, slime and miles.
 
         Version 0 of such a chain is the checkpoint that the engine was started with, and must have
-        the initial weights of the publisher. The patch becomes the folder `weight_v000001` (the
-        number is `patch.version`), which is complete when it appears. Call it before `confirm`.
+        the initial weights of the publisher. Call it before `confirm`.
 
         Args:
-            patch: the last patch of `diff`, of whole tensors.
-            folder: the folder of the chain. It is created if it does not exist.
+            patch: the last patch of `diff`, of whole tensors. "overwrite" needs less than 4 GiB.
+            folder: the chain. The patch becomes its folder `weight_v000001` (`patch.version`).
             encoding: "overwrite" (positions and values of changed bytes) or "xor".
 
         Raises:
-            ValueError, TypeError: an argument is invalid. With "overwrite", a tensor has 4 GiB or
-                more.
-            FileExistsError: the folder has a patch with this number. An engine may have read it, so
-                it cannot be replaced.
-            OSError: writing failed. The chain did not change.
+            ValueError, TypeError: an argument is invalid.
+            OSError: writing failed, or the chain has this version, which an engine may have read.
         """
         op = "WeightPublisher.save_delta_checkpoint"
         checks.require_choice(op, "encoding", encoding, ("overwrite", "xor"))
-        self._require_pending(op, patch)
-        if self._group is not None:
-            checks.fail(op, "patch", "of whole tensors", "a patch of shards")
-        engines.save_delta(
-            op, self._changes(patch), patch.version, folder_path(op, folder), encoding
-        )
+        changes = self._changes(self._require_pending(op, patch))
+        require_unsharded(op, patch)
+        engines.save_delta(op, changes, patch.version, folder_path(op, folder), encoding)
 
-    def _draft(self, name: str, new: Tensor) -> tuple[Tensor, Tensor]:
-        """(the payload, int64 [10]: its header and the checksums of the snapshot and of `new`)."""
-        old = self._snapshot[name].local
-        if old.dtype not in SIXTEEN_BITS:
-            header = torch.zeros(HEADER_NUMBERS, dtype=torch.int64, device=old.device)
-            return header, torch.cat([header, checksum(old), checksum(new)])
-        smaller = (2 * old.numel() - words_offset(old.numel())) // 2  # words, than the whole tensor
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if tensor.dtype == torch.float32 else tensor.dtype
+
+    def _published(self, part: Part) -> Part:
+        """A copy in the dtype of patches. NaN of float32 changes as in `diff_pack`."""
+        copied = part.values.to(self._dtype_of(part.values), copy=True)
+        if part.dtype == torch.float32:
+            copied.masked_fill_(part.values.isnan(), float("nan"))
+        return replace(part, dtype=copied.dtype, data=copied.view(torch.uint8))
+
+    def _update_checksums(self) -> None:
+        sums = checksums({name: part.values for name, part in self._snapshot.items()})
+        self._snapshot = {n: replace(part, new=sums[n]) for n, part in self._snapshot.items()}
+
+    def _described(self, parts: dict[str, Part]) -> dict[str, tuple[Any, ...]]:
+        return {
+            name: (p.shape, p.offset, p.numel, self._dtype_of(p.values), p.data.device)
+            for name, p in parts.items()
+        }
+
+    def _draft(self, base: Part, new: Tensor) -> tuple[Tensor, Tensor]:
+        """(the payload, if any; a header and the checksums of the snapshot and of `new`)."""
+        if base.dtype not in SIXTEEN_BITS:
+            sums = torch.cat([checksum(base.values), checksum(new)]).view(torch.uint8)
+            return sums[:0], torch.cat([sums.new_zeros(HEADER_BYTES), sums])
+        smaller = (base.data.numel() - words_offset(base.numel)) // 2  # words, than the tensor
         capacity = max(1, min(smaller, MOST_WORDS))
-        nbytes = dct_kernels.patch_bytes(old.numel(), capacity)
-        payload = torch.empty(nbytes, dtype=torch.uint8, device=old.device)
-        sums = torch.empty(2, dtype=torch.int64, device=old.device)
-        dct_kernels.diff_pack(new, old, payload, sums, capacity)
-        return payload, torch.cat([payload[: 8 * HEADER_NUMBERS].view(torch.int64), sums])
+        nbytes = dct_kernels.patch_bytes(base.numel, capacity)
+        payload = torch.empty(nbytes, dtype=torch.uint8, device=new.device)
+        sums = torch.empty(2, dtype=torch.int64, device=new.device)
+        dct_kernels.diff_pack(new, base.values, payload, sums, capacity)
+        return payload, torch.cat([payload[:HEADER_BYTES], sums.view(torch.uint8)])
 
-    def _data(self, name: str, new: Tensor, payload: Tensor, header: list[int]) -> Tensor:
-        """A copy of the used bytes of the payload, or of the whole tensor if that is smaller."""
-        old = self._snapshot[name].local
-        if old.dtype in SIXTEEN_BITS:
-            raw = torch.tensor(header, dtype=torch.int64, device="cpu").view(torch.uint8)
-            info = dct_kernels.patch_info(raw)
-            if not info.overflow and info.nbytes < old.nbytes:
-                return payload[: info.nbytes].clone()
-        return self._copied(new).view(torch.uint8)
-
-    def _part(self, name: str, data: Tensor, old: int | None, new: int) -> Part:
-        shape, offset, local = self._snapshot[name]
-        whole = data.numel() == local.nbytes
-        return Part(name, shape, local.dtype, offset, local.numel(), whole, old, new, data)
-
-    def _changes(self, patch: WeightPatch) -> Iterator[engines.Change]:
+    def _changes(self, patch: WeightPatch) -> Iterator[tuple[Part, Tensor, Tensor]]:
         for part in patch.parts:
-            old = self._snapshot[part.name].local
+            old = self._snapshot[part.name].values
             new = old.clone()
             part.write(new)
-            yield engines.Change(part.name, part.shape, part.offset, old, new)
-
-    def _copied(self, local: Tensor) -> Tensor:
-        """A copy of `local` in the dtype in which it is published."""
-        published = cast(local, self._dtype) if local.dtype == torch.float32 else local
-        return published.clone() if published is local else published
-
-    def _checksums(self) -> dict[str, int]:
-        sums = checksums([shard.local for shard in self._snapshot.values()])
-        return dict(zip(self._snapshot, sums, strict=True))
-
-    def _require_same(self, op: str, shards: dict[str, Shard]) -> None:
-        """Raise unless the tensors are those of the snapshot."""
-        if shards.keys() != self._snapshot.keys():
-            found = sorted(shards.keys() ^ self._snapshot.keys())
-            rule = "the same names in every call"
-            checks.fail(op, "named_tensors", rule, f"{found} in only one", verb="have")
-        for name, (shape, offset, local) in shards.items():
-            snapshot = self._snapshot[name]
-            dtype = self._dtype if local.dtype == torch.float32 else local.dtype
-            got = [*shape], offset, dtype, local.device
-            expected = (
-                [*snapshot.shape],
-                snapshot.offset,
-                snapshot.local.dtype,
-                snapshot.local.device,
-            )
-            if got != expected:
-                rule = f"shape, offset, dtype and device {expected}, as before"
-                checks.fail(op, f"named_tensors[{name!r}]", rule, got, verb="have")
+            yield part, old, new
 
     def _require_pending(self, op: str, patch: WeightPatch) -> WeightPatch:
         checks.require_type(op, "patch", patch, WeightPatch, "a WeightPatch")
         if self._pending is None or patch.id != self._pending.id:
-            last = None if self._pending is None else self._pending.id
-            rule = f"the last patch of diff that is not confirmed, {last}"
+            rule = f"the last patch of diff that is not confirmed, {self._pending}"
             checks.fail(op, "patch", rule, patch.id)
         return self._pending
 
-    def _is_first_rank(self) -> bool:
-        return self._group is None or self._group.rank() == 0
-
     def _new_id(self, op: str) -> str:
         """A random id, which all ranks share. Raises an error if their versions differ."""
-        id = uuid.uuid4().hex
-        if self._group is None:
-            return id
-        devices = [shard.local.device for shard in self._snapshot.values()]
-        timeout = timeout_of(self._group, devices[0])
-        gathered = gather_values(op, {"new": id, "id": self.id}, self._group, timeout)
-        new = [values.pop("new") for values in gathered.values()]
-        require_same(op, gathered)
-        return str(new[0])
+        values = {"new": uuid.uuid4().hex, "id": self.id}
+        if self._group is not None:
+            timeout = groups.timeout_of(self._group, device_of(self._group))
+            gathered = groups.gather_values(op, values, self._group, timeout)
+            new = [values.pop("new") for values in gathered.values()]
+            groups.require_same(op, gathered)
+            return str(new[0])
+        return values["new"]

@@ -1,15 +1,16 @@
 """The side that receives weights."""
 
-from collections.abc import Iterator
 from os import PathLike
 
 import torch
 
 from dct_kernels import checks
 
-from .part import Part, checksums, to_host
+from .part import checksums, require_equal, to_host
 from .patch import WeightPatch, require_unsharded
 from .shards import NamedTensors, named
+
+LOAD = "(else load a full copy)"
 
 
 class WeightSubscriber:
@@ -20,15 +21,8 @@ class WeightSubscriber:
             names, shapes and dtypes of the patches. Names may share one tensor (tied weights).
 
     Attributes:
-        id: the id of the version that the tensors have. None before `load`, and after an error that
-            left them with other values.
-        version: its number, or None.
-
-    Raises:
-        ValueError, TypeError: the argument is invalid.
-
-    >>> subscriber = WeightSubscriber(model.named_parameters())
-    >>> subscriber.update(folder)
+        id, version: of the version that the tensors have. None before `load`, and after an error
+            that left them with other values.
     """
 
     def __init__(self, named_tensors: NamedTensors) -> None:
@@ -40,13 +34,7 @@ class WeightSubscriber:
         self.version: int | None = None
 
     def load(self, patch: WeightPatch) -> None:
-        """Set all tensors to a full copy. Nothing is written before all checks have passed.
-
-        Raises:
-            ValueError, TypeError: it is not a full copy, it is damaged, or its names, shapes or
-                dtypes differ.
-            RuntimeError: the tensors have other bits afterwards. `id` is None then.
-        """
+        """Set all tensors to a full copy. Raises the errors of `apply`."""
         op = "WeightSubscriber.load"
         checks.require_type(op, "patch", patch, WeightPatch, "a WeightPatch")
         if not patch.is_full:
@@ -61,35 +49,26 @@ class WeightSubscriber:
 
         Raises:
             ValueError, TypeError: a check failed. No tensor changed.
-            RuntimeError: the tensors have other bits than the publisher's afterwards. `id` is None,
-                and patches raise errors until `load`.
+            RuntimeError: the tensors have other bits than the publisher's afterwards. Patches raise
+                errors until `load`.
         """
         op = "WeightSubscriber.apply"
         checks.require_type(op, "patch", patch, WeightPatch, "a WeightPatch")
-        got = f"{patch.id} with base {patch.base}"
-        if patch.is_full:
-            checks.fail(op, "patch", "a patch (load sets full copies)", got)
-        if self.id is None:
-            checks.fail(op, "patch", "preceded by a full copy (load publisher.full())", got)
-        if patch.id == self.id:
-            checks.fail(op, "patch", "new", f"{patch.id}, which was applied")
-        if patch.base != self.id:
-            rule = f"based on {self.id}, the version of the tensors (load a full copy to continue)"
-            checks.fail(op, "patch", rule, got)
+        if patch.is_full or self.id is None or patch.base != self.id:
+            rule = (
+                f"a patch with base {self.id}, the version of the tensors (else load a full copy)"
+            )
+            checks.fail(op, "patch", rule, f"{patch.id} with base {patch.base}")
         self._write(op, patch)
 
     def update(self, folder: str | PathLike[str]) -> int:
         """Continue to the last version in a folder, and return its number.
 
         Applies the patches after the tensors' version, or loads the last full copy if the folder
-        does not have this version. It raises the errors of `WeightPatch.load`, `load` and `apply`.
-        Then the tensors have an older version.
+        does not have this version. Raises the errors of `WeightPatch.load` and `apply`.
         """
         while (patch := WeightPatch.load(folder, self.id)) is not None:
-            if patch.is_full:
-                self.load(patch)
-            else:
-                self.apply(patch)
+            (self.load if patch.is_full else self.apply)(patch)
         assert self.version is not None
         return self.version
 
@@ -99,61 +78,32 @@ class WeightSubscriber:
         require_unsharded(op, patch)
         self._require_fit(op, patch)
         flat = {name: tensor.contiguous().view(-1) for name, tensor in self._tensors.items()}
-        ranges = [flat[part.name][part.offset :][: part.numel] for part in patch.parts]
-        pairs = list(zip(patch.parts, ranges, strict=True))
-        valid = to_host([part.is_valid(target.device) for part, target in pairs])
-        if not all(valid):
-            wrong = _names(part for part, good in zip(patch.parts, valid, strict=True) if not good)
-            checks.fail(op, "patch", "undamaged (load a full copy)", f"invalid data for {wrong}")
+        parts = {(part.name, part.offset, part.numel): part for part in patch.parts}
+        ranges = {key: flat[key[0]][part.offset :][: part.numel] for key, part in parts.items()}
+        valid = to_host([part.on(ranges[key].device).is_valid() for key, part in parts.items()])
+        good = {key: bool(one) for key, one in zip(parts, valid, strict=True)}
+        require_equal(op, "patch", f"undamaged data {LOAD}", dict.fromkeys(parts, True), good)
         if not patch.is_full:
-            sums = checksums(ranges)
-            wrong = _names(p for p, s in zip(patch.parts, sums, strict=True) if s != p.old)
-            if wrong:
-                rule = "applied to unchanged weights (load a full copy)"
-                checks.fail(op, "patch", rule, f"other values of {wrong} than those of the base")
+            old = {key: part.old for key, part in parts.items()}
+            require_equal(op, "patch", f"the present values as base {LOAD}", checksums(ranges), old)
         self.id = self.version = None  # until the result is verified
-        written = set()
-        for part, target in pairs:
-            place = target.data_ptr(), target.numel()
-            if target.numel() and place not in written:  # tied weights are written once
-                part.write(target)
-                written.add(place)
+        places = {(r.data_ptr(), r.numel()): (parts[key], r) for key, r in ranges.items()}
+        for part, target in places.values():  # tied weights are written once
+            part.write(target)
         for name, tensor in self._tensors.items():
             if flat[name].data_ptr() != tensor.data_ptr():  # a copy, of a non-contiguous tensor
                 tensor.copy_(flat[name].view(tensor.shape))
-        sums = checksums(ranges)
-        wrong = _names(part for part, s in zip(patch.parts, sums, strict=True) if s != part.new)
-        if wrong:
-            raise RuntimeError(
-                f"dct::{op}: the tensors must have the publisher's bits after {patch.id}, got "
-                f"other bits of {wrong}: load a full copy (publisher.full())"
-            )
+        new, rule = {key: part.new for key, part in parts.items()}, f"the new values {LOAD}"
+        require_equal(op, "patch", rule, new, checksums(ranges), RuntimeError)
         self.id, self.version = patch.id, patch.version
 
     def _require_fit(self, op: str, patch: WeightPatch) -> None:
-        """Raise unless the patch has all elements of all tensors."""
-        by_name: dict[str, list[Part]] = {}
-        for part in patch.parts:
-            by_name.setdefault(part.name, []).append(part)
-        different = sorted(by_name.keys() ^ self._tensors.keys())
-        if different:
-            got = f"{len(different)} in only one of both, first {different[:3]}"
-            checks.fail(op, "patch", "the names of named_tensors", got, verb="have")
-        for name, tensor in self._tensors.items():
-            parts, end = sorted(by_name[name], key=lambda part: (part.offset, part.numel)), 0
-            for part in parts:
-                found, expected = (part.shape, part.dtype), (tuple(tensor.shape), tensor.dtype)
-                if found != expected:
-                    rule = f"shape and dtype {expected} for {name!r}"
-                    checks.fail(op, "patch", rule, found, verb="have")
-                end = end + part.numel if part.offset == end else -1
-            if end != tensor.numel():
-                got = f"ranges {[(p.offset, p.numel) for p in parts]}"
-                rule = f"each of the {tensor.numel()} elements of {name!r} once"
-                checks.fail(op, "patch", rule, got, verb="have")
-
-
-def _names(parts: Iterator[Part]) -> str:
-    """The first names of some parts, as text."""
-    names = sorted({part.name for part in parts})
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} others" if len(names) > 10 else "")
+        """Raise unless the patch has each element of each tensor once."""
+        expected = {n: (tuple(t.shape), t.dtype, t.numel()) for n, t in self._tensors.items()}
+        found: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
+        for part in sorted(patch.parts, key=lambda part: (part.offset, part.numel)):
+            before = found.get(part.name, (part.shape, part.dtype, 0))
+            adjoins = before == (part.shape, part.dtype, part.offset)
+            end = part.offset + part.numel if adjoins else -1
+            found[part.name] = part.shape, part.dtype, end
+        require_equal(op, "patch", "shape, dtype and elements", expected, found)

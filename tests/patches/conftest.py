@@ -1,5 +1,3 @@
-"""Files are not written to the disk at once, which no test notices."""
-
 import os
 
 import pytest
@@ -7,5 +5,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch):
-    """A sync may take seconds if the disk is busy."""
+    """No test notices a sync, which may take seconds if the disk is busy."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)

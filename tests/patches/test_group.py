@@ -1,10 +1,7 @@
 """Patches over gloo, and of sharded tensors."""
 
 import errno
-import itertools
-import os
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
@@ -14,42 +11,39 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import dct_patches.patch
+import dct_patches.files
 from dct_patches import WeightPatch, WeightPublisher, WeightSubscriber, broadcast_patch
-from support import forked
 from support.ranks import on_ranks
 from support.weights import assert_bits, bits, initial, published, receiver, step
 
-SENDER = 1
-
 
 class Peers:
-    """One rank of a group with a publisher and two subscribers. All ranks compute all weights."""
+    """A publisher on one rank, and subscribers on the others. All ranks compute all weights."""
 
-    def __init__(self, rank):
-        self.sends, self.weights = rank == SENDER, initial()
+    def __init__(self, rank, sender=1):
+        self.sender, self.weights = sender, initial()
+        self.publisher = WeightPublisher(self.weights) if rank == sender else None
+        self.restart_subscriber()
+
+    def restart_subscriber(self):
         self.received = receiver(self.weights)
-        self.publisher = self.subscriber = None
-        if self.sends:
-            self.publisher = WeightPublisher(self.weights)
-        else:
-            self.subscriber = WeightSubscriber(self.received)
+        self.subscriber = None if self.publisher else WeightSubscriber(self.received)
 
     def broadcast(self, patch):
-        return broadcast_patch(patch, SENDER, subscriber=self.subscriber)
+        return broadcast_patch(patch, self.sender, subscriber=self.subscriber)
 
     def full(self):
-        self.broadcast(self.publisher.full() if self.sends else None)
+        self.broadcast(self.publisher and self.publisher.full())
 
-    def step(self, seed):
-        step(self.weights, 0.05, seed)
-        patch = self.broadcast(self.publisher.diff(self.weights) if self.sends else None)
-        if self.sends:
+    def step(self, version):
+        step(self.weights, 0.05, version)
+        patch = self.broadcast(self.publisher and self.publisher.diff(self.weights))
+        if self.publisher:
             self.publisher.confirm(patch)
-        assert patch.version == seed
+        assert patch.version == version
 
     def check(self):
-        if not self.sends:
+        if self.subscriber:
             assert_bits(bits(self.received), published(self.weights))
 
 
@@ -58,20 +52,18 @@ def test_broadcast(rank):
     peers = Peers(rank)
     peers.full()
     peers.check()
-    for seed in (1, 2):
-        peers.step(seed)
+    for version in (1, 2):
+        peers.step(version)
         peers.check()
-    if rank == 2:  # a subscriber that was restarted
-        peers.received = receiver(peers.weights)
-        peers.subscriber = WeightSubscriber(peers.received)
-    with pytest.raises((ValueError, RuntimeError), match="preceded by a full copy"):
+    if rank == 2:
+        peers.restart_subscriber()
+    with pytest.raises((ValueError, RuntimeError), match="patch with base None"):
         peers.step(3)
-    if peers.sends:
-        assert peers.publisher.version == 2  # not confirmed
+    assert not peers.publisher or peers.publisher.version == 2  # not confirmed
     peers.full()
     peers.step(3)
     peers.check()
-    if peers.sends:  # a publisher that was restarted
+    if peers.publisher:  # it is restarted
         peers.publisher = WeightPublisher(peers.weights)
     with pytest.raises((ValueError, RuntimeError), match="load a full copy"):
         peers.step(1)
@@ -82,8 +74,8 @@ def test_broadcast(rank):
 
 @on_ranks(2)
 def test_refused_broadcasts(rank):
-    peers = Peers(1 - rank)  # rank 0 sends
-    patch = peers.publisher.full() if rank == 0 else None
+    peers = Peers(rank, sender=0)
+    patch = peers.publisher and peers.publisher.full()
 
     def refused(message, patch, src=0):
         with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
@@ -94,73 +86,8 @@ def test_refused_broadcasts(rank):
     extra = patch or WeightPatch("", None, 0, [])
     refused("src must be the same on every rank, got 0 on rank 0, 1 on rank 1", extra, rank)
     refused("patch must be None on ranks that receive, got WeightPatch", extra)
-    broadcast_patch(patch, 0, subscriber=peers.subscriber)
+    peers.broadcast(patch)
     peers.check()
-
-
-def _weights_of(version):
-    weights = initial()
-    for seed in range(1, version + 1):
-        step(weights, 0.05, seed)
-    return weights
-
-
-def _follow_groups(rank, folder, attempts, kill_at=0):
-    """Publish (rank 0) or receive versions 0 to 2 in a new group per attempt.
-
-    With `kill_at`, the process ends at the broadcast with this number.
-    """
-    received, count = receiver(initial()), itertools.count(1)
-    subscriber = WeightSubscriber(received) if rank else None
-    publisher = None if rank else WeightPublisher(initial())
-    broadcast = dist.broadcast
-
-    def counted(*arguments):
-        if next(count) == kill_at:
-            os._exit(9)
-        broadcast(*arguments)
-
-    dist.broadcast = counted
-    for attempt in attempts:
-        store = dist.FileStore(f"{folder}/{attempt}", 2)
-        timeout = timedelta(seconds=30)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-        try:
-            broadcast_patch(publisher and publisher.full(), 0, subscriber=subscriber)
-            while rank or publisher.version < 2:
-                patch = publisher and publisher.diff(_weights_of(publisher.version + 1))
-                patch = broadcast_patch(patch, 0, subscriber=subscriber)
-                if publisher:
-                    publisher.confirm(patch)
-                elif patch.version == 2:
-                    break
-        except RuntimeError:
-            assert attempt == 0
-        if rank:
-            assert_bits(bits(received), published(_weights_of(subscriber.version)))
-        dist.destroy_process_group()
-    assert (publisher or subscriber).version == 2
-
-
-@pytest.mark.parametrize("killed", [0, 1], ids=["publisher", "subscriber"])
-def test_a_process_that_is_killed_in_a_broadcast(killed, tmp_path):
-    """It is restarted, and joins a new group with the other process, which kept its version."""
-    calls = {
-        "survivor": (1 - killed, tmp_path, [0, 1]),
-        "killed": (killed, tmp_path, [0], 2 * 9 + 4),  # header and 8 tensors per version
-        "restarted": (killed, tmp_path, [1]),
-    }
-    forked.start()
-    processes = {n: forked.context.Process(target=_follow_groups, args=a) for n, a in calls.items()}
-    for process in processes.values():
-        process.start()
-    for process in processes.values():
-        process.join(240)
-    codes = {name: process.exitcode for name, process in processes.items()}
-    assert codes == {"survivor": 0, "killed": 9, "restarted": 0}
-
-
-WHOLE = {"mask", "position", "scale", "empty"}  # the first rank sends them
 
 
 def _mesh(*shape):
@@ -170,39 +97,41 @@ def _mesh(*shape):
 
 def _sharded(weights, mesh):
     """The weights as DTensors; `mask` is replicated, and `position` is a plain tensor."""
-    made = {}
-    for name, tensor in weights.items():
-        placement = Replicate() if name == "mask" or not tensor.dim() else Shard(0)
-        made[name] = tensor.clone()
-        if name != "position":
-            made[name] = distribute_tensor(tensor.clone(), mesh, [placement])
+    made = {name: tensor.clone() for name, tensor in weights.items()}
+    for name in made.keys() - {"position"}:
+        placement = Replicate() if name == "mask" or not made[name].dim() else Shard(0)
+        made[name] = distribute_tensor(made[name], mesh, [placement])
     return made
 
 
 @on_ranks(3)
 def test_sharded_tensors(rank, tmp_path):
     """Rows that do not divide by the ranks, and ranks without rows. Rank 0 reads the versions."""
-    mesh = _mesh(3)
-    weights = initial()
+    mesh, weights = _mesh(3), initial()
     publisher = WeightPublisher(_sharded(weights, mesh))
     publisher.full().save(tmp_path)
     received = receiver(weights)
     subscriber = WeightSubscriber(received)
-    for seed in range(1, 4):
+
+    def publish(seed):
         step(weights, 0.05, seed)
-        sharded = _sharded(weights, mesh)
-        patch = publisher.diff(sharded)
+        patch = publisher.diff(_sharded(weights, mesh))
         patch.save(tmp_path, keep=2)
         publisher.confirm(patch)
         if rank == 0:
-            assert subscriber.update(tmp_path) == seed
+            assert subscriber.update(tmp_path) == patch.version
             assert_bits(bits(received), published(weights))
         dist.barrier()
+        return patch
+
+    for seed in range(1, 4):
+        patch = publish(seed)
     with pytest.raises(ValueError, match=r"patch must be of whole tensors \(save works"):
         patch.to_bytes()
     ranges = {p.name: (p.offset, p.numel) for p in patch.parts}
     assert ranges["layer.weight"] == [(0, 44 * 70), (44 * 70, 44 * 70), (88 * 70, 42 * 70)][rank]
-    assert ranges.keys() == weights.keys() - (WHOLE if rank else set())
+    first = {"mask", "position", "scale", "empty"}  # tensors that the first rank sends
+    assert ranges.keys() == weights.keys() - (first if rank else set())
 
     publisher = WeightPublisher.resume(tmp_path, _sharded(initial(), mesh))
     assert (publisher.id, publisher.version) == (patch.id, 3)
@@ -211,25 +140,21 @@ def test_sharded_tensors(rank, tmp_path):
     patch = publisher.diff(_sharded(weights, mesh))
     for name, indices, new, _ in publisher.to_indices_and_values(patch):
         assert torch.equal(weights[name].to(new.dtype).view(-1)[indices], new), name
-    with pytest.raises(ValueError, match="patch must be of whole tensors, got a patch of shards"):
+    with pytest.raises(ValueError, match="patch must be of whole tensors"):
         publisher.save_delta_checkpoint(patch, tmp_path)
 
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    before = (tmp_path / "index.json").read_bytes()
     dist.barrier()
-    replacing = dct_patches.patch.replacing
+    replacing = dct_patches.files.replacing
     if rank == 1:  # its disk is full
-        dct_patches.patch.replacing = _no_space
+        dct_patches.files.replacing = _no_space
     with pytest.raises((OSError, RuntimeError), match="No space left"):
         patch.save(tmp_path)
-    dct_patches.patch.replacing = replacing
-    index = tmp_path / "index.json"
-    assert index.read_bytes() == before[index]
-    patch.save(tmp_path)
-    publisher.confirm(patch)
-    if rank == 0:
-        subscriber.update(tmp_path)
-        assert_bits(bits(received), published(weights))
-        assert subscriber.version == 4
+    dct_patches.files.replacing = replacing
+    assert (tmp_path / "index.json").read_bytes() == before
+    publish(6)
+    replicated = {"a": distribute_tensor(torch.ones(2), mesh, [Replicate()])}
+    assert len(WeightPublisher(replicated).full().parts) == (rank == 0)
 
 
 def _no_space(path):
@@ -242,25 +167,19 @@ def test_a_module_of_fsdp2(rank, tmp_path):
     model = fully_shard(nn.Linear(70, 71), mesh=_mesh(2))
     publisher = WeightPublisher(model.named_parameters())
     publisher.full().save(tmp_path)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for seed in range(2):
-        optimizer.zero_grad()
-        torch.manual_seed(seed)
-        model(torch.randn(8, 70)).square().mean().backward()
-        optimizer.step()
-        patch = publisher.diff(model.named_parameters())
-        patch.save(tmp_path)
-        publisher.confirm(patch)
+    model(torch.randn(8, 70)).square().mean().backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-3).step()
+    publisher.diff(model.named_parameters()).save(tmp_path)
     whole = {name: tensor.detach().full_tensor() for name, tensor in model.named_parameters()}
     if rank == 0:
         received = receiver(whole)
-        assert WeightSubscriber(received).update(tmp_path) == 2
+        assert WeightSubscriber(received).update(tmp_path) == 1
         assert_bits(bits(received), published(whole))
+    both = distribute_tensor(torch.ones(4), _mesh(1, 2), [Replicate(), Shard(0)])
+    columns = distribute_tensor(torch.ones(4, 4), _mesh(2), [Shard(1)])
     with pytest.raises(ValueError, match=r"sharded along its first dimension \(Shard\(0\)\)"):
-        columns = distribute_tensor(torch.ones(4, 4), _mesh(2), [Shard(1)])
         WeightPublisher({"a": columns})
     with pytest.raises(ValueError, match="DTensors on one mesh with one dimension"):
-        both = _mesh(1, 2)
-        WeightPublisher({"a": distribute_tensor(torch.ones(4), both, [Replicate(), Shard(0)])})
+        WeightPublisher({"a": both})
     with pytest.raises(TypeError, match=r"named_tensors.* must be a plain dense tensor"):
         WeightSubscriber(model.named_parameters())
