@@ -41,9 +41,9 @@ constexpr TritFields kTritFields = [] {
   return fields;
 }();
 
-// For each instruction set there are several functions. Three take kStep columns: `negative` returns
-// one bit per column, `codes` rounds to integers of 8 bits, and `nibbles` packs two of these per
-// byte, the first one in the low half.
+// For each instruction set there are several functions. Three take kStep columns: `negative`
+// returns one bit per column, `codes` rounds to integers of 8 bits, and `nibbles` packs two of
+// these per byte, the first one in the low half.
 //
 // `mark` compares 64 columns: bit i of `above` is
 // x[i] * factor > bound, bit i of `below` is x[i] * factor < -bound. `bound` is not negative.

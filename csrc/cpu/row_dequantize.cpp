@@ -13,7 +13,7 @@
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kPiece = 256;   // columns; a multiple of kCodeGroup
+constexpr int64_t kPiece = 256;  // columns; a multiple of kCodeGroup
 constexpr int64_t kNarrow = 64;  // the maximum width of narrow rows
 
 // Lookup tables are built for several rows together. A wide load directly after the narrow stores
@@ -101,7 +101,8 @@ void dequantize_narrow(Unpack how, const RowDequantizeArgs& args, const Share& s
     const int64_t n = std::min(span.end - begin, together);
     const uint8_t* rows = args.quantized + begin * bytes;
     uint8_t last[(1 + kScaleBytes) * kPiece + kCodeGroup];  // enough for rows of one column
-    if (begin + n == args.rows) {  // a group may not cross the end of the input
+    if ((args.rows - begin - n) * bytes <
+        kCodeGroup) {  // a group may not cross the end of the input
       std::memcpy(last, rows, n * bytes);
       rows = last;
     }

@@ -33,17 +33,17 @@ void add_codes(Unpack, const uint8_t* codes, int64_t column, float scale, Sum& s
       std::memcpy(entries.of + i, &some, sizeof(some));
     }
     for (int at = 0; at < Sum::kEntries; at += kCodeGroup) {
-      Unpack::template look_up<kFormat>(
-          codes, column + at, entries,
-          [&](const Floats& more, int i) {
-            if (at + i < Sum::kEntries) sum.of[(at + i) / Sum::Own::kCount] += more;
-          });
+      Unpack::template look_up<kFormat>(codes, column + at, entries,
+                                        [&](const Floats& more, int i) {
+                                          if (at + i < Sum::kEntries)
+                                            sum.of[(at + i) / Sum::Own::kCount] += more;
+                                        });
     }
   }
 }
 
-// Multiplies the first n sums by `factor`, converts the products to Out and writes them. It may write
-// all sums if `room` is at least their number. Later writes replace the excess.
+// Multiplies the first n sums by `factor`, converts the products to Out and writes them. It may
+// write all sums if `room` is at least their number. Later writes replace the excess.
 template <typename Out, typename Sum>
 void write_sums(Sum& sum, float factor, int64_t n, int64_t room, bool streams, Out* out) {
   using Floats = typename Sum::Floats;
