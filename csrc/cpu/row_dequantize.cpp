@@ -101,8 +101,8 @@ void dequantize_narrow(Unpack how, const RowDequantizeArgs& args, const Share& s
     const int64_t n = std::min(span.end - begin, together);
     const uint8_t* rows = args.quantized + begin * bytes;
     uint8_t last[(1 + kScaleBytes) * kPiece + kCodeGroup];  // enough for rows of one column
-    if ((args.rows - begin - n) * bytes <
-        kCodeGroup) {  // a group may not cross the end of the input
+    // A group may not cross the end of the input.
+    if ((args.rows - begin - n) * bytes < kCodeGroup) {
       std::memcpy(last, rows, n * bytes);
       rows = last;
     }
