@@ -29,7 +29,7 @@ help:
 	@echo "make lint       run ruff, mypy, codespell, clang-format and clang-tidy"
 	@echo "make docs       build the site in build/site; a broken link, name or command is an error"
 	@echo "make abi        build with $(TORCH), and test the binary with $(OTHER_TORCH)"
-	@echo "make recipes    test examples/recipes with the current Lightning, Accelerate and HF Trainer"
+	@echo "make recipes    test the current Lightning, Accelerate, HF Trainer and DeepSpeed"
 	@echo "make torchrec   test the adapters for TorchRec"
 	@echo "make wheel      build and audit one wheel with CPU and CUDA kernels (needs nvcc)"
 	@echo "make cuda       build and inspect the CUDA kernels, run them on the CPU and count their work (needs nvcc, no GPU)"
@@ -37,7 +37,7 @@ help:
 	@echo "make triton     test the Triton kernels with every supported Triton (no GPU)"
 	@echo "make arm        run the native tests on an emulated Arm processor (needs a cross compiler and qemu)"
 	@echo "make sanitize   run the native tests with ASan, UBSan and TSan, and op tests with ASan and UBSan"
-	@echo "make reliability PART=fuzz|programs  run random tests for 90 minutes; the next run resumes;"
+	@echo "make reliability PART=fuzz|patches|programs  run random tests for 90 minutes; the next run resumes;"
 	@echo "                OPTIONS=--help lists more"
 	@echo "make check-all  run all of these, and the tests that need much memory or time"
 
@@ -122,7 +122,8 @@ abi: $(VENV)/built $(VENV)-abi/installed
 
 $(VENV)-recipes/installed:
 	$(PYTHON) -m venv $(VENV)-recipes
-	$(RECIPES)/pip install --quiet $(TORCH) lightning accelerate transformers hypothesis numpy pytest
+	$(RECIPES)/pip install --quiet $(TORCH) "setuptools>=64" wheel lightning accelerate transformers hypothesis numpy pytest
+	$(RECIPES)/pip install --quiet --no-build-isolation deepspeed
 	touch $@
 
 # Runs the programs that use frameworks, unchanged, with these frameworks.

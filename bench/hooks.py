@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.cli import Parser, announce_backend, count, exit_status
 from bench.faked_ranks import faked_collectives
 from bench.tables import table
-from dct_parallel import DCTState, dct_hook
+from dct_parallel import DCTState, dct_hook, process_group
 
 DESCRIPTION = """\
 Measure the host time that a communication hook adds to a step of DDP, per bucket.
@@ -28,7 +28,8 @@ median step time minus the median step time of DDP without a hook, divided by th
 The program also measures the time of compress_fully_shard per module and step: two gathers of
 weights and one reduce-scatter of gradients. One rank packs and unpacks the messages of several
 ranks, and sends nothing. The module has seven matrices and two vectors, 512 elements per rank. The
-time is CPU time of one thread.
+time is CPU time of one thread. Last, the program measures an all-reduce of 32 elements on gloo and
+on the process group "dct", which sends such small tensors unchanged.
 """
 HOOKS = {
     "none": None,
@@ -87,6 +88,19 @@ def per_module(ranks: int, steps: int) -> str:
     return f"{statistics.median(times[WARM_UP:]):.0f}"
 
 
+def per_call(steps: int) -> dict[str, float]:
+    """Return {backend: microseconds of an all-reduce that is too small to be compressed}."""
+    groups, times = {"gloo": dist.group.WORLD, "dct": dist.new_group(backend="dct")}, {}
+    groups["dct"]._settings = process_group._settings  # a group of one rank compresses nothing
+    x = torch.ones(32)
+    for _ in range(10 * (WARM_UP + steps)):
+        for name, group in groups.items():
+            start = time.perf_counter()
+            dist.all_reduce(x, group=group)
+            times.setdefault(name, []).append((time.perf_counter() - start) * 1e6)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
 def run(options: argparse.Namespace) -> None:
     announce_backend("cpu")
     warnings.simplefilter("ignore")
@@ -94,9 +108,13 @@ def run(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     result = added(options.buckets, options.steps)
     sharded = [[str(ranks), per_module(ranks, options.steps)] for ranks in (2, 8, 64)]
+    calls = per_call(options.steps)
     dist.destroy_process_group()
     hooks = table(["hook", "us per bucket"], [[name, f"{us:.0f}"] for name, us in result.items()])
-    print(hooks, table(["ranks of FSDP2", "us per module and step"], sharded), sep="\n\n")
+    groups = table(
+        ["backend", "us per small all-reduce"], [[k, f"{v:.0f}"] for k, v in calls.items()]
+    )
+    print(hooks, table(["ranks of FSDP2", "us per module and step"], sharded), groups, sep="\n\n")
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ def test_every_example_is_run():
     assert {path.name for path in EXAMPLES.iterdir()} - {"__pycache__"} == {
         *("hook.py", "checkpoint.py", "amp.py", "hybrid.py", "fsdp2.py"),
         *("local_steps.py", "sharded_local_steps.py", "columns.py"),
+        "weight_patches.py",
         "recipes",  # tests/recipes
         *("train_dlrm.py", "dlrm", "two_dimensional.py", "substitution.py"),  # tests/dlrm
         "wire_meter.py",  # tests/parallel/test_collectives.py
@@ -117,6 +118,21 @@ def test_sharded_local_steps(run, tmp_path):
     assert "starts at step 0" in printed and "Every 10 steps: " in printed
     weights = re.findall(r"stops after step 80, weights (-?\d+\.\d+)", printed)
     assert len(weights) == 4 and len(set(weights)) == 1
+
+
+@in_forks
+def test_weight_patches(run, tmp_path):
+    printed = run(EXAMPLES / "weight_patches.py", tmp_path, ranks=3)
+    line = (
+        r"version \d: (\S+)% changed, patch (\S+) bytes, full copy (\S+) bytes, equal bits on all "
+    )
+    versions = re.findall(line + r"ranks, losses (\S+) and (\S+)\n", printed)
+    assert len(versions) == 5 and "different" not in printed
+    for share, *sizes, first, second in versions:
+        patch, full = (int(size.replace(",", "")) for size in sizes)
+        changed = float(share) / 100 * full / 2
+        assert changed > 0 and 2 * changed < 1.01 * patch < 3 * changed
+        assert first == second and float(first) < 3
 
 
 @pytest.mark.large

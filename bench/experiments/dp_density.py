@@ -19,11 +19,14 @@ Methods:
     local:D%xH, local-FORMAT:xH         DCTAverager with period H
     ahead:D%                            DCTAverager(period=1, step_ahead=True)
     fsdp-WEIGHTS-GRADIENTS              compress_fully_shard; scored with unrounded weights
+    fsdp1-FORMAT, zero2-FORMAT          FSDP1, or DeepSpeed's ZeRO 2, on the process group "dct", or
+                                        on gloo for "float32"
 
 dct, int8, int4, ternary, local and ahead also accept the ending ",transport=reduce_scatter".
 
-All ranks are simulated in one process. The results are bitwise equal to the results of real ranks.
-The bytes that a rank sends are computed from the message sizes.
+fsdp1 and zero2 use a process for each rank. For all other methods, the ranks are simulated in one
+process. The results are bitwise equal to the results of real ranks. The bytes that a rank sends are
+computed from the message sizes. For fsdp1, they do not include the gathers of weights.
 
 1. With several rates, each method is trained with each rate from seed 0. The best rate of a method
    has the lowest loss on the validation part.
@@ -50,7 +53,7 @@ from bench import files
 from bench.cli import Parser, announce_backend, count, exit_status, make_folder, positive, several
 from dct_embeddings import RowWiseAdagrad
 
-from . import dp_local, dp_methods, dp_python, dp_ranks, dp_shards, dp_tasks, runs
+from . import dp_groups, dp_local, dp_methods, dp_python, dp_ranks, dp_shards, dp_tasks, runs
 
 CURVE_EVERY = 20  # steps
 
@@ -115,6 +118,13 @@ def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) 
     elif make.func is dp_shards.Shards:
         shards, update = make(model, options.ranks), update_of(model)
         steps = dp_shards.train(model, task.loss, batches, shards, update, options.steps)
+    elif make.func is dp_groups.Group:
+
+        def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+            return problem.optimizers(model, run["rate"], options.table_lr)[0]
+
+        made = make(), optimizer_of, lambda optimizer: stepper([optimizer], parts)
+        steps = dp_groups.train(model, task.loss, batches, *made, options.steps)
     else:
         update = update_of(model)
         steps = dp_ranks.train(model, task.loss, batches, make, update, options.steps)

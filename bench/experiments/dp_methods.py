@@ -6,9 +6,10 @@ from functools import partial
 
 import torch
 
+from dct_parallel import process_group
 from dct_parallel.exchange import quantized
 
-from . import dp_local, dp_ranks, dp_shards
+from . import dp_groups, dp_local, dp_ranks, dp_shards
 
 # {name: (suffix after a colon, method)}. In a suffix, D is a percentage and H a number of steps.
 METHODS: dict[str, tuple[str, partial]] = {
@@ -28,6 +29,10 @@ for _weights in dp_shards.WEIGHTS:
     for _gradients in dp_shards.GRADIENTS:
         _made = partial(dp_shards.Shards, weights=_weights, gradients=_gradients)
         METHODS[f"fsdp-{_weights}-{_gradients}"] = ("", _made)
+for _framework in dp_groups.FRAMEWORKS:
+    for _format in ("float32", *process_group.FORMATS):
+        _made = partial(dp_groups.Group, framework=_framework, format=_format)
+        METHODS[f"{_framework}-{_format}"] = ("", _made)
 TRANSPORT = ",transport=reduce_scatter"  # suffix for methods that take a transport
 
 

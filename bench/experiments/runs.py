@@ -15,7 +15,7 @@ from bench.tables import difference, mean, number, table, times
 from dlrm.scores import Scores
 
 RATE_SEED = 0  # the seed of runs that select learning rates
-BASELINES = ("dense", "float32")
+BASELINES = ("dense", "float32", "fsdp1-float32", "zero2-float32")
 
 
 def path(folder: Path, run: dict) -> Path:

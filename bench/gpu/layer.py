@@ -9,6 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,9 @@ from dct_parallel import (
     compress_fully_shard,
     dct_fully_shard_hook,
     dct_hook,
+    process_group,
 )
+from dct_parallel.collectives import all_gather, reduce_scatter
 from dct_parallel.rows.reduce_scatter import reduce_scatter_rows_async
 from support.ranks import Dictated, run_ranks
 
@@ -134,6 +137,22 @@ def all_reduces(rank: int, device: str, backend: str) -> list[Tensor]:
     return got + [residual.cpu() for residual in residuals]
 
 
+def process_groups(rank: int, device: str, backend: str) -> list[Tensor]:
+    """Run collectives of the process group "dct". Return their results."""
+    with mock.patch("torch.distributed.is_nccl_available", return_value=backend == "nccl"):
+        process_group.configure(min_bytes=1, gathers="int8")
+        group = dist.new_group(backend=process_group.NAME)
+    group._settings = process_group._settings  # a group of one rank compresses nothing
+    got = []
+    for x in drawn(0, rank, device):
+        whole = x.new_empty(group.size() * x.numel())
+        dist.all_reduce(x, group=group)
+        all_gather(whole, x, group)
+        reduce_scatter(x, whole, group)
+        got += whole.cpu(), x.cpu()
+    return got
+
+
 def reduced_rows(rank: int, device: str, backend: str) -> list[Tensor]:
     """Sum rows over ranks as TorchRec does. On CUDA, start on one stream and wait on another."""
     other, got = torch.cuda.Stream() if device == "cuda" else None, []
@@ -179,6 +198,7 @@ def uses() -> Iterator[tuple[Callable[..., list[Tensor]], int, str]]:
         for transport, scaled in itertools.product(("all_gather", "reduce_scatter"), (False, True)):
             yield functools.partial(ddp, transport=transport, scaled=scaled), ranks, backend
         yield averager, ranks, backend
+        yield process_groups, ranks, backend
         for format in (RowFormat(density=0.1), "int4", "sign"):
             yield functools.partial(rows, format=format), ranks, backend
     for use in (all_reduces, reduced_rows, replicas):

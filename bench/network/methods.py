@@ -61,6 +61,7 @@ class Method(NamedTuple):
         exchange: exchanges the rows of a hybrid model; None if every rank has the whole model.
         dedup: send each distinct row of a batch once.
         period: number of local steps per averaging; 0 for methods that use no local steps.
+        group: the format of a process group "dct" for DDP; None for the default group.
     """
 
     title: str
@@ -68,6 +69,7 @@ class Method(NamedTuple):
     exchange: Callable[[argparse.Namespace], RowExchange] | None = None
     dedup: bool = False
     period: int = 0
+    group: str | None = None
 
 
 REPLICATED = {
@@ -77,6 +79,7 @@ REPLICATED = {
     "dct": Method("DCT", _dct()),
     "dct-int4": Method("int4 hook", _dct(density=1.0, format="int4")),
     "dct-reduce-scatter": Method("DCT, reduce-scatter", _dct(transport="reduce_scatter")),
+    "group-int8": Method("process group, int8", lambda ddp, options: None, group="int8"),
     "local-ternary": Method("local steps, ternary", _averager, period=PERIOD),
 }
 HYBRID = {

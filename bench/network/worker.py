@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.experiments.dp_tasks import BATCH_TEXTS, CONTEXT, Transformer, next_character_loss
 from dct_embeddings import plan_shards
+from dct_parallel import process_group
 from dlrm.data.features import Rows, table_rows
 from dlrm.data.synthetic import Generator
 from dlrm.models.dlrm import BOTTOM, DLRM, TOP
@@ -100,20 +101,27 @@ class Worker:
         if method.period or mode in SHARDED:
             return model, method.register(model, self.options)
         if method.exchange is None:
-            model = ddp = self._replicated(model)
+            group = None
+            if method.group:
+                process_group.configure(format=method.group)
+                group = dist.new_group(backend=process_group.NAME)
+            model = ddp = self._replicated(model, group)
         else:
             plan = plan_shards(table_rows(self.options.hash_size), self.ranks)
             model = ShardedDLRM(model, plan, method.exchange(self.options), method.dedup)
             ddp = model.mlps = self._replicated(model.mlps)
         return model, method.register(ddp, self.options)
 
-    def _replicated(self, model: torch.nn.Module) -> DistributedDataParallel:
+    def _replicated(
+        self, model: torch.nn.Module, group: dist.ProcessGroup | None = None
+    ) -> DistributedDataParallel:
         with warnings.catch_warnings():
             # torch 2.13 renamed `broadcast_buffers` and warns about the old name. All versions
             # accept the old name.
             warnings.simplefilter("ignore", FutureWarning)
             return DistributedDataParallel(
                 model,
+                process_group=group,
                 bucket_cap_mb=self.options.bucket_mb,
                 gradient_as_bucket_view=True,
                 broadcast_buffers=False,

@@ -137,7 +137,7 @@ def group_of_backends(
     gloo.options.global_ranks_in_group = options.global_ranks_in_group
     gloo.options.group_name = options.group_id
     kinds: Any = dist.ProcessGroup.BackendType
-    backends, names = {"cpu": (kinds.GLOO, gloo)}, "gloo"
+    backends, names = dict.fromkeys(("cpu", "cuda"), (kinds.GLOO, gloo)), "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
         chosen: Any = dist.ProcessGroupNCCL.Options() if nccl_options is None else nccl_options
         chosen._timeout = options.timeout
@@ -152,21 +152,6 @@ def group_of_backends(
             each._register_backend(torch.device(device), kind, backend)
         each._set_default_backend(kind)
     return plain, names
-
-
-# {name of a method of process groups: its name before torch 2.13}
-_OLD_NAMES = {
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-}
-
-
-def method_of(group: dist.ProcessGroup, name: str) -> Callable[..., Any]:
-    """The method of a process group that has this name from torch 2.13 on."""
-    method: Callable[..., Any] = getattr(group, name if hasattr(group, name) else _OLD_NAMES[name])
-    return method
 
 
 def has_step_hooks(optimizer: object) -> bool:

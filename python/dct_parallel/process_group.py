@@ -11,7 +11,6 @@ a hook is the better choice.
 """
 
 import contextlib
-import dataclasses
 import json
 import threading
 from collections import deque
@@ -28,11 +27,10 @@ from torch.futures import Future
 
 from dct_kernels import __version__, checks
 
-from ._torch import group_of_backends, method_of
-from .collectives import all_gather_bytes, all_reduce_bytes
-from .ddp.executors import Executor, executor_for
-from .exchange import quantized_collectives
-from .exchange.results import Exchange, StepResults, run_now
+from ._torch import group_of_backends
+from .exchange.executors import Executor, executor_for
+from .exchange.quantized_collectives import exchange
+from .exchange.results import StepResults, run_now
 from .formats import require_format
 from .groups import destroyer, require_same, separate_group, timeout_of
 from .user_warnings import logger
@@ -41,21 +39,13 @@ NAME = "dct"
 FORMATS = ("int8", "int4", "bfloat16")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Settings:
+class _Settings(NamedTuple):
+    """The arguments of `configure`."""
+
     format: str = "int8"
     min_bytes: float = 1 << 20
     gathers: str | None = None
     groups: Callable[[tuple[int, ...]], object] | None = None
-
-    def format_of(self, collective: str) -> str | None:
-        """The format of a collective, or None to send it unchanged."""
-        return self.gathers if collective == "all_gather" else self.format
-
-    def compress(self, ranks: Sequence[int], is_world: bool) -> bool:
-        """Whether the group of these ranks compresses."""
-        chosen = is_world if self.groups is None else bool(self.groups(tuple(ranks)))
-        return chosen and len(ranks) > 1
 
 
 _settings = _Settings()
@@ -165,26 +155,22 @@ class _Work(dist.Work):
 
 
 class _Call(NamedTuple):
-    """The collective of one tensor. `parts` has one tensor, or a tensor for each rank."""
+    """A compressed collective of one tensor. See `quantized_collectives.exchange`."""
 
-    name: str
-    exchange: Callable[[str, dist.ProcessGroup], tuple[Exchange, int]]
+    collective: str
+    format: str
+    op: Any
     part: Tensor
     parts: Sequence[Tensor]
-    dense_bytes: int
 
 
-def _method(kind: str, name: str) -> Any:
-    """A method of `DCTProcessGroup` that overrides the method `name` of a process group.
-
-    Args:
-        kind: the name of the method that returns a `_Call` for one tensor.
-    """
+def _method(collective: str, name: str) -> Any:
+    """A method of `DCTProcessGroup` that overrides the method `name` of a process group."""
 
     def method(group: "DCTProcessGroup", *args: Any, **options: Any) -> Any:
-        dense = method_of(group._dense, name)
+        dense = getattr(group._dense, name)
         # The tensors of an all-reduce are both outputs and inputs.
-        count = 1 if kind == "_all_reduce" else 2
+        count = 1 if collective == "all_reduce" else 2
         if not group.compresses() or len(args) < count:
             return dense(*args, **options)
         outputs, inputs = ([x] if isinstance(x, Tensor) else x for x in (args[0], args[count - 1]))
@@ -192,16 +178,20 @@ def _method(kind: str, name: str) -> Any:
         op = ReduceOp.SUM if given is None else getattr(given, "reduceOp", given)
         op = getattr(op, "op", op)  # RedOpType, whose values are equal only to each other
         pairs = list(zip(outputs, inputs, strict=False))
-        calls = [getattr(group, kind)(output, tensor, op) for output, tensor in pairs]
+        calls = [group._call(collective, output, tensor, op) for output, tensor in pairs]
         if not any(calls) or len(outputs) != len(inputs):
             return dense(*args, **options)
         rest = [pair[:count] for pair, call in zip(pairs, calls, strict=True) if call is None]
-        others = (
-            dense(*map(list, zip(*rest, strict=True)), *args[count:], **options) if rest else None
-        )
+        lists = map(list, zip(*rest, strict=True))
+        others = dense(*lists, *args[count:], **options) if rest else None
         return group._submit([call for call in calls if call is not None], others, outputs)
 
     return method
+
+
+# Without these attributes, torch would hold the GIL while it adds the call to gloo's queue. gloo's
+# threads wait for the GIL while they hold the lock of the queue, so ranks could hang.
+_UNCHANGED = ("broadcast", "barrier", "send", "recv", "all_to_all_single", "alltoall_base")
 
 
 class DCTProcessGroup(dist.ProcessGroup):
@@ -216,6 +206,9 @@ class DCTProcessGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._store, self._settings = options.store, settings
         self._dense, self._backends = group_of_backends(self, options, nccl_options)
+        for name in _UNCHANGED:
+            if hasattr(self._dense, name):  # a partial, because Dynamo would trace a function
+                setattr(self, name, partial(getattr(self._dense, name)))
         self._inner: dist.ProcessGroup | None = None  # created by the first compressed call
         # For each device type, an executor and the results that the host has not read.
         self._pending: dict[str, tuple[Executor, deque[tuple[str, StepResults]]]] = {}
@@ -228,19 +221,19 @@ class DCTProcessGroup(dist.ProcessGroup):
         store: dist.Store = self._store  # torch's constructor with a store cannot be subclassed
         return store
 
-    allreduce = _method("_all_reduce", "allreduce")
-    allreduce_coalesced = _method("_all_reduce", "allreduce_coalesced")
-    reduce_scatter = _method("_reduce_scatter", "reduce_scatter")
-    reduce_scatter_single = _method("_reduce_scatter", "reduce_scatter_single")
-    reduce_scatter_single_coalesced = _method("_reduce_scatter", "reduce_scatter_single_coalesced")
-    allgather = _method("_all_gather", "allgather")
-    all_gather_single = _method("_all_gather", "all_gather_single")
-    all_gather_single_coalesced = _method("_all_gather", "all_gather_single_coalesced")
+    allreduce = _method("all_reduce", "allreduce")
+    allreduce_coalesced = _method("all_reduce", "allreduce_coalesced")
+    reduce_scatter = _method("reduce_scatter", "reduce_scatter")
+    reduce_scatter_single = _method("reduce_scatter", "reduce_scatter_single")
+    reduce_scatter_single_coalesced = _method("reduce_scatter", "reduce_scatter_single_coalesced")
+    allgather = _method("all_gather", "allgather")
+    all_gather_single = _method("all_gather", "all_gather_single")
+    all_gather_single_coalesced = _method("all_gather", "all_gather_single_coalesced")
     # The names before torch 2.13.
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = _method("reduce_scatter", "_reduce_scatter_base")
+    reduce_scatter_tensor_coalesced = _method("reduce_scatter", "reduce_scatter_tensor_coalesced")
+    _allgather_base = _method("all_gather", "_allgather_base")
+    allgather_into_tensor_coalesced = _method("all_gather", "allgather_into_tensor_coalesced")
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = True  # NCCL's coalescing would not wait for compressed calls
@@ -266,47 +259,35 @@ class DCTProcessGroup(dist.ProcessGroup):
         """Whether this group compresses at present."""
         return self._settings is not None and not _exact_depth and not self._coalescing
 
-    def _all_reduce(self, tensor: Any, _: Any, op: Any) -> _Call | None:
-        exchange = partial(quantized_collectives.all_reduce, tensor, op)
-        dense_bytes = all_reduce_bytes(_nbytes(tensor), self.size())
-        call = _Call("all_reduce", exchange, tensor, [tensor], dense_bytes)
-        return call if op in (ReduceOp.SUM, ReduceOp.AVG) and self._can_compress(call) else None
-
-    def _reduce_scatter(self, output: Any, parts: Any, op: Any) -> _Call | None:
-        if op not in (ReduceOp.SUM, ReduceOp.AVG):
-            return None
-        exchange = partial(quantized_collectives.reduce_scatter, output, parts, op)
-        return self._call_with_parts("reduce_scatter", exchange, output, parts)
-
-    def _all_gather(self, parts: Any, tensor: Any, _: Any) -> _Call | None:
-        exchange = partial(quantized_collectives.all_gather, parts, tensor)
-        return self._call_with_parts("all_gather", exchange, tensor, parts)
-
-    def _call_with_parts(self, name: str, exchange: Any, part: Tensor, parts: Any) -> _Call | None:
+    def _call(self, collective: str, output: Any, given: Any, op: Any) -> _Call | None:
+        """The compressed collective of one tensor, or None to send the tensor unchanged."""
+        assert self._settings is not None
+        format, min_bytes, gathers, _ = self._settings
+        part, parts, ranks = output, given, self.size()
+        if collective == "all_gather":
+            part, parts, format, op = given, output, gathers or "", ReduceOp.SUM
+        elif collective == "all_reduce":
+            ranks = 1
         tensors = [parts] if isinstance(parts, Tensor) else parts
         numels = [tensor.numel() for tensor in tensors]
-        call = _Call(name, exchange, part, tensors, all_gather_bytes(_nbytes(part), self.size()))
-        # Otherwise the parts differ in size, or torch raises an error.
-        equal = len({*numels}) == 1 and sum(numels) == self.size() * part.numel()
-        return call if equal and self._can_compress(call) else None
-
-    def _can_compress(self, call: _Call) -> bool:
-        """Whether the tensors are large enough, plain, contiguous, and of one supported dtype."""
-        assert self._settings is not None
-        part, nbytes = call.part, sum(map(_nbytes, call.parts))
-        return (
-            self._settings.format_of(call.name) is not None
-            and nbytes >= max(self._settings.min_bytes, 1)
+        compresses = (
+            format
+            and op in (ReduceOp.SUM, ReduceOp.AVG)
+            and sum(numels) * part.itemsize >= max(min_bytes, 1)
             and part.dtype in checks.FLOATS
             and part.device.type in ("cpu", "cuda")
+            # Otherwise the parts differ in size, or torch raises an error.
+            and len({*numels}) == 1
+            and sum(numels) == ranks * part.numel()
             and all(
                 type(tensor) in (Tensor, nn.Parameter)
                 and (tensor.dtype, tensor.device) == (part.dtype, part.device)
                 and tensor.layout == torch.strided
                 and tensor.is_contiguous()
-                for tensor in (part, *call.parts)
+                for tensor in (part, *tensors)
             )
         )
+        return _Call(collective, format, op, part, tensors) if compresses else None
 
     def _submit(self, calls: Sequence[_Call], others: dist.Work | None, result: Any) -> _Work:
         """Run compressed calls after all earlier ones. `others` also belongs to the result."""
@@ -324,20 +305,19 @@ class DCTProcessGroup(dist.ProcessGroup):
 
         def run() -> Any:
             for call in calls:
-                exchange, sent_bytes = call.exchange(settings.format_of(call.name) or "", group)
+                done, dense_bytes, sent_bytes = exchange(*call, group)
                 if device.type == "cuda":  # the caller may free these before the stream reads them
                     for tensor in (call.part, *call.parts):
                         tensor.record_stream(torch.cuda.current_stream(device))
-                unread.append((call.name, StepResults({"": exchange}, run_now)))
-                _count(call.name, calls=1, dense_bytes=call.dense_bytes, sent_bytes=sent_bytes)
+                unread.append((call.collective, StepResults({"": done}, run_now)))
+                _count(call.collective, dense_bytes, sent_bytes)
             if others is not None:
                 others.wait()
             _raise_if_damaged(unread)
             return result
 
-        done: Any = executor.run_after(run)
-        # DDP reads the future in C++, which recognizes an exception only if a callback raised it.
-        return _Work(done.then(Future.value))
+        future: Any = executor.run_after(run)
+        return _Work(future)
 
 
 def _raise_if_damaged(unread: deque[tuple[str, StepResults]]) -> None:
@@ -349,24 +329,22 @@ def _raise_if_damaged(unread: deque[tuple[str, StepResults]]) -> None:
             raise RuntimeError(f"dct::{name}: {rule}, got {got}")
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize  # unlike `nbytes`, also for sparse tensors
-
-
-def _count(name: str, **figures: int) -> None:
+def _count(collective: str, dense_bytes: int, sent_bytes: int) -> None:
     with _lock:
-        total = _stats.setdefault(name, dict.fromkeys(figures, 0))
-        for figure, value in figures.items():
-            total[figure] += value
+        total = _stats.setdefault(collective, {"calls": 0, "dense_bytes": 0, "sent_bytes": 0})
+        total["calls"] += 1
+        total["dense_bytes"] += dense_bytes
+        total["sent_bytes"] += sent_bytes
 
 
 def _create(options: Any, nccl_options: Any) -> DCTProcessGroup:
     """Create a group. torch calls this function on each rank of the group."""
     ranks = options.global_ranks_in_group or list(range(options.group_size))
     is_world = not dist.is_initialized() or len(ranks) == dist.get_world_size()
-    compresses = _settings.compress(ranks, is_world)
-    values = {"version": __version__, "compresses": compresses, "format": _settings.format}
-    values |= {"min_bytes": _settings.min_bytes, "gathers": _settings.gathers}
+    groups = _settings.groups
+    compresses = len(ranks) > 1 and bool(groups(tuple(ranks)) if groups else is_world)
+    values = {"version": __version__, "compresses": compresses, **_settings._asdict()}
+    del values["groups"]
     # The group is not registered yet, so `groups.compare` cannot compare these values.
     options.store.set(f"dct/{options.group_rank}", json.dumps(values))
     answers = {r: json.loads(options.store.get(f"dct/{i}")) for i, r in enumerate(ranks)}

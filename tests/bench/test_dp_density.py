@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from bench.experiments import dp_local, dp_methods, dp_ranks, dp_shards, dp_tasks
+from bench.experiments import dp_groups, dp_local, dp_methods, dp_ranks, dp_shards, dp_tasks
 from dct_parallel import DCTAverager, DCTState, compress_fully_shard, dct_hook
 from support.ranks import run_ranks
 
@@ -148,3 +148,21 @@ def test_simulated_shards_equal_fsdp2(one_thread, ranks, width, formats):
     for name, weight in _simulated(task, make, ranks).items():
         assert torch.equal(weight, real[name]), name
     assert sent == STEPS * make(task.model(0), ranks).step_bytes
+
+
+def test_process_groups_train_like_simulated_ranks(one_thread):
+    task = Task(192)  # of more than 1 MiB, so that the group compresses
+    dense = _simulated(task, dp_methods.method("dense"), 2)
+    for format, tolerance in (("float32", 1e-6), ("int8", 1e-3)):
+        model, group = task.model(0), dp_methods.method(f"fsdp1-{format}")()
+        batches = [task.batches(0, rank, 2) for rank in range(2)]
+        updates = _optimizer, lambda optimizer: lambda step: optimizer.step()
+        run = dp_groups.train(model, task.loss, batches, group, *updates, STEPS)
+        assert len(list(run)) == STEPS
+        differences = [(weight - dense[name]).abs() for name, weight in model.state_dict().items()]
+        largest = max(each.max() for each in differences)
+        assert largest < tolerance and (largest > 1e-5) == (format == "int8")
+        numel = sum(weight.numel() for weight in dense.values())
+        assert group.sent == pytest.approx(
+            STEPS * numel * {"float32": 2, "int8": 0.516}[format], 0.01
+        )

@@ -11,7 +11,7 @@ from bench import cli
 from bench.cli import exit_status
 from support.programs import ROOT
 
-NAMES = ("hooks", "kernels", "link", "scale")
+NAMES = ("hooks", "kernels", "link", "patches", "scale")
 PROGRAMS = [f"bench.{name}" for name in NAMES]
 PROGRAMS += [
     f"bench.experiments.{path.stem}"

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from dct_parallel import collectives
-from dct_parallel.ddp import executors
-from dct_parallel.ddp.executors import InlineExecutor, StreamExecutor, ThreadExecutor
+from dct_parallel.exchange import executors
+from dct_parallel.exchange.executors import InlineExecutor, StreamExecutor, ThreadExecutor
 from dct_parallel.exchange.ledger import Step
 from support.ranks import on_ranks
 from wire_meter import WireMeter

@@ -1,6 +1,5 @@
 """The process group "dct" under DDP, FSDP, optimizers, checkpoints and this package."""
 
-import functools
 import math
 import warnings
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTAverager, DCTState, all_reduce_compressed, dct_hook, process_group
-from support.ranks import assert_same, batch, mlp, on_ranks, run_ranks, train_step, weights
+from support.ranks import assert_same, batch, mlp, on_ranks, run_ranks, train, train_step, weights
 
 STEPS = 3
 
@@ -25,57 +24,40 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def use_ddp(model, group):
-    model = DistributedDataParallel(model, process_group=group)
-    return model, sgd(model)
+def ddp(model, group):
+    return DistributedDataParallel(model, process_group=group)
 
 
-def use_compiled_ddp(model, group):
-    model, optimizer = use_ddp(model, group)
-    return torch.compile(model, backend="aot_eager"), optimizer
+def fsdp1(model, group, strategy):
+    options = {"sharding_strategy": strategy, "device_id": torch.device("cpu")}
+    return FullyShardedDataParallel(model, group, use_orig_params=True, **options)
 
 
-def use_zero(model, group):
-    model = DistributedDataParallel(model, process_group=group)
-    options = {"process_group": group, "lr": 0.05, "momentum": 0.9}
-    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **options)
-
-
-def use_fsdp1(strategy, model, group):
-    cpu = torch.device("cpu")
-    options = {
-        "sharding_strategy": ShardingStrategy[strategy],
-        "device_id": cpu,
-        "use_orig_params": True,
-    }
-    model = FullyShardedDataParallel(model, group, **options)
-    return model, sgd(model)
-
-
-def use_fsdp2(model, group):
+def fsdp2(model, group):
     mesh = DeviceMesh.from_group(group, "cpu")
-    for layer in model[:2]:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh), sgd(model)
+    for module in (*model[:2], model):
+        fully_shard(module, mesh=mesh)
+    return model
 
 
-def use_functional(model, group):
+def functional_hooks(model, group):
     def reduce(parameter):
         parameter.grad.copy_(functional.all_reduce(parameter.grad, "avg", group))
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(reduce)
-    return model, sgd(model)
+    return model
 
 
+FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 USES = {
-    "DDP": (use_ddp, "all_reduce"),
-    "compiled DDP": (use_compiled_ddp, "all_reduce"),
-    "ZeroRedundancyOptimizer": (use_zero, "all_reduce"),
-    "FSDP1 FULL_SHARD": (functools.partial(use_fsdp1, "FULL_SHARD"), "reduce_scatter"),
-    "FSDP1 SHARD_GRAD_OP": (functools.partial(use_fsdp1, "SHARD_GRAD_OP"), "reduce_scatter"),
-    "FSDP2": (use_fsdp2, "reduce_scatter"),
-    "functional collectives": (use_functional, "all_reduce"),
+    "DDP": (ddp, "all_reduce"),
+    "compiled DDP": (lambda *given: torch.compile(ddp(*given), backend="aot_eager"), "all_reduce"),
+    "ZeroRedundancyOptimizer": (ddp, "all_reduce"),
+    "FSDP1 FULL_SHARD": (lambda *given: fsdp1(*given, FULL), "reduce_scatter"),
+    "FSDP1 SHARD_GRAD_OP": (lambda *given: fsdp1(*given, GRAD_OP), "reduce_scatter"),
+    "FSDP2": (fsdp2, "reduce_scatter"),
+    "functional collectives": (functional_hooks, "all_reduce"),
 }
 
 
@@ -88,10 +70,13 @@ def full_weights(model):
     return torch.cat([part.detach().flatten() for part in parts])
 
 
-def trained(use, group, rank):
-    model, optimizer = use(mlp(), group)
-    for step in range(STEPS):
-        train_step(model, optimizer, *batch(step, rank))
+def trained(name, group, rank):
+    model = USES[name][0](mlp(), group)
+    optimizer = sgd(model)
+    if name == "ZeroRedundancyOptimizer":
+        options = {"process_group": group, "lr": 0.05, "momentum": 0.9}
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **options)
+    train(model, optimizer, rank, range(STEPS))
     return full_weights(model)
 
 
@@ -100,13 +85,13 @@ def trained(use, group, rank):
 def test_training(rank, name):
     """With `min_bytes=math.inf`, weights equal gloo's. In int8 they are close, on all ranks."""
     warnings.simplefilter("ignore")  # of FSDP1 and the compiler
-    use, collective = USES[name]
-    expected = trained(use, dist.new_group(backend="gloo"), rank)
+    collective = USES[name][1]
+    expected = trained(name, dist.new_group(backend="gloo"), rank)
     process_group.configure(min_bytes=math.inf)
-    assert torch.equal(trained(use, dist.new_group(backend="dct"), rank), expected)
+    assert torch.equal(trained(name, dist.new_group(backend="dct"), rank), expected)
     assert process_group.stats() == {}
     process_group.configure(min_bytes=4000)
-    found = trained(use, dist.new_group(backend="dct"), rank)
+    found = trained(name, dist.new_group(backend="dct"), rank)
     assert_same(found)
     assert 0 < (found - expected).norm() < 0.02 * (expected - weights(mlp())).norm()
     assert list(process_group.stats()) == [collective]
@@ -124,9 +109,7 @@ def test_this_package_on_top(rank):
         all_reduce_compressed(x, residual, format="int4", group=each)
         model = DistributedDataParallel(mlp(), process_group=each)
         model.register_comm_hook(DCTState(model, format="int4", start_step=0), dct_hook)
-        optimizer = sgd(model)
-        for step in range(STEPS):
-            train_step(model, optimizer, *batch(step, rank))
+        train(model, sgd(model), rank, range(STEPS))
         local = mlp()
         averager = DCTAverager(local, period=2, format="int8", process_group=each)
         optimizer = sgd(local)

@@ -8,18 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is in the environment of make recipes")
 pytest.importorskip("lightning", reason="lightning is in the environment of make recipes")
 
 import lightning
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import HPSearchBackend
 
 import dct_parallel.integrations.lightning as in_lightning
 import dct_parallel.integrations.transformers as in_trainer
+from dct_parallel import process_group
 from support.forked import run_forked
 from support.programs import run_as_torchrun
 from support.ranks import warned, weights
@@ -203,8 +206,33 @@ def _in_lightning(folder):
     return torch.cat([weights(module), weights(other)])
 
 
+def _on_the_process_group(folder):
+    """A Trainer, and Accelerate alone, keep the group "dct". int8 is close to exact reductions."""
+    process_group.configure(min_bytes=1000)
+    dist.init_process_group("dct")
+    accelerator, found = Accelerator(cpu=True), []
+    for mode in (process_group.exact, contextlib.nullcontext):
+        with mode():
+            trainer, _ = _trainer(folder, optim="sgd", learning_rate=0.1, save_strategy="no")
+            trainer.train()
+            net = _Net()
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            data = torch.utils.data.DataLoader(_rows()[accelerator.process_index :: 2], 16)
+            for rows in data:
+                accelerator.backward(model(**rows)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(torch.cat([weights(trainer.model), weights(net)]))
+    assert dist.get_backend() == "dct"
+    assert process_group.stats()["all_reduce"]["calls"] == STEPS + 3
+    change = found[0] - torch.cat(2 * [weights(_Net())])
+    assert 0 < (found[1] - found[0]).norm() < 0.05 * change.norm()
+    return found[1]
+
+
 @pytest.mark.parametrize(
-    "program", [_hook_in_the_trainer, _local_steps_in_the_trainer, _in_lightning]
+    "program",
+    [_hook_in_the_trainer, _local_steps_in_the_trainer, _in_lightning, _on_the_process_group],
 )
 def test_adapters_on_two_ranks(program, tmp_path):
     assert torch.equal(*run_as_torchrun(program, 2, str(tmp_path)))

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("fuzz", "programs")
+PARTS = ("fuzz", "patches", "programs")
 
 
 def part(name: str) -> ModuleType:

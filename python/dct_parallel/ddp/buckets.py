@@ -18,10 +18,10 @@ from dct_kernels import checks
 
 from .._torch import expects_sparse_gradients, reduced_parameters
 from ..exchange.bucket import Bucket, SegmentState
+from ..exchange.executors import Reduction
 from ..exchange.ledger import StepLedger
 from ..exchange.plan import BucketPlan, log_plan, plan_bucket, unwrapped
 from ..exchange.settings import Settings
-from .executors import Reduction
 from .node import DenseMean, NodeBucket, Topology
 
 

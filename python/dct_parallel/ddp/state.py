@@ -30,6 +30,7 @@ from .._torch import NO_PASS, at_end_of_backward, backward_pass, comm_hooks, cur
 from ..compressor import warn_if_eager
 from ..exchange.bucket import parameter_stats
 from ..exchange.checkpoint import Flat, Run, changeable
+from ..exchange.executors import executor_for
 from ..exchange.ledger import StepLedger
 from ..exchange.optimizers import OptimizerChecks, Optimizers, loss_scale_of
 from ..exchange.plan import describe, keeps_owners, plan_table
@@ -37,7 +38,6 @@ from ..exchange.settings import Settings
 from ..groups import Agreement, known_group, sharing_errors
 from ..user_warnings import warn_user
 from .buckets import Buckets, device_of, named_parameters
-from .executors import executor_for
 from .node import Topology
 
 

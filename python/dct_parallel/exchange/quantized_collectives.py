@@ -1,9 +1,6 @@
-"""Quantized collectives of one tensor without error feedback, for `dct_parallel.process_group`.
+"""Quantized collectives of one tensor without error feedback, for `dct_parallel.process_group`."""
 
-Each one returns an `Exchange`, which has the statuses of the messages, and the bytes that this rank
-sends.
-"""
-
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +11,7 @@ from torch.distributed import ReduceOp
 from dct_kernels import quantized_payload_bytes
 
 from ..collectives import all_gather as gather_messages
-from ..collectives import all_gather_bytes
+from ..collectives import all_gather_bytes, all_reduce_bytes
 from .all_reduce import tensor_bucket
 from .results import Exchange, Statuses
 from .settings import Settings
@@ -23,63 +20,47 @@ _quantize_pack = torch.ops.dct.quantize_pack.default
 _dequantize_sum = torch.ops.dct.dequantize_sum.default
 
 
-def all_reduce(
-    tensor: Tensor, op: Any, format: str, group: dist.ProcessGroup
-) -> tuple[Exchange, int]:
-    """Reduce a contiguous tensor in place, as `all_reduce_compressed` does."""
-    bucket, scale = tensor_bucket(tensor, Settings(1.0, format, has_residual=False), op, group)
-    bucket.reduce(tensor.view(-1), scale)
-    return bucket, bucket.plan.wire_bytes
-
-
-def reduce_scatter(
-    output: Tensor, parts: Any, op: Any, format: str, group: dist.ProcessGroup
-) -> tuple[Exchange, int]:
-    """Write the sum or mean of all ranks' parts[rank of this process] into `output`.
+def exchange(
+    collective: str,
+    format: str,
+    op: Any,
+    part: Tensor,
+    parts: Sequence[Tensor],
+    group: dist.ProcessGroup,
+) -> tuple[Exchange, int, int]:
+    """Run a collective. All tensors are contiguous.
 
     Args:
-        output: contiguous, written.
-        parts: the part for each rank, each with the number of elements of `output`. One tensor, or
-            a list of tensors.
+        collective: "all_reduce" reduces `part` in place, as `all_reduce_compressed` does.
+            "reduce_scatter" writes the sum or mean of all ranks' parts[rank of this process] into
+            `part`. "all_gather" writes the rounded `part` of every rank into `parts`.
+        parts: one tensor, or a tensor for each rank.
+
+    Returns:
+        The exchange, and the bytes that this rank would send without compression, and sends.
     """
-    ranks = group.size()
-    rows = parts if isinstance(parts, Tensor) else torch.stack([part.view(-1) for part in parts])
-    messages = _new_messages(ranks, output, format)
-    _quantize_pack(None, rows.view(ranks, -1), messages, format)
-    received = torch.empty_like(messages)
-    dist.all_to_all_single(received, messages, group=group)
-    scale = 1 / ranks if op == ReduceOp.AVG else 1.0
-    return _result(_dequantize_sum(received, output.view(-1), format, scale), messages, group)
-
-
-def all_gather(
-    parts: Any, tensor: Tensor, format: str, group: dist.ProcessGroup
-) -> tuple[Exchange, int]:
-    """Write the rounded `tensor` of every rank into `parts`. The result is the same on all ranks.
-
-    Args:
-        parts: the part of each rank, each with the number of elements of `tensor`. One contiguous
-            tensor, or a list of tensors.
-        tensor: contiguous.
-    """
-    ranks, numel = group.size(), tensor.numel()
-    message, messages = (_new_messages(count, tensor, format) for count in (1, ranks))
-    _quantize_pack(None, tensor.view(1, numel), message, format)
-    gather_messages(messages, message.view(-1), group)
-    is_list = not isinstance(parts, Tensor)
-    out = tensor.new_empty(ranks, numel) if is_list else parts.view(ranks, numel)
-    status = _dequantize_sum(messages.unsqueeze(0), out, format)
-    if is_list:
-        for part, row in zip(parts, out, strict=True):
-            part.copy_(row.view_as(part))
-    return _result(status, messages, group)
-
-
-def _result(status: Tensor, messages: Tensor, group: dist.ProcessGroup) -> tuple[Exchange, int]:
-    ranks = dist.get_process_group_ranks(group)
-    return Statuses(status.view(-1), ranks), all_gather_bytes(messages.shape[1], len(ranks))
-
-
-def _new_messages(count: int, part: Tensor, format: str) -> Tensor:
-    nbytes = quantized_payload_bytes(part.numel(), format)
-    return torch.empty(count, nbytes, dtype=torch.uint8, device=part.device)
+    ranks, numel = group.size(), part.numel()
+    if collective == "all_reduce":
+        bucket, scale = tensor_bucket(part, Settings(1.0, format, has_residual=False), op, group)
+        bucket.reduce(part.view(-1), scale)
+        return bucket, all_reduce_bytes(part.nbytes, ranks), bucket.plan.wire_bytes
+    nbytes = quantized_payload_bytes(numel, format)
+    received = part.new_empty(ranks, nbytes, dtype=torch.uint8)
+    if collective == "reduce_scatter":
+        rows = parts[0] if len(parts) == 1 else torch.stack([row.view(-1) for row in parts])
+        sent = torch.empty_like(received)
+        _quantize_pack(None, rows.view(ranks, numel), sent, format)
+        dist.all_to_all_single(received, sent, group=group)
+        factor = 1 / ranks if op == ReduceOp.AVG else 1.0
+        status = _dequantize_sum(received, part.view(-1), format, factor)
+    else:
+        sent = torch.empty_like(received[:1])
+        _quantize_pack(None, part.view(1, numel), sent, format)
+        gather_messages(received, sent[0], group)
+        rows = parts[0] if len(parts) == 1 else part.new_empty(ranks, numel)
+        status = _dequantize_sum(received.unsqueeze(0), rows.view(ranks, numel), format)
+        if len(parts) > 1:
+            for out, row in zip(parts, rows, strict=True):
+                out.copy_(row.view_as(out))
+    statuses = Statuses(status.view(-1), dist.get_process_group_ranks(group))
+    return statuses, all_gather_bytes(part.nbytes, ranks), all_gather_bytes(nbytes, ranks)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from .._torch import below_autograd
-from ..exchange.ledger import Step
+from .ledger import Step
 
 EXIT_SECONDS = 5  # after which the other ranks are assumed to be gone
 
@@ -39,8 +39,8 @@ class Executor(ABC):
         """Return a future of `buffer`, which then holds the mean, or of an exception."""
 
     @abstractmethod
-    def run_after(self, call: Callable[[], None]) -> Future[None] | None:
-        """Run `call` after all earlier reductions. Returns None if it has run."""
+    def run_after(self, call: Callable[[], Any]) -> Future[Any] | None:
+        """Run `call` after all earlier reductions. Returns its result, or None if it has run."""
 
     def complete(self) -> None:  # noqa: B027  # not abstract
         """Finish the reductions that need the submitting thread. By default there are none."""
@@ -67,7 +67,7 @@ class InlineExecutor(Executor):
         self._pending.append((reduction, buffer, step, done))
         return done
 
-    def run_after(self, call: Callable[[], None]) -> None:
+    def run_after(self, call: Callable[[], Any]) -> None:
         self.complete()
         with below_autograd():
             call()
@@ -100,20 +100,21 @@ class ThreadExecutor(Executor):
         self._end = weakref.finalize(self, _stop, self._calls, thread)  # also at exit
 
     def submit(self, reduction: Reduction, buffer: Tensor, step: Step) -> Future[Tensor]:
-        done: Future[Tensor] = Future()
+        return self._put(_reduce, reduction, buffer, step)
+
+    def run_after(self, call: Callable[[], Any]) -> Future[Any] | None:
+        if self._end.alive:
+            return self._put(call)
+        call()  # the executor is closed
+        return None
+
+    def _put(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        done: Future[Any] = Future()
         # DDP reads the future in C++. The C++ code recognizes an exception only if a callback
         # raised it.
         value = done.then(Future.value)
-        self._calls.put((_reduce, (reduction, buffer, step), done))
+        self._calls.put((call, arguments, done))
         return value
-
-    def run_after(self, call: Callable[[], None]) -> Future[None] | None:
-        if not self._end.alive:  # closed
-            call()
-            return None
-        done: Future[None] = Future()
-        self._calls.put((call, (), done))
-        return done
 
     def close(self) -> None:
         self._end()
@@ -139,7 +140,7 @@ class StreamExecutor(Executor):
             reduction.start(buffer, step.inv_scale)
         return self._after_packing(_finish, reduction, buffer, step)
 
-    def run_after(self, call: Callable[[], None]) -> Future[None]:
+    def run_after(self, call: Callable[[], Any]) -> Future[Any]:
         done = self._after_packing(call)
         # `call` copies the headers to the host, and the next step overwrites all messages.
         self._packing.wait_stream(self._unpacking)
