@@ -92,7 +92,7 @@ void sum_rows(const DequantizeSumArgs& args, const Parallel& parallel) {
           }
           Sum sum = registers;  // a copy, because write_sums() takes the address of its argument
           const int64_t n = std::min(range.end - begin, kScaled);
-          write_sums(sum, factor, n, streams && n == kScaled, out + begin);
+          write_sums(sum, factor, n, n, streams && n == kScaled, out + begin);
         }
       }
     });

@@ -15,6 +15,8 @@
 
 namespace dct::cpu {
 
+constexpr int kStep = 16;  // columns
+
 // The five codes of a ternary byte come from two bit planes. One marks the columns with code 1, the
 // other marks the columns with code -1.
 constexpr int64_t kTritBytes = 16;  // packed by one call, from 80 columns (10 bytes of a plane)
@@ -39,11 +41,30 @@ constexpr TritFields kTritFields = [] {
   return fields;
 }();
 
-// For each instruction set there are two functions. `mark` compares 64 columns: bit i of `above` is
+// For each instruction set there are several functions. Three take kStep columns: `negative`
+// returns one bit per column, `codes` rounds to integers of 8 bits, and `nibbles` packs two of
+// these per byte, the first one in the low half.
+//
+// `mark` compares 64 columns: bit i of `above` is
 // x[i] * factor > bound, bit i of `below` is x[i] * factor < -bound. `bound` is not negative.
 // `mark` truncates each magnitude |x[i] * factor| above the bound to an integer, and returns the
 // sum of these integers. `pack_trits` packs two bit planes into kTritBytes bytes.
 struct PlainPack {
+  static uint32_t negative(const float* x) {
+    uint32_t bits = 0;
+    for (int i = 0; i < kStep; ++i) bits |= uint32_t{x[i] < 0} << i;
+    return bits;
+  }
+  static void codes(const float* x, float inverse, uint8_t* out) {
+    for (int i = 0; i < kStep; ++i) {
+      out[i] = static_cast<uint8_t>(float_to_bits(x[i] * inverse + kRoundToInteger));
+    }
+  }
+  static void nibbles(const uint8_t* codes, uint8_t* out) {
+    for (int i = 0; i < kStep / 2; ++i) {
+      out[i] = static_cast<uint8_t>((codes[2 * i] & 15) | codes[2 * i + 1] << 4);
+    }
+  }
   static uint32_t mark(const float* x, float factor, float bound, uint64_t* above,
                        uint64_t* below) {
     uint32_t total = 0;
@@ -77,6 +98,26 @@ struct Avx512Pack;
 
 struct Avx2Pack {
 #define DCT_AVX2 __attribute__((target("avx2")))
+  DCT_AVX2 static uint32_t negative(const float* x) {
+    const __m256 zero = _mm256_setzero_ps();
+    const __m256 low = _mm256_cmp_ps(_mm256_loadu_ps(x), zero, _CMP_LT_OQ);
+    const __m256 high = _mm256_cmp_ps(_mm256_loadu_ps(x + 8), zero, _CMP_LT_OQ);
+    return _mm256_movemask_ps(low) | _mm256_movemask_ps(high) << 8;
+  }
+  DCT_AVX2 static void codes(const float* x, float inverse, uint8_t* out) {
+    const __m256i low = low_bytes(x, inverse), high = low_bytes(x + 8, inverse);
+    const __m256i words = _mm256_packus_epi32(low, high);  // four of each, in either half
+    const __m256i bytes = _mm256_packus_epi16(words, words);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
+                     _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(bytes, order)));
+  }
+  DCT_AVX2 static void nibbles(const uint8_t* codes, uint8_t* out) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+    const __m128i low = _mm_and_si128(bytes, _mm_set1_epi8(15));
+    const __m128i pairs = _mm_maddubs_epi16(low, _mm_set1_epi16(0x1001));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packus_epi16(pairs, pairs));
+  }
   DCT_AVX2 static uint32_t mark(const float* x, float factor, float bound, uint64_t* above,
                                 uint64_t* below) {
     const __m256 factors = _mm256_set1_ps(factor), bounds = _mm256_set1_ps(bound);
@@ -110,6 +151,11 @@ struct Avx2Pack {
   }
 
  private:
+  DCT_AVX2 static __m256i low_bytes(const float* x, float inverse) {
+    const __m256 products = _mm256_mul_ps(_mm256_loadu_ps(x), _mm256_set1_ps(inverse));
+    const __m256 shifted = _mm256_add_ps(products, _mm256_set1_ps(kRoundToInteger));
+    return _mm256_and_si256(_mm256_castps_si256(shifted), _mm256_set1_epi32(255));
+  }
   // 16 sums of five bits times 1, 3, 9, 27, 81, in 16 bits each.
   DCT_AVX2 static __m256i trit_sums(const uint8_t* plane) {
     const __m256i bits =
@@ -130,8 +176,18 @@ struct Avx2Pack {
 };
 
 struct Avx512Pack : Avx2Pack {
-  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static uint32_t mark(
-      const float* x, float factor, float bound, uint64_t* above, uint64_t* below) {
+#define DCT_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+  DCT_AVX512 static uint32_t negative(const float* x) {
+    return _mm512_cmp_ps_mask(_mm512_loadu_ps(x), _mm512_setzero_ps(), _CMP_LT_OQ);
+  }
+  DCT_AVX512 static void codes(const float* x, float inverse, uint8_t* out) {
+    const __m512 products = _mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(inverse));
+    const __m512 shifted = _mm512_add_ps(products, _mm512_set1_ps(kRoundToInteger));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
+                     _mm512_maskz_cvtepi32_epi8(0xffff, _mm512_castps_si512(shifted)));
+  }
+  DCT_AVX512 static uint32_t mark(const float* x, float factor, float bound, uint64_t* above,
+                                  uint64_t* below) {
     const __m512 factors = _mm512_set1_ps(factor);
     __m512i total = _mm512_setzero_si512();
     *above = *below = 0;
@@ -147,6 +203,7 @@ struct Avx512Pack : Avx2Pack {
     return sum_of(_mm256_add_epi32(_mm512_maskz_extracti64x4_epi64(0xf, total, 0),
                                    _mm512_maskz_extracti64x4_epi64(0xf, total, 1)));
   }
+#undef DCT_AVX512
 };
 
 #endif

@@ -1,4 +1,5 @@
-// Dequantizes rows piece by piece. A code of int4 or sign is an index into a table of entries.
+// Dequantizes rows piece by piece. A code of int4 or sign is an index into a table of entries. In
+// narrow rows, computing this table would take longer than multiplying by the scale.
 
 #include <algorithm>
 #include <cstring>
@@ -13,6 +14,7 @@ namespace dct::cpu {
 namespace {
 
 constexpr int64_t kPiece = 256;  // columns; a multiple of kCodeGroup
+constexpr int64_t kNarrow = 64;  // the maximum width of narrow rows
 
 // Lookup tables are built for several rows together. A wide load directly after the narrow stores
 // that it covers would stall on store forwarding.
@@ -77,6 +79,50 @@ void dequantize_row(Unpack how, const uint8_t* row, int64_t width, const Entries
   }
 }
 
+// Multiplies the codes of a whole group by a scale. Reads at most kCodeGroup bytes.
+template <RowFormat kFormat, typename Unpack>
+void multiply_group(Unpack, const uint8_t* row, int64_t column, float scale, float* out) {
+  if constexpr (kFormat == RowFormat::kInt8) {
+    for (int64_t i = 0; i < kCodeGroup; ++i) out[i] = static_cast<int8_t>(row[column + i]) * scale;
+  } else {
+    Unpack::template look_up<kFormat>(row, column, kCodes<kFormat>, [&](const auto& codes, int i) {
+      const auto products = codes * scale;
+      std::memcpy(out + i, &products, sizeof(products));
+    });
+  }
+}
+
+// Dequantizes narrow rows, several per piece. A group also covers columns after the row, whose
+// products the next row replaces.
+template <typename Out, RowFormat kFormat, typename Unpack>
+void dequantize_narrow(Unpack how, const RowDequantizeArgs& args, const Share& span, bool streams) {
+  const int64_t width = args.width, bytes = row_bytes(width, kFormat), together = kPiece / width;
+  for (int64_t begin = span.begin; begin < span.end; begin += together) {
+    const int64_t n = std::min(span.end - begin, together);
+    const uint8_t* rows = args.quantized + begin * bytes;
+    uint8_t last[(1 + kScaleBytes) * kPiece + kCodeGroup];  // enough for rows of one column
+    // A group may not cross the end of the input.
+    if ((args.rows - begin - n) * bytes < kCodeGroup) {
+      std::memcpy(last, rows, n * bytes);
+      rows = last;
+    }
+    float products[kPiece + kCodeGroup];
+    for (int64_t r = 0; r < n; ++r) {
+      const uint8_t* row = rows + r * bytes;
+      const float scale = scale_of<kFormat>(row, width);
+      for (int64_t column = 0; column < width; column += kCodeGroup) {
+        multiply_group<kFormat>(how, row, column, scale, products + r * width + column);
+      }
+    }
+    auto* out = static_cast<Out*>(args.out) + begin * width;
+    Out piece[kPiece];
+    Out* target = streams ? piece : out;
+    if (!streams) prefetch_ahead(target, n * width);
+    for (int64_t i = 0; i < n * width; ++i) target[i] = round_to<Out>(products[i]);
+    if (streams) stream_copy(out, piece, n * width * sizeof(Out));
+  }
+}
+
 template <typename Out, RowFormat kFormat>
 void dequantize_rows(const RowDequantizeArgs& args, const Parallel& parallel) {
   auto* out = static_cast<Out*>(args.out);
@@ -88,6 +134,10 @@ void dequantize_rows(const RowDequantizeArgs& args, const Parallel& parallel) {
   parallel.run(tasks, [&](int64_t task) {
     const Share span = share(args.rows, tasks, task);
     vectorize_unpacking([&](auto how) {
+      if (width <= kNarrow) {
+        dequantize_narrow<Out, kFormat>(how, args, span, streams);
+        return;
+      }
       Entries entries[kRows] = {};
       for (int64_t begin = span.begin; begin < span.end; begin += kRows) {
         const int64_t n = std::min(span.end - begin, kRows);

@@ -1,6 +1,7 @@
 // Sums a few columns at a time. Their sums stay in registers while the messages are added.
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
@@ -13,7 +14,7 @@ namespace {
 constexpr int64_t kAheadBytes = 2048;
 
 constexpr int64_t kMostColumns = 64;  // at a time; also the limit of the bytes read for them
-constexpr int64_t kFewColumns = 32;   // at a time, in narrow rows
+constexpr int64_t kFewColumns = 16;   // at a time, in narrow rows
 
 template <int64_t kColumns, typename Out, RowFormat kFormat>
 void sum_rows(const RowDequantizeSumArgs& args, const Parallel& parallel) {
@@ -43,8 +44,8 @@ void sum_rows(const RowDequantizeSumArgs& args, const Parallel& parallel) {
             add_codes<kFormat>(how, row, begin, scale_of<kFormat>(row, width), registers);
           }
           Sum sum = registers;  // a copy, because write_sums() takes the address of its argument
-          const int64_t n = std::min(width - begin, kColumns);
-          write_sums(sum, 1.0f, n, streams, out + r * width + begin);
+          const int64_t n = std::min(width - begin, kColumns), at = r * width + begin;
+          write_sums(sum, 1.0f, n, span.end * width - at, streams, out + at);
         }
       }
     });
@@ -59,7 +60,11 @@ void row_dequantize_sum(const RowDequantizeSumArgs& args, const Parallel& parall
     dispatch(args.format, [&](auto format) {
       constexpr RowFormat kFormat = decltype(format)::value;
       if (args.width <= kFewColumns) {
-        sum_rows<kFewColumns, decltype(out), kFormat>(args, parallel);
+        // The compiler does not vectorize the rounding of fewer than 32 sums.
+        constexpr bool kFew = std::is_same_v<decltype(out), float>;
+        sum_rows<kFew ? kFewColumns : 2 * kFewColumns, decltype(out), kFormat>(args, parallel);
+      } else if (args.width <= 2 * kFewColumns) {
+        sum_rows<2 * kFewColumns, decltype(out), kFormat>(args, parallel);
       } else {
         sum_rows<kMostColumns, decltype(out), kFormat>(args, parallel);
       }

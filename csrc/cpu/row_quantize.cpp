@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "magnitudes.h"
 #include "pack_codes.h"
+#include "row_positions.h"
 #include "streaming.h"
 
 namespace dct::cpu {
@@ -18,125 +19,114 @@ namespace {
 
 constexpr int64_t kMostRows = 16;    // maximum rows that take passes together
 constexpr int64_t kTogether = 1024;  // maximum columns in these rows, unless one row is wider
-constexpr int64_t kWord = 64;        // columns per word of bits
 
 constexpr int64_t rows_together(int64_t width) {
   return std::clamp<int64_t>(kTogether / width, 1, kMostRows);
 }
 
-// Working memory of one task, for rows of `width` columns.
-struct Scratch {
-  explicit Scratch(int64_t width)
-      : floats(new float[rows_together(width) * width]), codes(new uint8_t[width + 1]) {}
-  std::unique_ptr<float[]> floats;   // float32 copies of rows of a narrower dtype
-  std::unique_ptr<uint8_t[]> codes;  // for int4, one per byte
-};
-
-struct Row {
-  const float* x;
-  int32_t top;  // the key of its largest magnitude
-  BFloat16 scale;
-
-  bool finite() const { return top < static_cast<int32_t>(kFloat32Infinity); }
-};
-
 const float* as_floats(const float* x, int64_t, float*) { return x; }
 
 template <typename X>
-const float* as_floats(const X* x, int64_t width, float* floats) {
-  for (int64_t i = 0; i < width; ++i) floats[i] = to_float(x[i]);
+const float* as_floats(const X* x, int64_t n, float* floats) {
+  for (int64_t i = 0; i < n; ++i) floats[i] = to_float(x[i]);
   return floats;
 }
 
-// Calls function(word, bits) for 64 columns of a row at a time. A bit is set if the column is
-// negative. Bits past the last column are 0.
-template <typename Pack, typename Function>
-void for_each_word(Pack, const float* x, int64_t width, Function&& function) {
-  uint64_t above, below;
-  int64_t word = 0;
-  for (; (word + 1) * kWord <= width; ++word) {
-    Pack::mark(x + word * kWord, 1.0f, 0.0f, &above, &below);
-    function(word, below);
-  }
-  const int64_t rest = width - word * kWord;
-  if (rest == 0) return;
-  float last[kWord] = {};
-  std::memcpy(last, x + word * kWord, rest * sizeof(float));
-  Pack::mark(last, 1.0f, 0.0f, &above, &below);
-  function(word, below);
+// Calls function(x, n, i) for the columns of a row: first for all whole steps, then for the rest,
+// followed by zeros. `i` is the first of the n columns.
+template <typename Function>
+void for_each_part(const float* x, int64_t width, Function&& function) {
+  const int64_t whole = width / kStep * kStep;
+  if (whole > 0) function(x, whole, 0);
+  if (whole == width) return;
+  float rest[kStep];
+  for (int64_t i = 0; i < kStep; ++i) rest[i] = whole + i < width ? x[whole + i] : 0.0f;
+  function(rest, kStep, whole);
 }
 
-// Writes a whole vector, although only `bytes` bytes are needed, unless the vector crosses the end
-// of the task's rows. Later writes replace the excess.
-template <typename Vector>
-void put(uint8_t* out, const Vector& vector, int64_t bytes, const uint8_t* end) {
-  if (end - out >= static_cast<int64_t>(sizeof(vector))) {
-    std::memcpy(out, &vector, sizeof(vector));
-  } else {
-    std::memcpy(out, &vector, bytes);
-  }
+bool is_finite(int32_t key) { return key < static_cast<int32_t>(kFloat32Infinity); }
+
+int32_t top_of(const float* x, int64_t width) {
+  int32_t top = 0;
+  for_each_part(x, width, [&](const float* part, int64_t n, int64_t) {
+    top = std::max(top, largest_key(part, n));
+  });
+  return top;
 }
 
-// Packs two codes in two's complement per byte, the first one in the low half.
-void pack_nibbles(const uint8_t* codes, int64_t bytes, uint8_t* out) {
-  for (int64_t i = 0; i < bytes; ++i) {
-    out[i] = static_cast<uint8_t>((codes[2 * i] & 15) | codes[2 * i + 1] << 4);
-  }
-}
-
-// The scale before rounding.
+// The scale before rounding, of a row whose largest key is `top`.
 template <RowFormat kFormat>
-float exact_scale(const Row& row, int64_t width) {
+float exact_scale(const float* x, int64_t width, int32_t top) {
   if constexpr (kFormat == RowFormat::kSign) {
-    const Units units = units_of(row.top);
-    return mean(sum_magnitudes(row.x, width, units.inverse_unit), width) * units.unit;
+    const Units units = units_of(top);
+    int64_t total = 0;
+    for_each_part(x, width, [&](const float* part, int64_t n, int64_t) {
+      total += sum_magnitudes(part, n, units.inverse_unit);
+    });
+    return mean(total, width) * units.unit;
   } else {
-    return bits_to_float(row.top) / levels(kFormat);
+    return bits_to_float(top) / levels(kFormat);
   }
 }
 
+// Writes the codes of kStep columns.
 template <RowFormat kFormat, typename Pack>
-void write_row(Pack how, const Row& row, int64_t width, uint8_t* codes, uint8_t* out,
-               const uint8_t* end) {
-  const int64_t bytes = code_bytes(width, kFormat);
-  if (row.scale.bits == 0 || !row.finite()) {
-    std::memset(out, 0, bytes);
-  } else if constexpr (kFormat == RowFormat::kSign) {
-    for_each_word(how, row.x, width, [&](int64_t word, uint64_t bits) {
-      put(out + 8 * word, bits, bytes - 8 * word, end);
-    });
+void write_step(Pack, const float* x, float inverse, uint8_t* out) {
+  if constexpr (kFormat == RowFormat::kSign) {
+    store_uint16(out, Pack::negative(x));
+  } else if constexpr (kFormat == RowFormat::kInt8) {
+    Pack::codes(x, inverse, out);
   } else {
-    const float inverse = 1.0f / to_float(row.scale);
-    uint8_t* target = kFormat == RowFormat::kInt8 ? out : codes;
-    for (int64_t i = 0; i < width; ++i) {
-      target[i] = static_cast<uint8_t>(float_to_bits(row.x[i] * inverse + kRoundToInteger));
-    }
-    if constexpr (kFormat == RowFormat::kInt4) {
-      codes[width] = 0;  // the second code of a last byte with only one column
-      pack_nibbles(codes, bytes, out);
-    }
+    uint8_t codes[kStep];
+    Pack::codes(x, inverse, codes);
+    Pack::nibbles(codes, out);
   }
-  std::memcpy(out + bytes, &row.scale, kScaleBytes);
+}
+
+// Writes the codes of a row, in whole steps unless they would cross the end of the task's rows.
+// Later writes replace the excess.
+template <RowFormat kFormat, typename Pack>
+void write_codes(Pack how, const float* x, int64_t width, float inverse, uint8_t* out,
+                 const uint8_t* end) {
+  constexpr int kCodesPerByte = codes_per_byte(kFormat);
+  for_each_part(x, width, [&](const float* part, int64_t n, int64_t begin) {
+    uint8_t last[kStep];
+    uint8_t* codes = out + begin / kCodesPerByte;
+    uint8_t* to = end - codes >= n / kCodesPerByte ? codes : last;
+    for (int64_t i = 0; i < n; i += kStep) {
+      write_step<kFormat>(how, part + i, inverse, to + i / kCodesPerByte);
+    }
+    if (to == last) std::memcpy(codes, last, code_bytes(width - begin, kFormat));
+  });
 }
 
 // Quantizes up to rows_together(width) rows. Meanwhile it prefetches the rows from `next` on. It
 // writes nothing at or past `end`.
 template <RowFormat kFormat, typename Pack, typename X>
-void quantize_together(Pack how, const X* x, int64_t count, int64_t width, const Scratch& scratch,
+void quantize_together(Pack how, const float* x, int64_t count, int64_t width,
                        const Prefetch<X>& prefetch, int64_t next, uint8_t* out,
                        const uint8_t* end) {
-  Row rows[kMostRows];
+  const int64_t bytes = code_bytes(width, kFormat);
+  int32_t top[kMostRows] = {};
+  float scale[kMostRows] = {}, inverse[kMostRows];
+  BFloat16 rounded[kMostRows];
+  for (int64_t r = 0; r < count; ++r) top[r] = top_of(x + r * width, width);
   for (int64_t r = 0; r < count; ++r) {
-    const float* floats = as_floats(x + r * width, width, scratch.floats.get() + r * width);
-    rows[r] = {floats, largest_key(floats, width), kNanScale};
+    if (is_finite(top[r])) scale[r] = exact_scale<kFormat>(x + r * width, width, top[r]);
   }
-  for (int64_t r = 0; r < count; ++r) {
-    if (rows[r].finite()) rows[r].scale = row_scale(exact_scale<kFormat>(rows[r], width));
+  for (int64_t r = 0; r < kMostRows; ++r) {
+    rounded[r] = row_scale(scale[r]);
+    inverse[r] = 1.0f / to_float(rounded[r]);
   }
-  for (int64_t r = 0; r < count; ++r) {
+  for (int64_t r = 0; r < count; ++r, out += bytes + kScaleBytes) {
     prefetch.before(next + r);
-    write_row<kFormat>(how, rows[r], width, scratch.codes.get(),
-                       out + r * row_bytes(width, kFormat), end);
+    if (!is_finite(top[r])) rounded[r] = kNanScale;
+    if (rounded[r].bits == 0 || !is_finite(top[r])) {
+      std::memset(out, 0, bytes);
+    } else {
+      write_codes<kFormat>(how, x + r * width, width, inverse[r], out, end);
+    }
+    std::memcpy(out + bytes, &rounded[r], kScaleBytes);
   }
 }
 
@@ -145,20 +135,18 @@ void quantize_rows(const RowQuantizeArgs& args, const Parallel& parallel) {
   const auto* x = static_cast<const X*>(args.x);
   const int64_t width = args.width, bytes = row_bytes(width, kFormat);
   const int64_t tasks = std::min(parallel.threads, args.rows);
-  std::vector<Scratch> scratch;
-  scratch.reserve(tasks);
-  for (int64_t task = 0; task < tasks; ++task) scratch.emplace_back(width);
+  std::vector<std::unique_ptr<float[]>> scratch(tasks);  // rows in float32
+  for (auto& floats : scratch) floats.reset(new float[rows_together(width) * width]);
   parallel.run(tasks, [&](int64_t task) {
     const Share span = share(args.rows, tasks, task);
-    const Scratch& task_scratch = scratch[task];
     const Prefetch<X> prefetch(x, width, span.end);
     vectorize_packing([&](auto how) {
       int64_t count;
       for (int64_t row = span.begin; row < span.end; row += count) {
         count = std::min(span.end - row, rows_together(width));
-        quantize_together<kFormat>(how, x + row * width, count, width, task_scratch, prefetch,
-                                   row + count, args.out + row * bytes,
-                                   args.out + span.end * bytes);
+        const float* floats = as_floats(x + row * width, count * width, scratch[task].get());
+        quantize_together<kFormat>(how, floats, count, width, prefetch, row + count,
+                                   args.out + row * bytes, args.out + span.end * bytes);
       }
     });
   });

@@ -33,18 +33,22 @@ void add_codes(Unpack, const uint8_t* codes, int64_t column, float scale, Sum& s
       std::memcpy(entries.of + i, &some, sizeof(some));
     }
     for (int at = 0; at < Sum::kEntries; at += kCodeGroup) {
-      Unpack::template look_up<kFormat>(
-          codes, column + at, entries,
-          [&](const Floats& more, int i) { sum.of[(at + i) / Sum::Own::kCount] += more; });
+      Unpack::template look_up<kFormat>(codes, column + at, entries,
+                                        [&](const Floats& more, int i) {
+                                          if (at + i < Sum::kEntries)
+                                            sum.of[(at + i) / Sum::Own::kCount] += more;
+                                        });
     }
   }
 }
 
-// Multiplies the first n sums by `factor`, converts the products to Out and writes them.
+// Multiplies the first n sums by `factor`, converts the products to Out and writes them. It may
+// write all sums if `room` is at least their number. Later writes replace the excess.
 template <typename Out, typename Sum>
-void write_sums(Sum& sum, float factor, int64_t n, bool streams, Out* out) {
+void write_sums(Sum& sum, float factor, int64_t n, int64_t room, bool streams, Out* out) {
   using Floats = typename Sum::Floats;
   if (!streams) prefetch_ahead(out, n);
+  if (!streams && room >= Sum::kEntries) n = Sum::kEntries;
   const bool aligned = reinterpret_cast<intptr_t>(out) % sizeof(Floats) == 0;
   if (std::is_same_v<Out, float> && n == Sum::kEntries && (aligned || !streams)) {
     auto* target = reinterpret_cast<float*>(out);
@@ -64,6 +68,8 @@ void write_sums(Sum& sum, float factor, int64_t n, bool streams, Out* out) {
   for (int64_t i = 0; i < Sum::kEntries; ++i) rounded[i] = round_to<Out>(factor * sums[i]);
   if (streams) {
     stream_copy(out, rounded, n * sizeof(Out));
+  } else if (n == Sum::kEntries) {
+    std::memcpy(out, rounded, sizeof(rounded));
   } else {
     std::copy_n(rounded, n, out);
   }

@@ -37,22 +37,23 @@ class MessageLayout:
         bounds = pairwise([0, *accumulate(size for size, _ in parameters)])
         spans = zip(bounds, parameters, strict=True)
         vectors = [range(low, high) for (low, high), (_, is_vector) in spans if is_vector]
-        # The indices of their elements.
-        self._vectors = torch.tensor([*chain(*vectors)], dtype=torch.int64, device=device)
+        indices = [*chain(*vectors)]  # of their elements
+        self._vectors = torch.tensor(indices, dtype=torch.int64, device=device)
+        self._vector_numel = len(indices)  # stored, because len() of a tensor takes a microsecond
         self.numel, self._format = sum(size for size, _ in parameters), format
         self._payload_bytes = quantized_payload_bytes(self.numel, format)
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """The size of a message for a part with this dtype."""
-        vector_bytes = len(self._vectors) * dtype.itemsize
+        vector_bytes = self._vector_numel * dtype.itemsize
         return self._payload_bytes + -(-vector_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def pack(self, parts: Tensor) -> Tensor:
         """Return messages [R, nbytes] of `parts` [R, numel]. Sets the vectors of `parts` to 0."""
-        messages = parts.new_empty(len(parts), self.nbytes(parts.dtype), dtype=torch.uint8)
-        if len(self._vectors):
+        messages = parts.new_empty(parts.shape[0], self.nbytes(parts.dtype), dtype=torch.uint8)
+        if self._vector_numel:
             sent = self._tails(messages, parts.dtype)
-            torch.gather(parts, 1, self._vectors.expand(len(parts), -1), out=sent)
+            torch.gather(parts, 1, self._vectors.expand(parts.shape[0], -1), out=sent)
             if padding := -(sent.shape[1] * sent.itemsize) % _ALIGNMENT:
                 messages.narrow(1, -padding, padding).zero_()
             # So that vectors do not affect the scales of matrices.
@@ -67,9 +68,9 @@ class MessageLayout:
             status int32 [R], not 0 for a damaged message.
         """
         status: Tensor = _dequantize_sum(messages.unsqueeze(0), out, self._format).view(-1)
-        if len(self._vectors):
+        if self._vector_numel:
             received = self._received(messages, status, out.dtype)
-            out.scatter_(1, self._vectors.expand(len(out), -1), received)
+            out.scatter_(1, self._vectors.expand(out.shape[0], -1), received)
         return status
 
     def sum(self, messages: Tensor, out: Tensor, scale: float) -> Tensor:
@@ -81,7 +82,7 @@ class MessageLayout:
             status int32 [P], not 0 for a damaged message, which the sum omits.
         """
         status: Tensor = _dequantize_sum(messages, out, self._format, scale)
-        if len(self._vectors):
+        if self._vector_numel:
             received = self._received(messages, status, out.dtype)
             total = received.sum(0, dtype=torch.float32).mul_(scale)
             out.scatter_(0, self._vectors, total.to(out.dtype))
@@ -90,7 +91,7 @@ class MessageLayout:
     def _tails(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
         """A view of the vectors in each message, [number of messages, number of elements]."""
         begin = self._payload_bytes // dtype.itemsize
-        return messages.view(dtype).narrow(1, begin, len(self._vectors))
+        return messages.view(dtype).narrow(1, begin, self._vector_numel)
 
     def _received(self, messages: Tensor, status: Tensor, dtype: torch.dtype) -> Tensor:
         """The vectors of each message. Sets the vectors of damaged messages to 0."""
