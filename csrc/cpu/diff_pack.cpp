@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "bitmask.h"
@@ -18,12 +17,12 @@ namespace dct::cpu {
 namespace {
 
 struct Chunk {
-  int64_t begin, end;  // blocks
-  uint16_t* words;     // in the patch or in scratch memory
-  int64_t capacity;    // words
-  std::unique_ptr<uint16_t[]> scratch;
-  int64_t count = 0;                  // words that the changes need
-  uint64_t old_sum = 0, new_sum = 0;  // of hashes
+  int64_t begin, end;                   // blocks
+  std::unique_ptr<uint16_t[]> scratch;  // null for the first chunk
+  uint16_t* words;                      // in the patch or in scratch memory
+  int64_t capacity;                     // words
+  int64_t count = 0;                    // words that the changes need
+  uint64_t old_sum = 0, new_sum = 0;    // of hashes
 
   int64_t stored() const { return std::min(count, capacity); }
 };
@@ -54,115 +53,84 @@ BlockNumbers pack_block(const uint16_t* now, const uint16_t* before, int64_t n, 
 }
 
 template <typename Half>
-void round_block(const float* x, int64_t n, uint16_t* out) {
+const uint16_t* round_block(const float* x, int64_t n, uint16_t* out) {
   for (int64_t i = 0; i < n; ++i) out[i] = round_to<Half>(x[i]).bits;
+  return out;
 }
 
-class Packer {
- public:
-  explicit Packer(const DiffPackArgs& args)
-      : args_(args),
-        numbers_(reinterpret_cast<BlockNumbers*>(args.patch + sizeof(PayloadHeader))),
-        words_(reinterpret_cast<uint16_t*>(args.patch + patch_words_offset(args.numel))) {}
-
-  void run(const Parallel& parallel) {
-    plan(parallel.threads);
-    const int64_t tasks = static_cast<int64_t>(chunks_.size());
-    parallel.run(tasks, [this](int64_t task) {
-      vectorize_patch([&](auto lanes) { pack<decltype(lanes)>(chunks_[task]); });
-    });
-    finish();
+// The bits of the new weights, in place or rounded to `out`.
+const uint16_t* bits_of(const DiffPackArgs& args, int64_t begin, int64_t n, uint16_t* out) {
+  if (args.weights_dtype != DType::kFloat32) {
+    return static_cast<const uint16_t*>(args.weights) + begin;
   }
+  const float* x = static_cast<const float*>(args.weights) + begin;
+  return args.dtype == DType::kBFloat16 ? round_block<BFloat16>(x, n, out)
+                                        : round_block<Float16>(x, n, out);
+}
 
- private:
-  void plan(int64_t threads) {
-    const int64_t blocks = patch_blocks(args_.numel), tasks = std::min(threads, blocks);
-    for (int64_t task = 0; task < tasks; ++task) {
-      const Share span = share(blocks, tasks, task);
-      Chunk chunk{span.begin, span.end, words_, args_.capacity, nullptr};
-      if (task > 0) {
-        chunk.capacity = std::min(chunk.capacity, (span.end - span.begin) * kMostBlockWords);
-        // Uninitialized, so pages that hold no word are never touched.
-        chunk.scratch.reset(new uint16_t[chunk.capacity]);
-        chunk.words = chunk.scratch.get();
-      }
-      chunks_.push_back(std::move(chunk));
+const uint16_t* pad(const uint16_t* x, int64_t n, int64_t padded, uint16_t* out) {
+  if (x != out) std::copy_n(x, n, out);
+  std::fill(out + n, out + padded, uint16_t{0});
+  return out;
+}
+
+template <typename Lanes>
+void pack(const DiffPackArgs& args, Chunk& chunk) {
+  auto* numbers = reinterpret_cast<BlockNumbers*>(args.patch + sizeof(PayloadHeader));
+  Scratch scratch;
+  for (int64_t b = chunk.begin; b < chunk.end; ++b) {
+    const int64_t begin = b * kPatchBlock, n = std::min(args.numel - begin, kPatchBlock);
+    const uint16_t* now = bits_of(args, begin, n, scratch.now);
+    const uint16_t* before = args.snapshot + begin;
+    if (args.checksums != nullptr) {
+      chunk.new_sum += block_factor(b) * hash_block<Lanes>(now, n);
+      chunk.old_sum += block_factor(b) * hash_block<Lanes>(before, n);
     }
+    const int64_t padded = ceil_div(n, kCompared) * kCompared;
+    if (padded != n) {
+      now = pad(now, n, padded, scratch.now);
+      before = pad(before, n, padded, scratch.before);
+    }
+    numbers[b] = pack_block<Lanes>(now, before, padded, scratch);
+    const int64_t words = numbers[b].words, fits = std::min(words, chunk.capacity - chunk.stored());
+    std::memcpy(chunk.words + chunk.stored(), scratch.words, fits * sizeof(uint16_t));
+    chunk.count += words;
   }
-
-  template <typename Lanes>
-  void pack(Chunk& chunk) const {
-    Scratch scratch;
-    for (int64_t b = chunk.begin; b < chunk.end; ++b) {
-      const int64_t begin = b * kPatchBlock, n = std::min(args_.numel - begin, kPatchBlock);
-      const uint16_t* now = bits_of(begin, n, scratch.now);
-      const uint16_t* before = args_.snapshot + begin;
-      if (args_.checksums != nullptr) {
-        chunk.new_sum += block_factor(b) * hash_block<Lanes>(now, n);
-        chunk.old_sum += block_factor(b) * hash_block<Lanes>(before, n);
-      }
-      const int64_t padded = ceil_div(n, kCompared) * kCompared;
-      if (padded != n) {
-        now = pad(now, n, padded, scratch.now);
-        before = pad(before, n, padded, scratch.before);
-      }
-      const BlockNumbers numbers = pack_block<Lanes>(now, before, padded, scratch);
-      numbers_[b] = numbers;
-      const int64_t fits = std::min<int64_t>(numbers.words, chunk.capacity - chunk.stored());
-      std::memcpy(chunk.words + chunk.stored(), scratch.words, fits * sizeof(uint16_t));
-      chunk.count += numbers.words;
-    }
-  }
-
-  // The bits of the new weights, in place or rounded to `out`.
-  const uint16_t* bits_of(int64_t begin, int64_t n, uint16_t* out) const {
-    if (args_.weights_dtype != DType::kFloat32) {
-      return static_cast<const uint16_t*>(args_.weights) + begin;
-    }
-    const float* x = static_cast<const float*>(args_.weights) + begin;
-    if (args_.dtype == DType::kBFloat16) {
-      round_block<BFloat16>(x, n, out);
-    } else {
-      round_block<Float16>(x, n, out);
-    }
-    return out;
-  }
-
-  static const uint16_t* pad(const uint16_t* x, int64_t n, int64_t padded, uint16_t* out) {
-    if (x != out) std::copy_n(x, n, out);
-    std::fill(out + n, out + padded, uint16_t{0});
-    return out;
-  }
-
-  // Moves the words of all chunks to their place, and writes the header and the checksums.
-  void finish() const {
-    int64_t count = 0;
-    uint64_t old_sum = 0, new_sum = 0;
-    for (const Chunk& chunk : chunks_) {
-      const int64_t fits = std::clamp<int64_t>(args_.capacity - count, 0, chunk.stored());
-      if (fits > 0 && chunk.scratch != nullptr) {
-        std::memcpy(words_ + count, chunk.words, fits * sizeof(uint16_t));
-      }
-      count += chunk.count;
-      old_sum += chunk.old_sum;
-      new_sum += chunk.new_sum;
-    }
-    const PayloadHeader header = patch_header(args_.numel, args_.capacity, args_.dtype, count);
-    std::memcpy(args_.patch, &header, sizeof(header));
-    if (args_.checksums != nullptr) {
-      args_.checksums[0] = static_cast<int64_t>(old_sum);
-      args_.checksums[1] = static_cast<int64_t>(new_sum);
-    }
-  }
-
-  DiffPackArgs args_;
-  BlockNumbers* numbers_;
-  uint16_t* words_;
-  std::vector<Chunk> chunks_;
-};
+}
 
 }  // namespace
 
-void diff_pack(const DiffPackArgs& args, const Parallel& parallel) { Packer(args).run(parallel); }
+void diff_pack(const DiffPackArgs& args, const Parallel& parallel) {
+  auto* words = reinterpret_cast<uint16_t*>(args.patch + patch_words_offset(args.numel));
+  const int64_t blocks = patch_blocks(args.numel), tasks = std::min(parallel.threads, blocks);
+  std::vector<Chunk> chunks;
+  for (int64_t task = 0; task < tasks; ++task) {
+    const Share span = share(blocks, tasks, task);
+    Chunk& chunk = chunks.emplace_back(Chunk{span.begin, span.end, nullptr, words, args.capacity});
+    if (task == 0) continue;
+    chunk.capacity = std::min(chunk.capacity, (span.end - span.begin) * kMostBlockWords);
+    // Uninitialized, so pages that hold no word are never touched.
+    chunk.scratch.reset(new uint16_t[chunk.capacity]);
+    chunk.words = chunk.scratch.get();
+  }
+  parallel.run(tasks, [&](int64_t task) {
+    vectorize_patch([&](auto lanes) { pack<decltype(lanes)>(args, chunks[task]); });
+  });
+  int64_t count = 0;
+  uint64_t old_sum = 0, new_sum = 0;
+  for (const Chunk& chunk : chunks) {
+    const int64_t fits = std::clamp<int64_t>(args.capacity - count, 0, chunk.stored());
+    if (fits > 0 && chunk.scratch != nullptr) std::copy_n(chunk.words, fits, words + count);
+    count += chunk.count;
+    old_sum += chunk.old_sum;
+    new_sum += chunk.new_sum;
+  }
+  const PayloadHeader header = patch_header(args.numel, args.capacity, args.dtype, count);
+  std::memcpy(args.patch, &header, sizeof(header));
+  if (args.checksums != nullptr) {
+    args.checksums[0] = static_cast<int64_t>(old_sum);
+    args.checksums[1] = static_cast<int64_t>(new_sum);
+  }
+}
 
 }  // namespace dct::cpu

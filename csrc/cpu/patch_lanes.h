@@ -51,14 +51,6 @@ struct Avx2Patch;
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-// kWordKey times 1, 2, 3, ...
-inline constexpr struct WordKeys {
-  constexpr WordKeys() : of() {
-    for (uint32_t i = 0; i < 8; ++i) of[i] = (i + 1) * kWordKey;
-  }
-  alignas(32) uint32_t of[8];
-} kWordKeys;
-
 inline void prefetch_strip(const uint16_t* x) {
   __builtin_prefetch(x);
   __builtin_prefetch(x + kCompared / 2);
@@ -75,7 +67,8 @@ struct Avx2Patch {
     }
   }
   DCT_AVX2 static uint64_t hash(const uint16_t* x, int64_t n) {
-    __m256i key = _mm256_load_si256(reinterpret_cast<const __m256i*>(kWordKeys.of));
+    const __m256i first = _mm256_setr_epi32(1, 2, 3, 4, 5, 6, 7, 8);
+    __m256i key = _mm256_mullo_epi32(first, _mm256_set1_epi32(static_cast<int>(kWordKey)));
     const __m256i step = _mm256_set1_epi32(static_cast<int>(8 * kWordKey));
     __m256i sum = _mm256_setzero_si256();
     for (int64_t i = 0; i < n; i += 16) {

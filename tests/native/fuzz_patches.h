@@ -104,11 +104,9 @@ class Patch : public Target {
     std::copy(expected.begin(), expected.end(), weights);
     const auto nbytes = static_cast<int64_t>(input.bytes.size());
     with_tasks(call.tasks, [&](const cpu::Parallel& parallel) {
-      if (applies_) {
-        cpu::patch_apply({patch, nbytes, call.numel, call.dtype, status, weights}, parallel);
-      } else {
-        cpu::patch_check({patch, nbytes, call.numel, call.dtype, status}, parallel);
-      }
+      const PatchApplyArgs args{patch,      nbytes, call.numel,
+                                call.dtype, status, applies_ ? weights : nullptr};
+      cpu::patch_apply(args, parallel);
     });
     std::vector<uint16_t> applied = expected;
     const int32_t wanted = apply_patch(input.bytes, call.dtype, applied);
