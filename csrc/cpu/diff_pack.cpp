@@ -1,8 +1,8 @@
-// Packs one block of 4,096 entries at a time. A vector loop compares the bits, and scalar code
-// packs the few changed entries, without a branch that depends on the number of changes or on a
-// step. The blocks are split into chunks, one per thread. The first chunk is packed directly into
-// the patch. The words of the other chunks are packed into scratch memory, and move to their place
-// once the preceding words are counted.
+// diff_pack and checksum. diff_pack packs one block of 4,096 entries at a time. A vector loop
+// compares the bits, and scalar code packs the few changed entries, without a branch that depends
+// on the number of changes or on a step. The blocks are split into chunks, one per thread. The
+// first chunk is packed directly into the patch. The words of the other chunks are packed into
+// scratch memory, and move to their place once the preceding words are counted.
 
 #include <algorithm>
 #include <cstring>
@@ -22,7 +22,6 @@ struct Chunk {
   uint16_t* words;                      // in the patch or in scratch memory
   int64_t capacity;                     // words
   int64_t count = 0;                    // words that the changes need
-  uint64_t old_sum = 0, new_sum = 0;    // of hashes
 
   int64_t stored() const { return std::min(count, capacity); }
 };
@@ -74,17 +73,23 @@ const uint16_t* pad(const uint16_t* x, int64_t n, int64_t padded, uint16_t* out)
   return out;
 }
 
+// Adds the sum of a thread to a checksum.
+void add(int64_t& checksum, uint64_t sum) {
+  __atomic_fetch_add(&checksum, static_cast<int64_t>(sum), __ATOMIC_RELAXED);
+}
+
 template <typename Lanes>
 void pack(const DiffPackArgs& args, Chunk& chunk) {
   auto* numbers = reinterpret_cast<BlockNumbers*>(args.patch + sizeof(PayloadHeader));
   Scratch scratch;
+  uint64_t old_sum = 0, new_sum = 0;
   for (int64_t b = chunk.begin; b < chunk.end; ++b) {
     const int64_t begin = b * kPatchBlock, n = std::min(args.numel - begin, kPatchBlock);
     const uint16_t* now = bits_of(args, begin, n, scratch.now);
     const uint16_t* before = args.snapshot + begin;
     if (args.checksums != nullptr) {
-      chunk.new_sum += block_factor(b) * hash_block<Lanes>(now, n);
-      chunk.old_sum += block_factor(b) * hash_block<Lanes>(before, n);
+      new_sum += block_factor(b) * hash_block<Lanes>(now, n);
+      old_sum += block_factor(b) * hash_block<Lanes>(before, n);
     }
     const int64_t padded = ceil_div(n, kCompared) * kCompared;
     if (padded != n) {
@@ -96,6 +101,9 @@ void pack(const DiffPackArgs& args, Chunk& chunk) {
     std::memcpy(chunk.words + chunk.stored(), scratch.words, fits * sizeof(uint16_t));
     chunk.count += words;
   }
+  if (args.checksums == nullptr) return;
+  add(args.checksums[0], old_sum);
+  add(args.checksums[1], new_sum);
 }
 
 }  // namespace
@@ -103,6 +111,7 @@ void pack(const DiffPackArgs& args, Chunk& chunk) {
 void diff_pack(const DiffPackArgs& args, const Parallel& parallel) {
   auto* words = reinterpret_cast<uint16_t*>(args.patch + patch_words_offset(args.numel));
   const int64_t blocks = patch_blocks(args.numel), tasks = std::min(parallel.threads, blocks);
+  if (args.checksums != nullptr) args.checksums[0] = args.checksums[1] = 0;
   std::vector<Chunk> chunks;
   for (int64_t task = 0; task < tasks; ++task) {
     const Share span = share(blocks, tasks, task);
@@ -117,20 +126,29 @@ void diff_pack(const DiffPackArgs& args, const Parallel& parallel) {
     vectorize_patch([&](auto lanes) { pack<decltype(lanes)>(args, chunks[task]); });
   });
   int64_t count = 0;
-  uint64_t old_sum = 0, new_sum = 0;
   for (const Chunk& chunk : chunks) {
     const int64_t fits = std::clamp<int64_t>(args.capacity - count, 0, chunk.stored());
     if (fits > 0 && chunk.scratch != nullptr) std::copy_n(chunk.words, fits, words + count);
     count += chunk.count;
-    old_sum += chunk.old_sum;
-    new_sum += chunk.new_sum;
   }
   const PayloadHeader header = patch_header(args.numel, args.capacity, args.dtype, count);
   std::memcpy(args.patch, &header, sizeof(header));
-  if (args.checksums != nullptr) {
-    args.checksums[0] = static_cast<int64_t>(old_sum);
-    args.checksums[1] = static_cast<int64_t>(new_sum);
-  }
+}
+
+void checksum(const ChecksumArgs& args, const Parallel& parallel) {
+  *args.checksum = 0;
+  const int64_t blocks = patch_blocks(args.numel), tasks = std::min(parallel.threads, blocks);
+  parallel.run(tasks, [&](int64_t task) {
+    const Share span = share(blocks, tasks, task);
+    vectorize_patch([&](auto lanes) {
+      uint64_t sum = 0;
+      for (int64_t b = span.begin; b < span.end; ++b) {
+        const int64_t begin = b * kPatchBlock, n = std::min(args.numel - begin, kPatchBlock);
+        sum += block_factor(b) * hash_block<decltype(lanes)>(args.weights + begin, n);
+      }
+      add(*args.checksum, sum);
+    });
+  });
 }
 
 }  // namespace dct::cpu

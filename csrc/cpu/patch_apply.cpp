@@ -3,7 +3,6 @@
 // at the same time.
 
 #include <algorithm>
-#include <vector>
 
 #include "../common/patch.h"
 #include "kernels.h"
@@ -49,16 +48,11 @@ void patch_apply(const PatchApplyArgs& args, const Parallel& parallel) {
   const auto length = [&](int64_t b) {
     return std::min(args.numel - b * kPatchBlock, kPatchBlock);
   };
-  std::vector<int64_t> first(tasks);  // the first word of each task
   int64_t count = 0;
   bool ok = true;
-  for (int64_t task = 0; task < tasks; ++task) {
-    first[task] = count;
-    const Share span = share(blocks, tasks, task);
-    for (int64_t b = span.begin; b < span.end; ++b) {
-      ok &= block_numbers_ok(numbers[b], length(b));
-      count += numbers[b].words;
-    }
+  for (int64_t b = 0; b < blocks; ++b) {
+    ok &= block_numbers_ok(numbers[b], length(b));
+    count += numbers[b].words;
   }
   if (!ok || count != header.count) {
     *args.status = kStatusNumbers;
@@ -68,7 +62,8 @@ void patch_apply(const PatchApplyArgs& args, const Parallel& parallel) {
   parallel.run(tasks, [&](int64_t task) {
     const Share span = share(blocks, tasks, task);
     vectorize([&] {
-      const uint16_t* words = reinterpret_cast<const uint16_t*>(args.patch + at) + first[task];
+      const auto* words = reinterpret_cast<const uint16_t*>(args.patch + at);
+      for (int64_t b = 0; b < span.begin; ++b) words += numbers[b].words;
       for (int64_t b = span.begin; b < span.end; words += numbers[b++].words) {
         if (!block_words_ok(words, numbers[b], length(b))) {
           __atomic_fetch_or(args.status, kStatusWords, __ATOMIC_RELAXED);

@@ -42,13 +42,10 @@ struct Compared {
 };
 
 // The bits of a weight. Half is the dtype of a rounded float32.
-template <typename Half>
-__device__ uint32_t bits_of(float x) {
+template <typename Half, typename Weight>
+__device__ uint32_t bits_of(Weight x) {
+  if constexpr (sizeof(x) == sizeof(uint16_t)) return x;
   return round_to<Half>(x).bits;
-}
-template <typename Half>
-__device__ uint32_t bits_of(uint16_t x) {
-  return x;
 }
 
 // Loads the bits of eight entries from `index` on. With kWhole, there are eight at a multiple of 16
