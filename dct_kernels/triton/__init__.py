@@ -1,4 +1,4 @@
-"""The Triton backend, which needs no CUDA compiler. One file per op.
+"""The Triton backend, which needs no CUDA compiler. One file per op, or per two ops.
 
 Each file has the kernels, then the host function that launches them. A host function receives
 checked arguments, does not wait for its kernels, allocates memory only through torch, and keeps no
