@@ -22,9 +22,9 @@ WHEEL_ARCHS ?= 8.0 9.0 10.0 12.0+PTX
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train      train a DLRM on 2 local ranks, dense and with DCT, and print a table (3 to 8 minutes);"
+	@echo "make train      train a DLRM on 2 local ranks, dense and with DCT, and print a table (about 3 minutes on two idle cores);"
 	@echo "                OPTIONS='--optimizer adamw --format int4' trains it with AdamW and int4"
-	@echo "make test       run the Python and native tests of the library"
+	@echo "make test       run the Python and native tests of the library (about 6 minutes on two idle cores, plus building)"
 	@echo "make programs   run the tests of examples and bench"
 	@echo "make lint       run ruff, mypy, codespell, clang-format and clang-tidy"
 	@echo "make docs       build the site in build/site; a broken link, name or command is an error"
@@ -58,7 +58,7 @@ $(VENV)/built: $(VENV)/installed $(SOURCES)
 	@touch $@
 
 train: $(VENV)/built
-	$(BIN)/python examples/train_dlrm.py --modes dense,dct --seeds 2 --out runs/train --overwrite $(OPTIONS)
+	$(BIN)/python examples/train_dlrm.py --modes dense,dct --seeds 3 --out runs/train --overwrite $(OPTIONS)
 
 # One worker more than cores, because some workers wait for the ranks that they started.
 WORKERS  ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
@@ -206,7 +206,6 @@ triton: $(VENV)/built
 check-all: test programs lint docs abi recipes torchrec sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
 	for seed in 0 2 3; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-cuda --ptx-cases 0 --ptx-seed $$seed || exit 1; done
-	for seed in 0 2; do TRITON_INTERPRET=0 $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-triton --triton-cases 8 --ptx-seed $$seed || exit 1; done
 	$(BIN)/python -m pytest $(PARALLEL) -m large tools/ptx
 	$(BIN)/python -m pytest -m large --ignore tests/aot
 	DCT_BACKEND=eager $(BIN)/python -m pytest $(PARALLEL) tests/parallel tests/embeddings tests/test_refusals.py

@@ -8,11 +8,7 @@ from bench.cli import UsageError
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace the file. Even if the run is interrupted, the file has either the old or new content.
-
-    Raises:
-        UsageError: the file cannot be written, for example on a full disk. The old file is kept.
-    """
+    """Replace the file. If the run is interrupted, the file has either the old or new content."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.write_bytes(content)

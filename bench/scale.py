@@ -1,6 +1,7 @@
 """Predicts step times for two to thousands of ranks, with a cost model."""
 
 import argparse
+import dataclasses
 import math
 import sys
 from collections.abc import Sequence
@@ -8,25 +9,29 @@ from collections.abc import Sequence
 import torch
 
 from bench.cli import Parser, UsageError, density, exit_status, number, positive, several
-from bench.cost_model import CPU, H200, METHODS, SOURCES, Link, Model, Step, link_of, methods_for
+from bench.cost_model import CPU, H200, METHODS, SHARDS, SOURCES, Model, Step, link_of, methods_for
 from bench.rates import describe_rate, parse_rate
 from bench.tables import table, times
 
 UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
 FASTER = 1.05  # methods whose times differ by a smaller factor count as equally fast
 # By default, the exchange of all DDP buckets except the last overlaps with the backward pass. The
-# backward pass is assumed to take this fraction of the compute.
+# backward pass is assumed to take this fraction of the compute. FSDP2 also overlaps the rest.
 BACKWARD, BUCKET_BYTES = 2 / 3, 25 * 2**20
 
 DESCRIPTION = """\
-Predict the time of a training step for float32 and bfloat16 all-reduce, DCTState and DCTAverager.
-For one number of ranks and one rate, print the times of all methods, and whether DCT helps. For
-several numbers of ranks or several rates, print a table of the fastest methods.
+Predict the time of a training step with DDP (float32 and bfloat16 all-reduce, DCTState and
+DCTAverager) and with FSDP2 between shards. For one number of ranks and one rate, print the times of
+all methods, and whether DCT helps. For several numbers of ranks or several rates, print the times
+in float32, in bfloat16 and with the fastest method.
+
+For FSDP2 with one replica per node, --ranks is the number of nodes, and dct_fully_shard_hook takes
+as long as DCTState. Exchanges inside a node are not included.
 
 The time of a step is compute + pack + wire + unpack. The formulas are in docs/design/measuring.md.
 Message sizes are from dct_parallel. All times are lower bounds: they assume that no message blocks
-another, no rank is slow, and ranks do not share cores. Times that differ by less than 5 % count as
-equal.
+another, no rank is slow, ranks do not share cores, and hooks need no host time. Times that differ
+by less than 5 % count as equal.
 """
 EPILOG = """\
 examples:
@@ -106,7 +111,8 @@ def parser() -> Parser:
         type=number(float, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
         metavar="F",
         help="fraction of the compute that overlaps with communication, with and without a hook "
-        "(default: the backward pass, 2/3, minus the part of DDP's last 25 MiB bucket)",
+        "(default: the backward pass, 2/3, minus the part of DDP's last 25 MiB bucket; FSDP2: "
+        "also the forward pass)",
     )
     return parser
 
@@ -117,41 +123,53 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or ("gpu" if torch.cuda.is_available() else "cpu")
     kernels = {"cpu": CPU, "gpu": H200}[device]
     compute = options.compute_ms / 1e3
-    overlap = options.overlap
-    if overlap is None:
-        overlap = BACKWARD * (1 - 1 / math.ceil(4 * options.parameters / BUCKET_BYTES))
+    hidden = 1 - 1 / math.ceil(4 * options.parameters / BUCKET_BYTES)
+    overlap = BACKWARD * hidden if options.overlap is None else options.overlap
+    fsdp2_overlap = hidden if options.overlap is None else options.overlap
     model = Model(options.parameters, compute, kernels, options.density, overlap)
+    sharded = dataclasses.replace(model, overlap=fsdp2_overlap)
 
-    def steps(ranks: int, rate: float) -> dict[str, Step]:
-        link: Link = link_of(device, rate)
+    def steps(ranks: int, rate: float) -> tuple[dict[str, Step], dict[str, Step]]:
+        """The steps of the methods of DDP, and of FSDP2 between shards."""
+        link = link_of(device, rate)
         if options.alpha_us is not None:
             link = link._replace(alpha=options.alpha_us / 1e6)
         methods = methods_for(options.optimizer, ranks)
-        return {method: model.step(method, ranks, link) for method in methods}
+        return (
+            {method: model.step(method, ranks, link) for method in methods},
+            {method: sharded.shards_step(method, ranks, link) for method in SHARDS},
+        )
 
     print(f"{options.parameters:,} parameters, {options.compute_ms:g} ms of compute, of which")
-    print(f"{overlap:.0%} overlap with communication. Costs of {device}:")
+    print(f"{overlap:.0%} overlap with communication (FSDP2: {fsdp2_overlap:.0%}).")
+    print(f"Costs of {device}:", end=" ")
     print(f"{SOURCES[device]}. Predicted times are lower bounds.\n")
-    if len(options.ranks) == len(options.rates) == 1:
-        (ranks,), (rate,) = options.ranks, options.rates
-        found = steps(ranks, rate)
+    cells = {(ranks, rate): steps(ranks, rate) for ranks in options.ranks for rate in options.rates}
+    if len(cells) == 1:
+        (((ranks, rate), (found, shards)),) = cells.items()
         print(f"{_table(found, options.density)}\n")
-        print(f"{sentence(ranks, rate, found, options.density)}.")
-        fastest = {best(found)}
+        print(f"{sentence(ranks, rate, found, options.density)}.\n")
+        print(f"FSDP2 with shards on all ranks:\n\n{_table(shards, options.density)}\n")
+        hook = next(name for name in found if METHODS[name].settings)
+        arguments = _called(hook, options.density).partition(", ")[2]
+        print(f"FSDP2 with one replica on each of {ranks:,} nodes:")
+        print(f"{_ms(found['bf16'])} in bfloat16, {_ms(found[hook])} with")
+        print(f"dct_fully_shard_hook(model, mesh=mesh, {arguments}.\n")
     else:
-        cells = [[steps(ranks, rate) for rate in options.rates] for ranks in options.ranks]
         rows = [
-            [f"{ranks:,}", *map(_winner, row)]
-            for ranks, row in zip(options.ranks, cells, strict=True)
+            [f"{ranks:,}", describe_rate(rate), *_row(*found)]
+            for (ranks, rate), found in cells.items()
         ]
-        print("The fastest method, and how many times as fast as float32 DDP it is\n")
-        print(table(["ranks", *map(describe_rate, options.rates)], rows))
-        fastest = {best(found) for row in cells for found in row}
+        headings = ["ranks", "rate", "float32", "bfloat16", "fastest", "vs. bfloat16"]
+        headings += ["FSDP2 in bfloat16", "compress_fully_shard", "vs. FSDP2 in bfloat16"]
+        print(f"Milliseconds per step\n\n{table(headings, rows)}\n")
+    fastest = {best(found) for found, _ in cells.values()}
     for name in filter(fastest.__contains__, METHODS):
-        if METHODS[name].loss:
+        method = METHODS[name]
+        if method.loss:
             called = _called(name, options.density)
-            print(f"The loss with {called}, minus float32's: {METHODS[name].loss}")
-            print("(docs/guide/which_method.md).")
+            print(f"The loss with {called}, minus float32's: {method.loss}")
+            print(f"(on {method.measured_on}, not on yours; docs/guide/which_method.md).")
     return 0
 
 
@@ -182,21 +200,29 @@ def sentence(ranks: int, rate: float, steps: dict[str, Step], density: float) ->
 
 
 def _table(steps: dict[str, Step], density: float) -> str:
-    dense = steps["dense"].seconds
+    _, bfloat16, *_ = steps.values()
     rows = [
-        [_called(name, density), _ms(step), times(dense / step.seconds), _size(step)]
+        [_called(name, density), _ms(step), times(bfloat16.seconds / step.seconds), _size(step)]
         for name, step in steps.items()
     ]
-    return table(["method", "step time", "speed vs. float32", "sent per rank"], rows)
+    return table(["method", "step time", "speed vs. bfloat16", "sent per rank"], rows)
 
 
-def _winner(steps: dict[str, Step]) -> str:
+def _row(steps: dict[str, Step], shards: dict[str, Step]) -> list[str]:
     taken = best(steps)
-    return f"{taken} {times(steps['dense'].seconds / steps[taken].seconds)}"
+    bfloat16, ours = steps["bf16"], steps[taken]
+    _, fsdp2, compressed = shards.values()
+    return [
+        *(_digits(1e3 * step.seconds) for step in (steps["dense"], bfloat16)),
+        f"{taken} {_digits(1e3 * ours.seconds)}",
+        times(bfloat16.seconds / ours.seconds),
+        *(_digits(1e3 * step.seconds) for step in (fsdp2, compressed)),
+        times(fsdp2.seconds / compressed.seconds),
+    ]
 
 
 def _called(name: str, density: float) -> str:
-    return METHODS[name].call.replace("DENSITY", f"{density:g}")
+    return METHODS[name].call.replace("DENSITY", f"{density:g}") if name in METHODS else name
 
 
 def _ratio(ratio: float) -> str:

@@ -19,8 +19,7 @@ from dct_parallel import DCTAverager
 
 def batch(step, rank):
     """Make the samples of a regression task, which differ by rank and step."""
-    generator = torch.Generator().manual_seed(2 * step + rank)
-    x = torch.randn(64, 128, generator=generator)
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(2 * step + rank))
     return x, x[:, :8].sum(1, keepdim=True).tanh()
 
 

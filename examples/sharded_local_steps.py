@@ -28,8 +28,7 @@ SHARDS = 2  # on GPUs, the number of GPUs per node
 
 def batch(step, rank):
     """Make the samples of a regression task, which differ by rank and step."""
-    generator = torch.Generator().manual_seed(4 * step + rank)
-    x = torch.randn(32, 128, generator=generator)
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(4 * step + rank))
     return x, x[:, :8].sum(1, keepdim=True).tanh()
 
 

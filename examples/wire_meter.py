@@ -67,9 +67,6 @@ class WireMeter:
 
     Args:
         group: count only calls with this process group. By default, count all calls.
-
-    Raises:
-        TypeError: `group` is neither a process group nor None.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

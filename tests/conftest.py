@@ -24,11 +24,6 @@ from dct_kernels import testing
 
 # ptx-cuda executes nvcc's PTX of the CUDA kernels on the CPU. Its tests need nvcc.
 BACKENDS = {**testing.backends(), "ptx-cuda": ptx.BACKEND}
-# ptx-triton executes the PTX of Triton's kernels, in a process that does not interpret them.
-if os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available():
-    from ptx import triton_backend
-
-    BACKENDS["ptx-triton"] = triton_backend.backend()
 
 # Derandomized, so that all machines run the same examples. Examples have no time limit.
 hypothesis.settings.register_profile("dct", deadline=None, derandomize=True, database=None)
@@ -79,8 +74,8 @@ def pytest_addoption(parser):
         "--triton-cases",
         type=int,
         default=2,
-        help="maximum number of cases per test of Triton's kernels, interpreted or executed as "
-        "PTX; with 8 or more, tests with many launches also run; 0 runs all cases",
+        help="maximum number of cases per test of interpreted Triton kernels; with 8 or more, "
+        "tests with many launches also run; 0 runs all cases",
     )
 
 
@@ -112,9 +107,9 @@ def fork_server(request):
 @pytest.fixture(params=list(BACKENDS), scope="session")
 def backend(request):
     """The ops of one backend as callables, and `.device`, the device of its tensors."""
-    if request.param == "ptx-cuda" and ptx.build.missing() is not None:
-        pytest.skip(f"not on this machine: {ptx.build.missing()}")
-    if request.param.startswith("ptx-"):
+    if request.param == "ptx-cuda":
+        if ptx.build.missing() is not None:
+            pytest.skip(f"not on this machine: {ptx.build.missing()}")
         ptx.executor().configure(request.config.getoption("--ptx-seed"))
         ptx.executor().set_multiprocessors(2)  # so that four blocks are a large grid
     return BACKENDS[request.param]

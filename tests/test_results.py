@@ -34,43 +34,48 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_step_times_in_the_readme_are_those_of_the_runs():
-    path = ROOT / "bench/results/2026-11-28-cpu/link_methods.json"
-    (run,) = json.loads(path.read_text())["runs"]
-    milliseconds = {
-        (cell["mode"], cell["ranks"], cell["rate"]): f"{cell['step_ms'][1]:.0f}"
-        for cell in run["cells"]
-    }
-    columns = [(ranks, rate) for ranks in (2, 4) for rate in (1e8, 1e9, 1e10)]
-    for row, mode in {
-        "DDP in float32": "dense",
-        "DDP with `bf16_compress_hook`": "bf16",
-        "DDP with PowerSGD, rank 1": "powersgd1",
-        "`DCTState(ddp, density=0.005)`": "dct",
-        '`DCTState(ddp, format="int4")`': "dct-int4",
-        "`DCTAverager(model, period=10)`": "local-ternary",
-    }.items():
-        cells = [milliseconds[(mode, *column)] for column in columns]
-        assert f"\n| {row} | {' | '.join(cells)} |\n" in README
-
-
-def test_each_row_of_losses_in_the_readme_is_from_one_run():
-    """The row's bytes, factors and loss are in one row of a page. Tables begin with float32."""
-    tables = ""
-    for page, heading in (
-        ("text_python.md", "FSDP2 between shards, and PowerSGD, 3,000 steps"),
-        ("thresholds.md", "DLRM on Criteo Kaggle rows, SGD, 270 steps, 2 ranks"),
+    found = re.findall(r"^\| (\S.*) \| (\d*) \| (\d+) \| (\d+), `(.*)` \|$", README, re.M)
+    *measured, _, _ = [(*times, call) for _, *times, call in found]
+    (run,) = json.loads((ROOT / LINK / "link_methods.json").read_text())["runs"]
+    cells = {(cell["mode"], cell["rate"]): cell for cell in run["cells"] if cell["ranks"] == 4}
+    hook, averager = "DCTState(ddp, density=0.005)", "DCTAverager(model, period=10)"
+    for rate, mode, call in (
+        (1e9, "dct", hook),
+        (1e10, "dct", hook),
+        (1e8, "local-ternary", averager),
     ):
-        section = PAGES[page].partition(f"## {heading}\n")[2]
-        tables += re.search(r"(?:^\|.*\n)+", section, re.M)[0]
-    rows = re.findall(r"^\| .* \| ([\d,]+) \| (.*x) \| (.*x) \| (.*?) *\|$", README, re.M)
-    assert len(rows) == 8
-    for nbytes, fewer, than_bfloat16, loss in rows:
-        cells = rf"\| {nbytes} \| {re.escape(fewer)} \|.* {re.escape(loss)} \|"
-        assert re.search(cells, tables), nbytes
-        sent = int(nbytes.replace(",", ""))
-        if fewer == "1.0x":
-            float32 = sent
-        assert than_bfloat16 == f"{float32 / 2 / sent:.1f}x"
+        times = (f"{cells[(name, rate)]['step_ms'][1]:.0f}" for name in ("dense", "bf16", mode))
+        assert measured.pop(0) == (*times, call)
+    (run,) = json.loads((ROOT / LINK / "fsdp2_link.json").read_text())["runs"]
+    cells = {(cell["mode"], cell["rate"]): cell for cell in run["cells"]}
+    times = (f"{cells[(f'fsdp-{f}', 1e9)]['step_ms'][1]:.0f}" for f in ("bfloat16", "int8"))
+    assert measured == [("", *times, "compress_fully_shard(model)")]
+
+
+LINK = "bench/results/2026-11-28-cpu"
+SOURCES = [
+    ("text_python.md", "FSDP2 between shards, and PowerSGD, 3,000 steps", "-0.0006 ± 0.0012"),
+    ("text_python.md", "Longer warm-ups", "+0.0014 ± 0.0003"),
+    ("paper.md", None, "+0.0006 ± 0.0003"),
+    ("thresholds.md", "DLRM on 300,000 generated rows, row-wise AdaGrad", "+0.0011 ± 0.0004"),
+    ("text_python.md", "FSDP2 between shards, and PowerSGD, 3,000 steps", "-0.0015 ± 0.0023"),
+    ("rows.md", "TorchRec's row-wise tables", "+0.0001 ± 0.0003 | +0.0011"),
+    ("text_python.md", "Longer warm-ups", "+0.0146 ± 0.0036"),
+    ("text_python.md", "3,000 steps with 2 and 4 ranks, 600 steps with 8", "+0.0568 ± 0.0006"),
+]
+
+
+@pytest.mark.parametrize(("page", "heading", "loss"), SOURCES)
+def test_factors_and_losses_of_the_first_table_are_in_one_row(page, heading, loss):
+    """The README's factor is half of float32's bytes, divided by the bytes of the loss's row."""
+    section = PAGES[page].partition(f"## {heading}")[2] if heading else PAGES[page]
+    rows = re.findall(r"\| ([\d,]+) \| ([\d.]+)x \|(.*)$", section, re.M)
+    rows = [(int(sent.replace(",", "")), fewer, rest) for sent, fewer, rest in rows]
+    place = next(n for n, row in enumerate(rows) if loss in row[2])
+    float32 = [sent for sent, fewer, _ in rows[:place] if fewer == "1.0"][-1]
+    factor = f"{float32 / 2 / rows[place][0]:.1f}x"
+    shown = loss.partition(" | ")[0]
+    assert re.search(rf"^\| .*\b{factor}\b.*{re.escape(shown)}", README, re.M)
 
 
 def test_results_contain_no_path_of_a_machine():

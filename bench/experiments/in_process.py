@@ -82,12 +82,7 @@ class Buckets:
     """
 
     def __init__(
-        self,
-        sizes: Sequence[int],
-        ranks: int,
-        density: float,
-        format: str,
-        transport: str,
+        self, sizes: Sequence[int], ranks: int, density: float, format: str, transport: str
     ) -> None:
         settings = Settings.checked("simulation", density, format)
         names = tuple(str(number) for number in range(len(sizes)))

@@ -32,11 +32,7 @@ def settings_of(options: argparse.Namespace, *names: str) -> dict[str, object]:
 
 
 def load(folder: Path, settings: dict[str, object]) -> list[dict]:
-    """Load all finished runs in `folder`.
-
-    Raises:
-        UsageError: a run has other settings than `settings`.
-    """
+    """Load all finished runs in `folder`."""
     records = [json.loads(file.read_text()) for file in sorted(folder.glob("*_seed*.json"))]
     for run in records:
         if run["settings"] != settings:

@@ -58,7 +58,7 @@ COUNTERS = ("ncu", "--clock-control", "none", "--profile-from-start", "off")
 for section in ("SpeedOfLight", "MemoryWorkloadAnalysis", "SchedulerStats", "WarpStateStats"):
     COUNTERS += ("--section", section)
 COUNTERS += ("--metrics", ",".join(METRICS))
-COUNTERS += program("profile_ops", "--once")
+COUNTERS += ("PYTHON", "-m", "bench.gpu.profile_ops")
 TINY = ("--device", "cpu", "--tiny")
 LIGHT = program("time_ops", "--light", "--seconds")
 # The most important stages come first. The processes of a stage share the GPU. The processes of
@@ -71,8 +71,7 @@ STAGES = (
     Stage("ops", 90, 120, "all other ops against the oracle", OTHER_OPS),
     Stage("time", 95, 110, "times of ops, copies and other methods; targets", program("time_ops")),
     Stage("step", 75, 130, "ops of a step; DDP with and without hooks", program("step"), TINY),
-    Stage("profile", 25, 40, "time of each kernel", program("profile_ops")),
-    Stage("counters", 35, 60, "ncu's counters for the calls of profile", COUNTERS, SMALL),
+    Stage("counters", 35, 60, "each kernel in ncu: time and counters", COUNTERS, SMALL),
     Stage("memcheck", 12, 25, "each op with compute-sanitizer's memcheck", sanitized("memcheck")),
     Stage("racecheck", 13, 25, "each op with its racecheck", sanitized("racecheck")),
     Stage("behavior", 40, 60, "CUDA graphs, streams, torch.compile, opcheck", program("behavior")),
@@ -97,22 +96,18 @@ stages in their order, with expected seconds and limits:
 OUT is created if it does not exist. It will contain
   summary.json   status, seconds and last line of each stage
   STAGE.log      the output of a stage; time.log ends with the targets
-  STAGE.json     the results of time, step, profile, variants and sizes (of light: time.json)
+  STAGE.json     the results of time, step, variants and sizes (of light: time.json)
 All files are written while the stages run, so an interrupted run keeps its results.
 
 If a stage fails or is stopped at its limit, the other stages run. The exit status is the
 number of failed and stopped stages. A stage is skipped if its tool is missing or no time is left.
 
 Needs torch >= 2.11 with CUDA, nvcc, numpy, rich, pytest and hypothesis. Uses pytest-xdist, Triton,
-ncu and compute-sanitizer if they are installed. Installs nothing, uses no network, and changes no
-setting of the GPU.
+ncu and compute-sanitizer if they are installed. Installs nothing, changes no setting of the GPU.
 
 By default, all stages except patches, variants, sizes and light run. Two sets of stages, with the
 expected seconds of each set:
 {sets}
-
-With --dry-run, stages run on the CPU with small sizes. Stages that need a GPU only import their
-modules. Use --dry-run to find mistyped arguments before a run on a GPU.
 
 examples:
   python bench/gpu/check.py out

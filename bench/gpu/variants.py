@@ -18,18 +18,18 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from ptx import backend, build, cache, toolkit
+from ptx import backend, build, toolkit
 
 from bench import files, provenance
 from bench.cli import exit_status
 from bench.gpu.common import BF16, BUCKET, F32, report
-from bench.microbench import cases, native
+from bench.microbench import cases
 from bench.microbench.cases import Case
 from bench.microbench.command import results
 from bench.microbench.timing import take_turns
 from dct_kernels import payload_layout
 
-DEFAULT, COPY = "default", "copy kernel"
+DEFAULT = "default"
 # Calls both ops in sequence, as the hook does.
 SAMPLED = "sample_threshold, mask_pack"
 ROUNDS = 5
@@ -42,7 +42,7 @@ class Variant(NamedTuple):
 
 def policy(load: str, store: str) -> Variant:
     """Other cache operators; see https://docs.nvidia.com/cuda/parallel-thread-execution."""
-    ops = ("mask_pack", "quantize_pack", "dequantize_sum", COPY)
+    ops = ("mask_pack", "quantize_pack", "dequantize_sum")
     return Variant(ops, (("**/*.cu*", "__ldcs(", load), ("**/*.cu*", "__stcs(", store)))
 
 
@@ -76,13 +76,6 @@ VARIANTS = {
     "load past L1": policy("__ldcg(", "__stwb("),
     "load .cs": policy("__ldcs(", "__stwb("),
     "store .cs": policy("__ldca(", "__stcs("),
-    "128 threads": Variant(
-        ("mask_pack",),
-        (
-            ("**/device.cuh", "constexpr int kThreads = 256,", "constexpr int kThreads = 128,"),
-            ("**/mask_pack*.cu*", "MinBlocks = 2;", "MinBlocks = 4;"),
-        ),
-    ),
     "blocks of 4096": Variant(
         ("scatter_unpack",),
         (("**/scatter_unpack.cu", "Whole = BlockShape<8, 1, 3>;", "Whole = BlockShape<4, 4, 8>;"),),
@@ -94,9 +87,6 @@ VARIANTS = {
     "always split": Variant(
         ("dequantize_sum",),
         (("**/dequantize_sum.cu", "blocks.total < 2 * multiprocessors()", "true"),),
-    ),
-    "small tiles": Variant(
-        ("mask_pack",), (("**/mask_pack.cu", "large_tiles < enough ? 1 : 2", "true ? 1 : 1"),)
     ),
     "hidden sampling": Variant(
         (SAMPLED,),
@@ -151,24 +141,15 @@ def patched(sources: Path, variant: Variant, folder: Path) -> Path:
 
 def library(name: str, op: str, gpu: int | None = None) -> Path:
     """Build the op's launcher for the GPU architecture `gpu`, or for the PTX executor if None."""
-    variant = VARIANTS.get(name, Variant((), ()))
+    if name == DEFAULT:
+        return build.build(gpu=gpu)
     with tempfile.TemporaryDirectory() as folder:
-        if op == COPY:
-            source = patched(native.COPY.parent, variant, Path(folder, "copy")) / "copy.cu"
-            nvcc = [toolkit.nvcc(), f"-arch=sm_{gpu or 90}", "-shared", "-Xcompiler=-fPIC", source]
-            made, process = cache.start(nvcc, source.read_bytes(), "copy.so")
-            cache.finish(process)
-            return made
-        if name == DEFAULT:
-            return build.build(gpu=gpu)
-        sources = patched(toolkit.CSRC, variant, Path(folder, "csrc"))
+        sources = patched(toolkit.CSRC, VARIANTS[name], Path(folder, "csrc"))
         return build.build(sources, op.split(", "), gpu)
 
 
 def ops_of(op: str, path: Path, scratch: torch.Tensor) -> SimpleNamespace:
-    """The op as a case calls it. The PTX executor cannot run the copy kernel."""
-    if op == COPY:
-        return SimpleNamespace(copy=ctypes.CDLL(str(path)).native_copy)
+    """The op as a case calls it."""
     called = Library(path, scratch) if scratch.is_cuda else backend.Executor(path)
 
     def run(op, *arguments):
@@ -190,18 +171,13 @@ def chosen(op: str, device: str, scale: int) -> Iterator[Case]:
             yield cases.dequantize_sum(device, numel, "int4", 2)
         elif op == "scatter_unpack":
             yield from (cases.scatter_unpack(device, numel, 0.01, ranks) for ranks in (2, 64))
-        elif op == SAMPLED:
-            yield sampled_case(device, numel)
         else:
-            yield copy_case(device, 12 * numel)
-
-
-def cold_sets(nbytes: int) -> int:
-    return max(2, min(64, cases.COLD_BYTES // nbytes))
+            yield sampled_case(device, numel)
 
 
 def sampled_case(device: str, numel: int) -> Case:
-    sets, capacity = cold_sets(12 * numel), max(1, numel // 80)
+    sets = max(2, min(64, cases.COLD_BYTES // (12 * numel)))
+    capacity = max(1, numel // 80)
     grad = [torch.randn(numel, device=device) for _ in range(sets)]
     residual = [torch.zeros_like(tensor) for tensor in grad]
     nbytes = payload_layout(numel, capacity, BF16).nbytes
@@ -215,20 +191,6 @@ def sampled_case(device: str, numel: int) -> Case:
 
     detail = "float32 grad, bfloat16 values"
     return Case(SAMPLED, detail, numel, 12 * numel, sets, run, reset=lambda i: residual[i].zero_())
-
-
-def copy_case(device: str, nbytes: int) -> Case:
-    sets = cold_sets(nbytes)
-    source = [torch.randn(nbytes // 8, device=device) for _ in range(sets)]
-    target = [torch.zeros_like(tensor) for tensor in source]
-
-    def run(ops, i):
-        if device == "cuda":
-            pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (target[i], source[i]))
-            ops.copy(*pointers, ctypes.c_int64(source[i].nbytes), ctypes.c_void_p(0))
-        return (target[i],)
-
-    return Case(COPY, "float32", nbytes // 12, nbytes, sets, run)
 
 
 def compared(case: Case, ops: dict[str, SimpleNamespace], device: str) -> dict:
@@ -250,16 +212,12 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this number")
-    parser.add_argument("--only", metavar="A,B", default=",".join(VARIANTS), help="tried variants")
     args = parser.parse_args()
-    names = args.only.split(",")
-    if unknown := sorted(set(names) - set(VARIANTS)):
-        parser.error(f"--only must name variants ({', '.join(VARIANTS)}), got {','.join(unknown)}")
     cuda = args.device == "cuda"
     gpu = int("{}{}".format(*torch.cuda.get_device_capability())) if cuda else None
     args.out.mkdir(parents=True, exist_ok=True)
     scratch = torch.empty(2**29 if cuda else 0, device=args.device)
-    pairs = [(name, op) for name in names for op in VARIANTS[name].ops]
+    pairs = [(name, op) for name, variant in VARIANTS.items() for op in variant.ops]
     pairs = [*((DEFAULT, op) for op in dict.fromkeys(op for _, op in pairs)), *pairs]
     build.build(gpu=gpu)  # first build the parts that all libraries share
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -274,7 +232,7 @@ def main() -> None:
             files.write_json(args.out / "variants.json", content)
             del case
     failures = [f"{f['op']} {f['numel']}: {', '.join(f['wrong'])}" for f in found if f["wrong"]]
-    report(failures, f"{len(found)} cases of {len(names)} variants, all bitwise equal")
+    report(failures, f"{len(found)} cases of {len(VARIANTS)} variants, all bitwise equal")
 
 
 if __name__ == "__main__":

@@ -45,9 +45,6 @@ class Namespaces:
 
     Only one such context can be active on a machine, because a second context would distort the
     times. On entry, removes the namespaces of a killed run.
-
-    Raises:
-        UsageError: a requirement is missing, or another run is active.
     """
 
     interface = "eth0"

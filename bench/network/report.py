@@ -37,13 +37,7 @@ def announce(options: argparse.Namespace) -> str:
     )
 
 
-def merge(
-    ranks: int,
-    rate: float | None,
-    mode: str,
-    rounds: list[list[dict]],
-    shared: int,
-) -> dict:
+def merge(ranks: int, rate: float | None, mode: str, rounds: list[list[dict]], shared: int) -> dict:
     """Merge the measurements of all ranks and rounds into one cell, with figures per step.
 
     "step_ms" has the 20 % quantile, the median and the 80 % quantile; a step takes as long as its

@@ -2,8 +2,8 @@
 
 import argparse
 import contextlib
-import functools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def run_program(name: str, work: Callable[..., None], options: argparse.Namespac
 
 def compare(options: argparse.Namespace) -> None:
     """Run all modes with all seeds. Rank 0 prints and writes the results. Collective."""
-    console = make_console()
+    console, start = make_console(), time.monotonic()
     data = load(options.data, options.rows, options.hash_size, options.batch_size)
     describe(console, data)
     bayes = None
@@ -77,6 +77,8 @@ def compare(options: argparse.Namespace) -> None:
         if options.optimizer != "adamw":
             text = f"To try AdamW with int4, add {ADAMW} (make train OPTIONS='{ADAMW}')."
             console.print(text, markup=False, highlight=False)
+        minutes, seconds = divmod(round(time.monotonic() - start), 60)
+        console.print(f"Total time: {minutes} min {seconds} s", highlight=False)
         console.print(f"Results: {options.out}/{report.SUMMARY}, {report.CURVES}", style="dim")
 
 
@@ -105,11 +107,21 @@ def describe(console: Console | None, data: Dataset) -> None:
 
 @contextlib.contextmanager
 def progress(console: Console | None, title: str, data: Dataset) -> Iterator[Callable[[], object]]:
-    """Show a progress bar on a terminal. Yield a function to call after each step."""
-    hidden = console is None or not console.is_terminal
-    with Progress(console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(title, total=data.description["steps"])
-        yield functools.partial(bar.advance, task)
+    """Show progress and the time left, as a bar on a terminal. Yield a function for each step."""
+    steps, is_terminal = data.description["steps"], console is not None and console.is_terminal
+    with Progress(console=console, transient=True, disable=not is_terminal) as bar:
+        bar.add_task(title, total=steps)
+        (task,) = bar.tasks
+
+        def on_step() -> None:
+            quarter = 4 * int(task.completed) // steps
+            bar.advance(task.id)
+            if console is None or is_terminal or not quarter < 4 * int(task.completed) // steps < 4:
+                return
+            left = f"{task.percentage:.0f} %, {task.time_remaining or 0:.0f} s left"
+            console.print(f"{title}: {left}", markup=False, highlight=False)
+
+        yield on_step
 
 
 def _make_folder(folder: Path, overwrite: bool) -> None:

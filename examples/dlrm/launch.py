@@ -9,11 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import (
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from .errors import RankError, UsageError
 
@@ -69,12 +65,7 @@ def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
 
 
 def _rank(
-    rank: int,
-    ranks: int,
-    local_ranks: int,
-    rendezvous: str,
-    work: Callable[..., None],
-    args: tuple,
+    rank: int, ranks: int, local_ranks: int, rendezvous: str, work: Callable[..., None], args: tuple
 ) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)

@@ -67,11 +67,7 @@ class Run:
 
 
 def run(
-    mode: str,
-    seed: int,
-    data: Dataset,
-    options: argparse.Namespace,
-    on_step: Callable[[], object],
+    mode: str, seed: int, data: Dataset, options: argparse.Namespace, on_step: Callable[[], object]
 ) -> Run:
     """Train and test. Collective: all ranks pass the same arguments, except for their rows.
 

@@ -51,9 +51,6 @@ def train(
         groups: as in `Traffic`.
         on_step: called after each step.
         after_step: called at the end of each step, after the optimizers.
-
-    Raises:
-        UsageError: the loss became infinite or NaN.
     """
     losses: list[float] = []
     step_ms: list[float] = []

@@ -19,8 +19,7 @@ def distinct(ids: Tensor, tables: Tensor, number: int) -> tuple[Tensor, Tensor, 
         of each id in `wanted`; counts int64 [number], the number of ids in `wanted` per table.
     """
     keys, inverse = torch.unique(ids + (tables << 32), return_inverse=True)
-    counts = count(keys >> 32, number)
-    return (keys & 0xFFFFFFFF).int(), inverse, counts
+    return (keys & 0xFFFFFFFF).int(), inverse, count(keys >> 32, number)
 
 
 def count(numbers: Tensor, end: int) -> Tensor:

@@ -48,8 +48,7 @@ def require_same_settings(
     Collective, for set-up. It compares values as text, even invalid ones, so that a rank with an
     invalid value does not leave the other ranks waiting.
     """
-    texts = {name: str(value) for name, value in values.items()}
-    compare(op, texts, group, device)
+    compare(op, {name: str(value) for name, value in values.items()}, group, device)
 
 
 def mesh_groups(mesh: object) -> list[Any]:

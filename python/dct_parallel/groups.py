@@ -299,10 +299,6 @@ class Agreement:
         rank: the rank of this process; valid after process groups are destroyed.
         run_id: created by the first rank when training starts, and again in the first step after a
             load. Checkpoints contain it.
-
-    Raises:
-        ValueError: settings differ between ranks.
-        RuntimeError: a rank raised an error, or did not take part within the group's timeout.
     """
 
     def __init__(
@@ -329,8 +325,7 @@ class Agreement:
         self, op: str, values: Mapping[str, Any], group: dist.ProcessGroup, own: Any = None
     ) -> list[Any]:
         """Compare `values` with the ranks of a group. Returns `own` of every rank, in order."""
-        timeout = timeout_of(group, self._device)
-        gathered = gather_values(op, {**values, "own": own}, group, timeout)
+        gathered = gather_values(op, {**values, "own": own}, group, timeout_of(group, self._device))
         found = [values.pop("own") for values in gathered.values()]
         require_same(op, gathered)
         return found

@@ -30,16 +30,6 @@ def test_help_shows_how_to_run_the_program(name, capsys, monkeypatch):
     assert printed.startswith(f"usage: python -m {name} ") and "(default: [" not in printed
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_option_has_help_and_no_abbreviation(name, capsys):
-    parser = importlib.import_module(f"bench.{name}").parser()
-    options = [action for action in parser._actions if action.option_strings]
-    assert [action.option_strings[0] for action in options if not action.help] == []
-    with pytest.raises(SystemExit):
-        parser.parse_args([options[1].option_strings[0][:-1], "1"])
-    assert "unrecognized arguments: " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["hooks", "kernels", "link"])
 def test_the_eager_backend_is_timed_only_on_request(name, capsys, monkeypatch):
     monkeypatch.setattr(cli, "backend_of", lambda device: "eager")

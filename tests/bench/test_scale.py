@@ -65,6 +65,35 @@ def test_dense_formats_and_local_steps_by_hand():
     assert model.step("dense", 2, Link(0.0, 1e7)).wire == 0.0  # hidden behind compute
 
 
+def test_shards_of_fsdp2_by_hand():
+    """A rank of 4 sends 3/4 of two copies of the weights and of one of the gradients."""
+    model = Model(10**6, 0.5, FREE._replace(quantize=2e9, dequantize=1e9))
+    step = model.shards_step("FSDP2 in bfloat16", 4, Link(1e-3, 1e6))
+    assert step.wire_bytes == 0.75 * 6e6 and step.pack == step.unpack == 0.0
+    # Gathers take 2 messages each, and the scatter of gradients 3 (pairwise) or 2 (Bruck).
+    assert step.wire == pytest.approx(2 * (2e-3 + 1.5) + 3e-3 + 1.5)
+    step = model.shards_step("compress_fully_shard(model)", 4, Link(0.0, 1e6))
+    assert step.wire_bytes == pytest.approx(0.75 * 3.09375e6)
+    assert step.pack == pytest.approx((2 * 5.03125 * 0.25e6 + 3.03125e6) / 2e9)
+    assert step.unpack == pytest.approx((2 * 3.03125e6 + 1.03125e6 + 1e6) / 1e9)
+
+
+def test_a_table_of_several_rates_has_times_in_bfloat16(capsys):
+    """Each row has the times of the tables of one rate, and factors against bfloat16."""
+    given = ["--parameters", "50M", "--ranks", "4", "--device", "gpu", "--rates"]
+    assert scale.main([*given, "10gbit,1gbit"]) == 0
+    (row,) = re.findall(r"^\| 4 .*\| 10 Gbit/s +\|(.*)\|$", capsys.readouterr().out, re.M)
+    assert scale.main([*given, "10gbit"]) == 0
+    printed = capsys.readouterr().out
+    (dense, _), (bfloat16, _), (ours, factor), _, (fsdp2, _), (shards, fewer) = re.findall(
+        r"^\| \S.*? \| +(\S+) ms +\| (\S+) ", printed, re.M
+    )
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells == [dense, bfloat16, f"dct {ours}", factor, fsdp2, shards, fewer]
+    assert f"{bfloat16} ms in bfloat16, {ours} ms with" in printed
+    assert "(on a click model with 1.4 million parameters, not on yours;" in printed
+
+
 MODES = {
     "dense": "dense",
     "bf16": "bf16",
@@ -86,12 +115,11 @@ def test_bytes_match_the_measured_ones(ranks):
 
 def test_the_prediction_in_the_readme(capsys):
     readme = (ROOT / "README.md").read_text()
-    (options,) = re.findall(r"^python -m bench\.scale (.*?)  #", readme, re.M)
+    (options,) = re.findall(r"^python -m bench\.scale (.*)$", readme, re.M)
     assert scale.main(options.split()) == 0
     predicted = re.findall(r"^\| \S.*? \| +(\S+) ms", capsys.readouterr().out, re.M)
-    words = r"predicts steps of (\d+) ms in float32, (\d+) ms in bfloat16 and (\d+) ms at"
-    (stated,) = re.findall(words, readme)
-    assert [round(float(ms)) for ms in predicted] == [int(ms) for ms in stated]
+    stated = re.findall(r"^\| predicted.* \| (\d+) \| (\d+) \| (\d+), `", readme, re.M)
+    assert [round(float(ms)) for ms in predicted] == [int(ms) for row in stated for ms in row]
 
 
 GUIDE = (ROOT / "docs" / "guide" / "which_method.md").read_text()

@@ -75,8 +75,7 @@ def run_patch_ops(backend, weights, snapshot):
         checksums = torch.empty(2, dtype=torch.int64, device=weights.device)
         backend.diff_pack(weights, snapshot, patch, checksums, capacity)
         results += [patch, checksums]
-    status = backend.patch_apply(results[0], snapshot)
-    return *results, status, snapshot, backend.checksum(snapshot)
+    return *results, backend.patch_apply(results[0], snapshot), snapshot, backend.checksum(snapshot)
 
 
 @pytest.mark.many_programs

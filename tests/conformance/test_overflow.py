@@ -65,21 +65,6 @@ def test_ranges(backend, numel, ranges):
     assert sum(content.numel for content in packed.contents) == numel
 
 
-def test_ranges_overflow_independently(backend):
-    """Each range has its own flags, capacity, threshold and `seen`."""
-    numel = 4 * 16384 + 100
-    residual = torch.zeros(numel)
-    residual[10:15] = 1.0
-    residual[40000:40006] = 2.0
-    residual[40006:40100] = 1.0
-    residual[numel - 1] = math.nan
-    packed = calls.mask_pack(backend, residual, None, [0.5, 1.5, 0.5], capacity=5, ranges=3)
-    assert [content.flags for content in packed.contents] == [0, 1, 2]
-    assert [content.count for content in packed.contents] == [5, 5, 1]
-    assert [content.numel for content in packed.contents] == [32768, 32768, 100]
-    assert packed.seen.tolist() == [5, 6, 1]
-
-
 @pytest.mark.parametrize("ranges", [None, 7])
 def test_many_blocks_with_overflow_in_the_middle(backend, ranges):
     numel = 12 * 16384 + 123

@@ -34,8 +34,7 @@ def test_without_a_residual(backend, grad_dtype, format):
         grad = numbers(numel, grad_dtype)
         grad[:3] = -0.0
         quantized_calls.quantize_pack(backend, None, grad, format)
-        scale = torch.tensor(1 / 3)
-        quantized_calls.quantize_pack(backend, None, grad, format, inv_scale=scale)
+        quantized_calls.quantize_pack(backend, None, grad, format, inv_scale=torch.tensor(1 / 3))
 
 
 @formats
@@ -89,8 +88,7 @@ def test_rows_by_hand(backend, format):
     assert row[: len(codes)] == row[each : each + len(codes)] == bytes(codes)
     assert row[2 * each : 15 * each] == bytes(13 * each)
     assert row[15 * each : 15 * each + len(codes)] == bytes(codes)
-    scales = np.frombuffer(row[16 * each :], np.uint16).tolist()
-    assert scales == [scale, scale, *[0] * 13, scale]
+    assert np.frombuffer(row[16 * each :], np.uint16).tolist() == [scale, scale, *[0] * 13, scale]
     assert len(raw) == 64 + 2 * len(row)
     for begin in (0, 64, 960):
         assert packed.residual[begin : begin + len(left)].tolist() == left

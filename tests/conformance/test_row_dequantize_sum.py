@@ -27,9 +27,9 @@ def check(backend, rows, width, format, dtype=torch.float32, offset=0):
     return out.cpu()
 
 
-def messages(ranks, rows, width, format, seed=0):
+def messages(ranks, rows, width, format):
     """Return all ranks' messages: rows of random numbers with different magnitudes, and zeros."""
-    x = samples.normal(ranks * rows * width, seed=seed).view(ranks * rows, width)
+    x = samples.normal(ranks * rows * width).view(ranks * rows, width)
     x *= torch.tensor([1.0, 1e-3, 4096.0, 0.0, 1e30, 7.0, 1e-30]).repeat(len(x))[: len(x), None]
     raw = oracle.row_quantize(bits.numbers(x), format)
     return torch.from_numpy(raw.copy()).view(ranks, rows, raw.shape[1])
@@ -38,8 +38,7 @@ def messages(ranks, rows, width, format, seed=0):
 @formats
 @pytest.mark.parametrize("width", WIDTHS)
 def test_widths(backend, width, format):
-    dtype = bits.FLOATS[width % 3]
-    check(backend, messages(3, 5, width, format), width, format, dtype)
+    check(backend, messages(3, 5, width, format), width, format, bits.FLOATS[width % 3])
 
 
 @formats
@@ -135,24 +134,3 @@ def test_sum_of_negative_zeros_is_negative_zero(backend, format):
     assert (bits.raw(check(backend, rows[:1], width, format)) == NEGATIVE_ZERO).all()
     rows[1, :, -1] = 0x00
     assert (bits.raw(check(backend, rows, width, format)) == 0).all()
-
-
-@formats
-@dtypes
-def test_one_rank_equals_row_dequantize(backend, dtype, format):
-    for width in (5, 64, 300):
-        rows = garbage(20, width, format).to(backend.device)
-        out = backend.row_dequantize_sum(rows[None], width, format, dtype)
-        expected = backend.row_dequantize(rows, width, format, dtype)
-        bits.assert_floats(out, bits.raw(expected), f"{format}, one rank")
-
-
-@formats
-@dtypes
-def test_nonfinite_sums(backend, dtype, format):
-    x = torch.ones(2, 4, 100)
-    x[0, 1, 5], x[1, 2, 99] = math.inf, math.nan
-    raw = oracle.row_quantize(bits.numbers(x.view(8, 100)), format)
-    out = check(backend, torch.from_numpy(raw.copy()).view(2, 4, -1), 100, format, dtype)
-    assert out.isnan().all(1).tolist() == [False, True, True, False]
-    assert out[::3].isfinite().all()

@@ -86,15 +86,6 @@ def test_zeros_of_the_sum_are_positive(backend):
         assert bits.raw(out).tolist() == [0] * 100
 
 
-def test_the_order_of_ranks_changes_the_bits(backend):
-    geometry = Geometry(1000, 1000, "float32")
-    pool = samples.normal(5000)
-    ranks = [calls.random_payload(geometry, 1.0, seed, pool) for seed in range(8)]
-    forward, _ = calls.scatter_unpack(backend, ranks, geometry)
-    backward, _ = calls.scatter_unpack(backend, ranks[::-1], geometry)
-    assert not torch.equal(forward, backward)
-
-
 SCALES = (1 / 3, -1.0, 0.0, -0.0, 1e-45, 1e-320, 1e39, math.inf, math.nan)
 
 
@@ -155,12 +146,3 @@ def test_flags_of_an_empty_range_are_ignored(backend):
     out, status = calls.scatter_unpack(backend, [[valid[0], *marked[1:]]], geometry)
     assert status == [0]
     assert out.tolist() == [0.0] * 10
-
-
-def test_non_finite_entries_are_summed(backend):
-    geometry = Geometry(5, 5, "bfloat16")
-    ranks = [entries(geometry, [1, 2, 3], [math.inf, math.nan, math.inf])]
-    ranks.append(entries(geometry, [1, 3], [1.0, -math.inf]))
-    out, _ = calls.scatter_unpack(backend, ranks, geometry)
-    assert out[1] == math.inf
-    assert out.isnan().tolist() == [False, False, True, True, False]

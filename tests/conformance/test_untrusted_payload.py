@@ -97,8 +97,7 @@ WRONG_HEADERS = {
 @value_dtypes
 def test_a_wrong_header_voids_the_payload(backend, value_dtype, ranges):
     geometry = Geometry(BLOCKS_AND_A_BIT, 120, value_dtype, ranges)
-    found = named_statuses(backend, geometry, WRONG_HEADERS)
-    assert found == dict.fromkeys(WRONG_HEADERS, 1)
+    assert named_statuses(backend, geometry, WRONG_HEADERS) == dict.fromkeys(WRONG_HEADERS, 1)
 
 
 def test_only_the_range_with_the_wrong_header_is_void(backend):
@@ -144,8 +143,7 @@ WRONG_STARTS = {
 
 @value_dtypes
 def test_wrong_starts_void_their_blocks(backend, value_dtype):
-    geometry = Geometry(BLOCKS_AND_A_BIT, 120, value_dtype)
-    found = named_statuses(backend, geometry, WRONG_STARTS)
+    found = named_statuses(backend, Geometry(BLOCKS_AND_A_BIT, 120, value_dtype), WRONG_STARTS)
     assert {name: status & 3 for name, status in found.items()} == dict.fromkeys(WRONG_STARTS, 2)
 
 
@@ -201,8 +199,7 @@ WRONG_POSITIONS = {
 @value_dtypes
 def test_wrong_positions_void_their_block(backend, value_dtype):
     geometry = Geometry(BLOCKS_AND_A_BIT, 120, value_dtype)
-    found = named_statuses(backend, geometry, WRONG_POSITIONS)
-    assert found == dict.fromkeys(WRONG_POSITIONS, 4)
+    assert named_statuses(backend, geometry, WRONG_POSITIONS) == dict.fromkeys(WRONG_POSITIONS, 4)
 
 
 def test_positions_in_a_short_last_block(backend):

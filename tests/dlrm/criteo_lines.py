@@ -14,8 +14,8 @@ def line(label="1", ints=INTS, categoricals=CATEGORICALS):
     return "\t".join([label, *ints, *categoricals])
 
 
-def write_rows(path, seed, rows, before=(), after=()):
-    """Write the first `rows` rows of a generator between other lines. A *.gz file is compressed."""
+def write_rows(path, seed, rows, before=()):
+    """Write lines, then the first `rows` rows of a generator. A *.gz file is compressed."""
     block = Generator(seed).rows(np.arange(rows))
     lines = [
         line(
@@ -26,5 +26,5 @@ def write_rows(path, seed, rows, before=(), after=()):
         for label, ints, values in zip(block.labels, block.ints, block.values, strict=True)
     ]
     with (gzip.open if path.suffix == ".gz" else open)(path, "wt") as file:
-        file.writelines(f"{text}\n" for text in (*before, *lines, *after))
+        file.writelines(f"{text}\n" for text in (*before, *lines))
     return path

@@ -1,6 +1,5 @@
 """Generated rows, and the reader of Criteo's layout: values and ranks."""
 
-import gzip
 import math
 import zlib
 
@@ -15,10 +14,9 @@ from dlrm.data.features import CARDINALITIES, Rows, table_rows
 ROWS = table_rows(100)
 
 
-def _write(tmp_path, *lines, name="rows.tsv"):
-    path = tmp_path / name
-    content = "".join(text + "\n" for text in lines)
-    path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+def _write(tmp_path, *lines):
+    path = tmp_path / "rows.tsv"
+    path.write_text("".join(text + "\n" for text in lines))
     return path
 
 

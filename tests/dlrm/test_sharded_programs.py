@@ -41,8 +41,7 @@ def _grids(path):
         assert 0.3 < other.scores.auc < 1
     assert (compressed.record.loss != dense.record.loss).any()
     for result in (dense, compressed, replicas):
-        synced = (result.record.sent["sync"] > 0).tolist()
-        assert synced == [step % 4 == 3 for step in range(steps)]
+        assert (result.record.sent["sync"] > 0).tolist() == [step % 4 == 3 for step in range(steps)]
     sent, compressed_sent = dense.record.sent, compressed.record.sent
     assert (replicas.record.sent["rows"] == 0).all()
     # Rows have 16 float32 entries, or 16 int8 entries and a scale.

@@ -1,6 +1,7 @@
 """train_dlrm.py as a user starts it: modes, results, bytes by formula."""
 
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -63,11 +64,16 @@ def test_output_without_a_terminal(results):
         assert len({run["weights_sha256"] for run in runs}) == len(runs) == 2
         for run in runs:
             assert output.count(f"{mode} seed {run['seed']}: AUC {run['auc']:.4f}") == 1
+            lines = re.findall(rf"^{mode} seed {run['seed']}: (\d+) %, \d+ s left$", output, re.M)
+            steps = summary["data"]["steps"]
+            quarters = [-(-steps * quarter // 4) for quarter in (1, 2, 3)]
+            assert [int(percent) for percent in lines] == [round(100 * s / steps) for s in quarters]
             assert 0.3 < run["auc"] < 1 and 0.3 < run["log_loss"] < 1 and run["step_ms_median"] > 0
             assert mode != "dct" or 0.3 * DENSITY < run["density"] <= 1.26 * DENSITY
     assert "Bayes" in output and "±" in output and "\x1b" not in output
     dense, dct = (summary["modes"][m][0]["bytes_per_step_per_rank"] for m in ("dense", "dct"))
     assert f"DCT sent {dense / dct:.1f} times fewer bytes than float32." in output
+    assert re.search(r"^Total time: \d+ min \d+ s$", output, re.M)
 
 
 def test_hybrid_on_a_file_and_its_bytes(tmp_path):

@@ -61,12 +61,7 @@ def _expected(inputs, grads, forward, backward, tables):
     return [torch.cat(found, 1) for found in outputs], after
 
 
-FORMATS = [
-    ("float32", "float32"),
-    ("int8", "bfloat16"),
-    ("int4", "sign"),
-    ("sign", "int4"),
-]
+FORMATS = [("float32", "float32"), ("int8", "bfloat16"), ("int4", "sign"), ("sign", "int4")]
 # (tables, samples per rank). TorchRec's mean pooling requires at least one sample per rank.
 CASES = {
     2: [(TABLES, (6, 6)), (TABLES, (1, 4)), (SUMS, (5, 0)), (SUMS, (0, 0))],

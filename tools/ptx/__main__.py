@@ -25,12 +25,11 @@ Columns, per element (for sample_threshold, per sample):
   half rate   the part of issue slots that runs at half rate: integers, comparisons, moves
   PTX         PTX instructions that warps issue, times 32 lanes
   active      active lanes in PTX instructions
-  conflicts   passes through shared memory beyond the first of each access, times 32
 """
 
 
 COLUMNS = ("call", "must move", "moves", "asks for", "issue slots", "half rate", "PTX")
-COLUMNS += ("active", "conflicts", "most of it")
+COLUMNS += ("active", "most of it")
 
 
 def table(counted: Iterable[Cost]) -> Iterator[str]:
@@ -60,7 +59,6 @@ def _cells(cost: Cost) -> list[str]:
         f"{cost.half_rate:.1f}",
         f"{LANES * ptx / cost.elements:.1f}",
         f"{100 * sum_of('threads') / (LANES * ptx):.0f} %",
-        f"{LANES * sum_of('conflicts') / cost.elements:.1f}",
         ", ".join(f"{name} {100 * classes[name] / ptx:.0f} %" for name in most),
     ]
 

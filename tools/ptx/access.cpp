@@ -39,14 +39,7 @@ uint64_t Block::access(const Warp& warp, const Instruction& i, int lane, char* r
   if (i.address.bytes == 4) address = static_cast<uint32_t>(address);
   const Place place = locate(warp, i, lane, address, bytes);
   char* memory = place.memory;
-  char stored[16];
-  if (i.action == Action::kStore) {
-    for (int e = 0; e < i.count; ++e) {
-      const uint64_t value = register_value(registers, i.from[e], lane);
-      std::memcpy(stored + e * i.element, &value, i.element);
-    }
-  }
-  order(warp, i, lane, address, memory, bytes, stored);
+  order(warp, i, lane, address, memory, bytes);
   track(warp, i, lane, address, place, bytes);
 
   const auto begin = reinterpret_cast<uint64_t>(memory);
@@ -55,11 +48,8 @@ uint64_t Block::access(const Warp& warp, const Instruction& i, int lane, char* r
     uint64_t old = 0;
     std::memcpy(&old, memory, i.element);
     if (i.action != Action::kLoad) {
-      uint64_t value = 0;
-      if (i.action == Action::kStore)
-        std::memcpy(&value, stored + e * i.element, i.element);
-      else
-        value = i.update(old, register_value(registers, i.from[e], lane));
+      uint64_t value = register_value(registers, i.from[e], lane);
+      if (i.action == Action::kAtomic) value = i.update(old, value);
       std::memcpy(memory, &value, i.element);
     }
     if (i.to[e].at == kNone) continue;
@@ -97,9 +87,6 @@ Block::Place Block::locate(const Warp& warp, const Instruction& i, int lane, int
       if (Allocation* allocation = launch_.memory.find(address, bytes)) {
         within = true;
         place.written = allocation->written_at(address);
-      } else if (is_local(warp.number * kLanes + lane, address, bytes)) {
-        within = true;
-        place.written = local_written_.data() + (place.memory - local_.data());
       } else {
         bounds = ", " + launch_.memory.nearest(address);
       }
@@ -111,18 +98,16 @@ Block::Place Block::locate(const Warp& warp, const Instruction& i, int lane, int
 }
 
 void Block::order(const Warp& warp, const Instruction& i, int lane, int64_t address, char* memory,
-                  int bytes, const char* stored) {
+                  int bytes) {
+  if (i.space == Space::kParameter) return;
   const uint32_t thread = warp.number * kLanes + lane;
-  if (i.space == Space::kParameter || is_local(thread, address, bytes)) return;
   Races& races = launch_.races;
   const bool atomic = i.action == Action::kAtomic;
   const auto begin = reinterpret_cast<uint64_t>(memory);
   const char* conflict = nullptr;
   if (i.action != Action::kStore) conflict = races.read(clock_, thread, begin, bytes, atomic);
   if (i.action != Action::kLoad && conflict == nullptr) {
-    const bool replica = launch_.replicas && i.space == Space::kShared &&
-                         i.action == Action::kStore && std::memcmp(memory, stored, bytes) == 0;
-    conflict = races.write(clock_, thread, begin, bytes, atomic, replica);
+    conflict = races.write(clock_, thread, begin, bytes, atomic);
   }
   if (conflict != nullptr) {
     fail(warp, lane, i, "data race at address " + std::to_string(address) + ": " + conflict);

@@ -74,20 +74,14 @@ class Executor:
         threads: int,
         *arguments,
         shared_bytes: int = 0,
-        replicas: bool = False,
     ) -> None:
-        """Run a kernel. Arguments are 64-bit integers, and tensors, which are device memory.
-
-        With `replicas`, it is not a race if threads of a block store the same value to the same
-        address in shared memory.
-        """
+        """Run a kernel. Arguments are 64-bit integers, and tensors, which are device memory."""
         values = [to_c(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         sizes = [ctypes.c_int64(size) for size in (blocks, threads, shared_bytes)]
 
         def run() -> int:
-            allowed = ctypes.c_int64(replicas)
-            return self._library.ptx_launch(kernel.encode(), *sizes, pointers, allowed)
+            return self._library.ptx_launch(kernel.encode(), *sizes, pointers)
 
         self._on_device(kernel, run, arguments)
 

@@ -39,8 +39,6 @@ Block::Block(Launch& launch, uint32_t index)
     shared_written_.resize(pages * Races::kPage);
   }
   warps_.resize((live_ + kLanes - 1) / kLanes);
-  local_.resize(warps_.size() * kLanes * local_stride(), '\xcd');
-  local_written_.resize(local_.size());
   for (uint32_t w = 0; w < warps_.size(); ++w) {
     Warp& warp = warps_[w];
     warp.number = w;
@@ -54,8 +52,6 @@ Block::Block(Launch& launch, uint32_t index)
       for (int s = 0; s < kSpecials; ++s) {
         std::memcpy(&warp.arena[program_.special[s] + 4 * lane], &values[s], 4);
       }
-      const int64_t local = local_begin(t);
-      std::memcpy(&warp.arena[program_.local.at + 8 * lane], &local, 8);
     }
   }
 }
@@ -176,12 +172,8 @@ bool Block::collect(Warp& warp, const Group& group, const Instruction& i) {
 }
 
 void Block::meet(Warp& warp, const Instruction& i, uint32_t lanes) {
-  if (i.matrices != Matrices::kNone) {
-    access_matrices(warp, i, lanes);
-  } else {
-    i.run(warp.arena.data(), i, lanes);
-    if (i.to[0].at == kNone) clock_.warp_barrier(warp.number, lanes);
-  }
+  i.run(warp.arena.data(), i, lanes);
+  if (i.to[0].at == kNone) clock_.warp_barrier(warp.number, lanes);
 }
 
 void Block::complete_collectives(Warp& warp) {

@@ -21,8 +21,7 @@ struct Launch {
   uint32_t blocks, threads;  // threads of a block
   int64_t dynamic_shared_bytes;
   std::vector<char> parameters;
-  bool in_turn;   // not in random order: each warp runs as far as it can, in lock-step
-  bool replicas;  // threads of a block may store the same value to one address in shared memory
+  bool in_turn;  // not in random order: each warp runs as far as it can, in lock-step
   Random& random;
   Allocations& memory;
   Races& races;
@@ -71,16 +70,6 @@ class Block {
   void access(Warp& warp, const Instruction& i, uint32_t lanes);
   // Returns the accessed address.
   uint64_t access(const Warp& warp, const Instruction& i, int lane, char* registers);
-  void access_matrices(Warp& warp, const Instruction& i, uint32_t lanes);
-  // The generic address of a thread's local memory.
-  int64_t local_begin(uint32_t thread) const {
-    return reinterpret_cast<int64_t>(local_.data()) + thread * local_stride();
-  }
-  int64_t local_stride() const { return (program_.local_bytes + 15) / 16 * 16; }
-  bool is_local(uint32_t thread, int64_t address, int bytes) const {
-    const int64_t at = address - local_begin(thread);
-    return 0 <= at && at + bytes <= program_.local_bytes;
-  }
   // Host memory, and a flag per byte that is set if the byte was written (null if all bytes were).
   struct Place {
     char *memory, *written;
@@ -89,9 +78,9 @@ class Block {
   // Records loads of unwritten bytes, and marks the bytes that a store writes as written.
   void track(const Warp& warp, const Instruction& i, int lane, int64_t address, const Place& place,
              int bytes);
-  // Fails if the access is a race. `stored` is the value of a store.
+  // Fails if the access is a race.
   void order(const Warp& warp, const Instruction& i, int lane, int64_t address, char* memory,
-             int bytes, const char* stored);
+             int bytes);
   [[noreturn]] void fail(const Warp& warp, int lane, const Instruction& i,
                          const std::string& what) const;
   std::string described(const Warp& warp, int lane, const Instruction& i,
@@ -104,8 +93,7 @@ class Block {
   Clock clock_;
   std::vector<Extent> shared_extents_;
   std::unique_ptr<char, void (*)(void*)> shared_;
-  std::vector<char> local_;  // the local memories of all threads, consecutively
-  std::vector<char> shared_written_, local_written_;
+  std::vector<char> shared_written_;
   std::vector<Warp> warps_;
   uint32_t live_;
 };

@@ -7,14 +7,11 @@
 namespace ptx {
 namespace {
 
-template <auto combine, typename T = uint32_t>
-void reduce(char* registers, const Instruction& i, uint32_t lanes) {
-  const auto* from = lanes_of<const T>(registers, i.from[0]);
-  T sum = from[__builtin_ctz(lanes)];
-  for (uint32_t left = lanes & (lanes - 1); left != 0; left &= left - 1) {
-    sum = static_cast<T>(combine(sum, from[__builtin_ctz(left)]));
-  }
-  auto* to = lanes_of<T>(registers, i.to[0]);
+void sum(char* registers, const Instruction& i, uint32_t lanes) {
+  const auto* from = lanes_of<const uint32_t>(registers, i.from[0]);
+  uint32_t sum = 0;
+  for_each_lane(lanes, [&](int lane) { sum += from[lane]; });
+  auto* to = lanes_of<uint32_t>(registers, i.to[0]);
   for_each_lane(lanes, [&](int lane) { to[lane] = sum; });
 }
 
@@ -75,11 +72,8 @@ void nothing(char*, const Instruction&, uint32_t) {}
 
 void add_collectives(Forms& forms) {
   forms.insert({
-      {"redux.sync.add.u32", {reduce<add>, {4}, {4, 4}, Kind::kCollective}},
-      {"redux.sync.add.s32", {reduce<add>, {4}, {4, 4}, Kind::kCollective}},
-      {"redux.sync.max.u32", {reduce<most>, {4}, {4, 4}, Kind::kCollective}},
-      {"redux.sync.min.s32", {reduce<least, int32_t>, {4}, {4, 4}, Kind::kCollective}},
-      {"redux.sync.max.s32", {reduce<most, int32_t>, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.add.u32", {sum, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.add.s32", {sum, {4}, {4, 4}, Kind::kCollective}},
       {"vote.sync.ballot.b32", {ballot, {4}, {1, 4}, Kind::kCollective}},
       {"vote.sync.any.pred", {any, {1}, {1, 4}, Kind::kCollective}},
       {"shfl.sync.up.b32", {shuffle<Shuffle::kUp>, {4, 1}, {4, 4, 4, 4}, Kind::kCollective}},

@@ -20,7 +20,6 @@ class KernelCost:
     classes: dict[str, int]  # PTX instructions that warps issued, by class
     threads: int  # active lanes of these instructions
     sectors: int  # distinct sectors per warp instruction, summed over the instructions
-    conflicts: int  # extra passes of shared memory accesses
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def _run(case: Case):
 
 def _kernel(symbol: str, rows) -> KernelCost:
     code = machine_code.machine_code(executor().text(symbol), symbol)
-    classes, sums, issues = Counter(), [0, 0, 0], {}
+    classes, sums, issues = Counter(), [0, 0], {}
     for line, issued, *numbers, opcode in rows:
         issues[int(line)] = int(issued)
         classes[class_of(opcode)] += int(issued)

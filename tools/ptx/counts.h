@@ -57,8 +57,7 @@ class Counts {
  private:
   struct Count {
     uint64_t issues = 0, lanes = 0;
-    uint64_t sectors = 0;    // distinct sectors of device memory per issue, summed over issues
-    uint64_t conflicts = 0;  // extra passes through shared memory
+    uint64_t sectors = 0;  // distinct sectors of device memory per issue, summed over issues
   };
   Count& count_of(const Instruction& i) { return counts_[&i - program_.code.data()]; }
 

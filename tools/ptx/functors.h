@@ -43,19 +43,11 @@ inline constexpr auto add_to_zero = [](float a, float b) {
 };
 inline constexpr auto subtract = [](auto a, auto b) { return one_nan(a - b); };
 inline constexpr auto multiply = [](auto a, auto b) { return one_nan(a * b); };
-inline constexpr auto multiply_high = [](auto a, auto b) {
-  using T = decltype(a);
-  using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
-  return Wide{a} * Wide{b} >> (8 * sizeof(T));
-};
 inline constexpr auto multiply_wide = [](auto a, auto b) {
   using Wide = std::conditional_t<std::is_signed_v<decltype(a)>, int64_t, uint64_t>;
   return Wide{a} * Wide{b};
 };
 inline constexpr auto multiply_add = [](auto a, auto b, auto c) { return a * b + c; };
-inline constexpr auto multiply_add_wide = [](auto a, auto b, auto c) {
-  return decltype(c){a} * decltype(c){b} + c;
-};
 inline constexpr auto fused = [](float a, float b, float c) { return one_nan(std::fma(a, b, c)); };
 inline constexpr auto divide = [](auto a, auto b) {
   using T = decltype(a);
@@ -67,11 +59,6 @@ inline constexpr auto divide = [](auto a, auto b) {
     return a / b;
   }
 };
-inline constexpr auto remainder = [](int32_t a, int32_t b) {
-  if (b == 0 || b == -1) return b == 0 ? a : 0;
-  return a % b;
-};
-
 // If one operand is NaN, the result is the other operand. -0.0 is less than 0.0.
 template <bool kLeast, typename T>
 T extreme(T a, T b) {
@@ -91,7 +78,6 @@ inline constexpr auto most = [](auto a, auto b) { return extreme<false>(a, b); }
 inline constexpr auto least_above_zero = [](auto a, auto b) {
   return std::max<decltype(a)>(std::min(a, b), 0);
 };
-inline constexpr auto most_and_zero = [](int32_t a, int32_t b) { return std::max({a, b, 0}); };
 
 // absolute and negate change only the sign bit of a float, even for NaN.
 inline constexpr auto absolute = [](float a) { return std::fabs(a); };
@@ -128,15 +114,10 @@ inline constexpr auto insert = [](auto a, auto b, uint32_t position, uint32_t le
   }
   return b;
 };
-// For signed types, the bits above the field repeat its top bit; otherwise they are 0.
-inline constexpr auto extract = [](auto a, uint32_t position, uint32_t length) {
-  using T = decltype(a);
-  position &= 255, length &= 255;
-  if (length == 0) return T{0};
-  constexpr uint32_t kBits = 8 * sizeof(T);
-  const T moved = shift_right(a, position);
-  if (length >= kBits) return moved;
-  return static_cast<T>(moved << (kBits - length)) >> (kBits - length);
+inline constexpr auto extract = [](uint32_t a, uint32_t position, uint32_t length) {
+  const uint32_t moved = shift_right(a, position & 255);
+  length &= 255;
+  return length >= 32 ? moved : moved & ((1u << length) - 1);
 };
 // Shifts high:low to the left and returns the high word.
 inline constexpr auto funnel_left = [](uint32_t low, uint32_t high, uint32_t n) {

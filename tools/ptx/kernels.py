@@ -63,8 +63,7 @@ class Kernel:
         # Since sm_90, reductions are called REDG.
         names = (re.sub("^REDG", "RED", opcode(i)) for i in self.instructions)
         ordered = re.compile(r"(LDG|STG)\S*STRONG|ATOMG|RED\.|MEMBAR|FENCE|CCTL\.IV")
-        found = filter(ordered.match, names)
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(filter(ordered.match, names)))
 
     def blocks(self, dynamic_shared_bytes: int) -> int:
         """The number of blocks that fit on one multiprocessor."""
@@ -86,8 +85,7 @@ def kernels(compiled: Compiled, architecture: int) -> Iterator[Kernel]:
     """All kernels of a source."""
     for symbol, code in _sections(r"Function : (\S+)", compiled.sass):
         ptx = dict(_sections(r"\.entry (\w+)\(", compiled.ptx))[symbol].partition("{")[0]
-        entries = _sections(r"Compiling entry function '(\w+)'", compiled.report)
-        report = dict(entries)[symbol]
+        report = dict(_sections(r"Compiling entry function '(\w+)'", compiled.report))[symbol]
         spills = [_number(rf"(\d+) bytes spill {kind}", report) for kind in ("stores", "loads")]
         yield Kernel(
             name=demangle(symbol),

@@ -131,7 +131,6 @@ def _copies(ptx: str, blocks: list[Block]) -> Counter:
         statement = re.sub(r"^@\S+\s+", "", text.strip())
         together.append(number)
         if statement.endswith(":") or statement.startswith(("bra", "ret")):
-            most = max(1, *(counts[n] for n in together))
-            copies.update(dict.fromkeys(together, most))
+            copies.update(dict.fromkeys(together, max(1, *(counts[n] for n in together))))
             together = []
     return copies

@@ -130,13 +130,13 @@ const char* Races::read(const Clock& clock, uint32_t thread, uint64_t address, i
 }
 
 const char* Races::write(const Clock& clock, uint32_t thread, uint64_t address, int bytes,
-                         bool atomic, bool replica) {
+                         bool atomic) {
   const Access now = {clock.block, clock.epoch, clock.threads[thread].now,
                       static_cast<uint16_t>(thread), atomic};
   int count;
   Granule* granule = find(address, bytes, &count);
   for (int g = 0; g < count; ++g, ++granule) {
-    if (!(atomic && granule->write.atomic) && !replica && !ordered(granule->write, clock, thread)) {
+    if (!(atomic && granule->write.atomic) && !ordered(granule->write, clock, thread)) {
       return "a store is not ordered after another thread's store";
     }
     if (!(atomic && granule->read.atomic) && !ordered(granule->read, clock, thread)) {

@@ -101,9 +101,7 @@ class Races {
 
   // Record an access. Return a description of a conflict, or nullptr.
   const char* read(const Clock&, uint32_t thread, uint64_t address, int bytes, bool atomic);
-  // A replica writes the value that is already there, so concurrent replicas do not conflict.
-  const char* write(const Clock&, uint32_t thread, uint64_t address, int bytes, bool atomic,
-                    bool replica = false);
+  const char* write(const Clock&, uint32_t thread, uint64_t address, int bytes, bool atomic);
 
   // The view that was released at an address.
   Clock::View& view(uint64_t address) { return views_[address]; }

@@ -40,6 +40,14 @@ void pack(char* registers, const Instruction& i, uint32_t lanes) {
   });
 }
 
+// An operation on the low and the high half of each register.
+template <auto f, typename T>
+uint32_t both(uint32_t a, uint32_t b) {
+  const auto low = static_cast<uint16_t>(f(static_cast<T>(a), static_cast<T>(b)));
+  const auto high = static_cast<uint16_t>(f(static_cast<T>(a >> 16), static_cast<T>(b >> 16)));
+  return uint32_t{high} << 16 | low;
+}
+
 // --- The table
 
 class Table {
@@ -52,17 +60,16 @@ class Table {
     binary<least, int32_t, int64_t, uint16_t, uint32_t, uint64_t, float, double>("min.");
     binary<most, int32_t, int64_t, uint16_t, uint32_t, uint64_t, float, double>("max.");
     binary<multiply, int16_t, int32_t, int64_t>("mul.lo.");
-    binary<multiply_high, int32_t, int64_t, uint16_t, uint32_t>("mul.hi.");
-    binary<divide, int32_t, int64_t, uint32_t, uint64_t>("div.");
-    binary<remainder, int32_t>("rem.");
+    binary<divide, int64_t, uint32_t>("div.");
     binary<add, float>("add.rn.");
     binary<add_to_zero, float>("add.rz.");
     binary<subtract, float>("sub.rn.");
     binary<multiply, float, double>("mul.rn.");
     binary<divide, float>("div.rn.");
     forms["fma.rn.f32"] = form<fused, float, float, float, float>();
-    forms["min.relu.s32"] = form<least_above_zero, int32_t, int32_t, int32_t>();
-    forms["max.relu.s32"] = form<most_and_zero, int32_t, int32_t, int32_t>();
+    forms["add.s16x2"] = form<both<add, int16_t>, uint32_t, uint32_t, uint32_t>();
+    forms["max.u16x2"] = form<both<most, uint16_t>, uint32_t, uint32_t, uint32_t>();
+    forms["min.s16x2.relu"] = form<both<least_above_zero, int16_t>, uint32_t, uint32_t, uint32_t>();
     forms["abs.f32"] = form<absolute, float, float>();
     forms["neg.s32"] = form<negate, int32_t, int32_t>();
     forms["neg.s64"] = form<negate, int64_t, int64_t>();
@@ -70,8 +77,6 @@ class Table {
     forms["mul.wide.u16"] = form<multiply_wide, uint32_t, uint16_t, uint16_t>();
     forms["mul.wide.s32"] = form<multiply_wide, int64_t, int32_t, int32_t>();
     forms["mul.wide.u32"] = form<multiply_wide, uint64_t, uint32_t, uint32_t>();
-    forms["mad.wide.s32"] = form<multiply_add_wide, int64_t, int32_t, int32_t, int64_t>();
-    forms["mad.wide.u32"] = form<multiply_add_wide, uint64_t, uint32_t, uint32_t, uint64_t>();
     forms["mad.lo.s32"] = form<multiply_add, uint32_t, uint32_t, uint32_t, uint32_t>();
     forms["mad.lo.s64"] = form<multiply_add, uint64_t, uint64_t, uint64_t, uint64_t>();
 
@@ -91,8 +96,6 @@ class Table {
     forms["bfi.b32"] = form<insert, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>();
     forms["bfi.b64"] = form<insert, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t>();
     forms["bfe.u32"] = form<extract, uint32_t, uint32_t, uint32_t, uint32_t>();
-    forms["bfe.u64"] = form<extract, uint64_t, uint64_t, uint32_t, uint32_t>();
-    forms["bfe.s32"] = form<extract, int32_t, int32_t, uint32_t, uint32_t>();
     forms["shf.l.wrap.b32"] = form<funnel_left, uint32_t, uint32_t, uint32_t, uint32_t>();
     forms["prmt.b32"] = form<permute, uint32_t, uint32_t, uint32_t, uint32_t>();
 
@@ -117,7 +120,6 @@ class Table {
     conversions_to<int32_t, float, double>("cvt.rzi.");
     conversions_to<uint32_t, double>("cvt.rzi.");
     forms["cvt.rpi.f64.f64"] = form<ceiling, double, double>();
-    add_halves(forms);
     add_collectives(forms);
   }
 

@@ -46,7 +46,7 @@ std::vector<std::string> split(const std::string& s) {
 Variable variable(const std::string& declaration) {
   Variable result;
   int64_t element = 0;
-  static const std::set<std::string> kNoTypes = {".param",   ".shared", ".local", ".extern",
+  static const std::set<std::string> kNoTypes = {".param",   ".shared", ".extern",
                                                  ".visible", ".ptr",    ".global"};
   const std::vector<std::string> all = words(declaration);
   for (size_t i = 0; i < all.size(); ++i) {
@@ -139,9 +139,7 @@ class Parser {
     }
     if (line.back() != ';') throw Error("a statement must be one line");
     line.pop_back();
-    if (entry_ != nullptr && line.starts_with(".local")) {
-      entry_->local.push_back(variable(line));
-    } else if (line.find(".shared") != std::string::npos && line[0] == '.') {
+    if (line.find(".shared") != std::string::npos && line[0] == '.') {
       (entry_ != nullptr ? entry_->shared : module_.shared).push_back(variable(line));
     } else if (line.starts_with(".reg")) {
       declare_registers(*entry_, line);

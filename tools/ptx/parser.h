@@ -24,7 +24,7 @@ struct Statement {
   std::vector<std::string> operands;  // as written: "%r1", "[%rd2+8]", "{%r1, %r2}", "0f3F800000"
 };
 
-// A parameter, or a variable in shared or local memory.
+// A parameter, or a variable in shared memory.
 struct Variable {
   std::string name;
   int64_t alignment = 1, bytes = 0;
@@ -37,7 +37,7 @@ struct Registers {
 
 struct Entry {
   std::string name;
-  std::vector<Variable> parameters, shared, local;
+  std::vector<Variable> parameters, shared;
   std::map<std::string, Registers> registers;  // by prefix: "%r"
   std::vector<Statement> body;
   std::map<std::string, int> labels;  // index into body

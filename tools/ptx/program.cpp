@@ -44,12 +44,6 @@ class Decoder {
       addresses_[parameter.name] = at;
       program_.parameter_bytes = at + parameter.bytes;
     }
-    program_.local = allocate(8);
-    for (const Variable& variable : entry.local) {
-      const int64_t at = round_up(program_.local_bytes, variable.alignment);
-      addresses_[variable.name] = at;
-      program_.local_bytes = at + variable.bytes;
-    }
     int64_t end = 0;
     for (const auto* variables : {&entry.shared, &module.shared}) {
       for (const Variable& variable : *variables) {
@@ -103,18 +97,10 @@ class Decoder {
       result.run = [](char*, const Instruction&, uint32_t) {};  // a hint; kernels run in order
     } else if (parts[0] == "ld" || parts[0] == "st" || parts[0] == "atom" || parts[0] == "red") {
       memory(result, parts, operands);
-    } else if (parts[0] == "ldmatrix" || parts[0] == "stmatrix") {
-      matrices(result, parts, operands);
     } else if (parts[0] == "mov" && operands.at(1)[0] == '{') {
       several(result, "pack", result.from, operands[1], result.to[0], operands[0]);
     } else if (parts[0] == "mov" && operands.at(0)[0] == '{') {
       several(result, "unpack", result.to, operands[0], result.from[0], operands[1]);
-    } else if (statement.opcode == "cvta.local.u64") {
-      result.kind = Kind::kCompute;
-      result.run = find_form("add.s64")->run;
-      result.to[0] = reg(operands.at(0));
-      result.from[0] = reg(operands.at(1));
-      result.from[1] = program_.local;
     } else {
       compute(result, statement.opcode, operands);
     }
@@ -191,26 +177,6 @@ class Decoder {
     address(result, operands.at(results));
     if (results == 1) registers(result.to, operands[0]);
     if (!load) registers(result.from, operands.at(results + 1), result.element);
-  }
-
-  // "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%r1, %r2, %r3, %r4}, [%r5]"
-  void matrices(Instruction& result, const std::vector<std::string>& parts,
-                const std::vector<std::string>& operands) {
-    const bool load = parts[0] == "ldmatrix";
-    const std::string& opcode = result.statement->opcode;
-    for (const char* count : {"x1", "x2", "x4"}) {
-      const std::string form = parts[0] + ".sync.aligned.m8n8." + count;
-      if (opcode == form + ".shared.b16") result.matrices = Matrices::kAsTheyAre;
-      if (opcode == form + ".trans.shared.b16") result.matrices = Matrices::kTransposed;
-    }
-    if (result.matrices == Matrices::kNone) throw unknown(result);
-    result.kind = Kind::kCollective;
-    result.action = load ? Action::kLoad : Action::kStore;
-    result.space = Space::kShared;
-    address(result, operands.at(load ? 1 : 0));
-    result.count = registers(load ? result.to : result.from, operands.at(load ? 0 : 1), 4);
-    if (result.count != parts[4][1] - '0') throw Error("wrong number of registers");
-    result.from[4] = operand("-1", 4);  // the mask: all lanes
   }
 
   static Error unknown(const Instruction& i) {

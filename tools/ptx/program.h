@@ -29,7 +29,6 @@ enum class Kind : uint8_t {
 
 enum class Space : uint8_t { kGlobal, kShared, kParameter };
 enum class Action : uint8_t { kLoad, kStore, kAtomic };
-enum class Matrices : uint8_t { kNone, kAsTheyAre, kTransposed };
 
 struct Instruction;
 using Update = uint64_t (*)(uint64_t old, uint64_t operand);
@@ -46,7 +45,7 @@ struct Instruction {
   Compute run = nullptr;
   bool guarded = false, negated = false;
   bool labelled = false;  // is the target of a branch
-  Operand guard, to[4], from[5];
+  Operand guard, to[4], from[4];
   int32_t target = 0;
 
   // For memory instructions. Loads write to[0..count), and stores read from[0..count).
@@ -57,7 +56,6 @@ struct Instruction {
   Operand address;
   int64_t displacement = 0;
   Update update = nullptr;
-  Matrices matrices = Matrices::kNone;  // ldmatrix or stmatrix
 
   const Statement* statement;
 };
@@ -71,7 +69,6 @@ struct Form {
 };
 using Forms = std::unordered_map<std::string, Form>;  // by opcode
 void add_collectives(Forms& forms);
-void add_halves(Forms& forms);
 // The form of a compute or collective opcode; null if the opcode is unknown.
 const Form* find_form(const std::string& opcode);
 // The update of an atomic such as "add.u32"; null if it is unknown.
@@ -90,8 +87,6 @@ struct Program {
   int32_t special[kSpecials];
   std::vector<int64_t> parameters_at;  // byte offsets of the arguments
   int64_t parameter_bytes = 0;
-  int64_t local_bytes = 0;     // per thread
-  Operand local;               // the generic address of local memory
   std::vector<Extent> shared;  // variables; a dynamically sized one comes last
   bool dynamic_shared = false;
 };

@@ -79,7 +79,7 @@ void load(const std::string& text) {
 }
 
 Status launch(const std::string& name, uint32_t blocks, uint32_t threads, int64_t shared_bytes,
-              void** arguments, bool replicas) {
+              void** arguments) {
   constexpr uint32_t kMaxBlocks = 0x7fffffff, kMaxThreads = 1024;
   const auto found = runtime().kernels.find(name);
   if (found == runtime().kernels.end()) return kInvalidDeviceFunction;
@@ -106,7 +106,6 @@ Status launch(const std::string& name, uint32_t blocks, uint32_t threads, int64_
                      shared_bytes,
                      std::move(parameters),
                      runtime().seed == 0,
-                     replicas,
                      runtime().random,
                      runtime().memory,
                      runtime().races,
@@ -157,12 +156,11 @@ int64_t ptx_load(const char* text) {
   return ptx::kSuccess;
 }
 int64_t ptx_launch(const char* name, int64_t blocks, int64_t threads, int64_t shared_bytes,
-                   void** arguments, int64_t replicas) {
+                   void** arguments) {
   constexpr int64_t kMostShared = 227 << 10;  // limit per block on sm_90
   const auto kernel = runtime().kernels.find(name);
   if (kernel != runtime().kernels.end()) kernel->second.max_dynamic_shared = kMostShared;
-  return ptx::launch(name, uint32_t(blocks), uint32_t(threads), shared_bytes, arguments,
-                     replicas != 0);
+  return ptx::launch(name, uint32_t(blocks), uint32_t(threads), shared_bytes, arguments);
 }
 // Counts since ptx_configure: sectors of device memory read and written, kernels launched, memsets.
 // Counts::report of each kernel follows. Sectors and reports cover only launches with in_turn.

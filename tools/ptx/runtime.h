@@ -45,6 +45,6 @@ Runtime& runtime();
 void load(const std::string& text);
 // Each argument is a pointer to the value of a parameter.
 Status launch(const std::string& name, uint32_t blocks, uint32_t threads, int64_t shared_bytes,
-              void** arguments, bool replicas = false);
+              void** arguments);
 
 }  // namespace ptx

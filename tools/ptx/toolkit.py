@@ -124,8 +124,7 @@ def cuobjdump() -> Path | None:
     triton = importlib.util.find_spec("triton")
     if triton is not None:
         folders += [Path(path, "backends/nvidia/bin") for path in triton.submodule_search_locations]
-    found = (folder / "cuobjdump" for folder in folders)
-    return next(filter(Path.exists, found), None)
+    return next(filter(Path.exists, (folder / "cuobjdump" for folder in folders)), None)
 
 
 def nvdisasm() -> Path:

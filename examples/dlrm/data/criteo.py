@@ -44,11 +44,7 @@ class ReadReport(NamedTuple):
 
 
 def check_file(path: Path) -> None:
-    """Raise an error if the file cannot be used, before the work starts.
-
-    Raises:
-        UsageError: the file does not exist, or is unreadable, empty or comma-separated.
-    """
+    """Raise an error if the file cannot be used, before the work starts."""
     with _readable(path), _opened(path) as file:
         first = file.readline(FIRST_LINE_BYTES)
     if not first:
@@ -71,9 +67,6 @@ def read(
 
     Returns:
         The rows, their line numbers (int64, from 0), and a report on this rank's lines.
-
-    Raises:
-        UsageError: the file cannot be opened or decompressed. Malformed lines raise no error.
     """
     malformed, first = 0, None
     parts: list[Rows] = [_encode([], table_rows)]
@@ -97,11 +90,7 @@ def read(
 
 
 def parse_line(line: bytes) -> list[int]:
-    """Parse a line into its label, 13 integers and 26 categoricals; missing values are -1.
-
-    Raises:
-        ValueError: the line is malformed.
-    """
+    """Parse a line into its label, 13 integers and 26 categoricals; missing values are -1."""
     fields = line.rstrip(b"\r\n").split(b"\t")
     if len(fields) != FIELDS:
         raise ValueError(f"must have {FIELDS} fields, got {len(fields)}")

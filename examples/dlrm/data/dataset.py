@@ -58,9 +58,6 @@ def load(data: Path | None, rows: int, hash_size: int | None, batch_size: int) -
         rows: number of rows to generate, including test rows.
         hash_size: maximum rows per embedding table. If None, ids are hashes of values.
         batch_size: rows per rank and step.
-
-    Raises:
-        UsageError: the rows cannot be used. All ranks raise this error.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tables = None if hash_size is None else table_rows(hash_size)

@@ -22,25 +22,19 @@ class DLRM(nn.Module):
         embedding_dim: width of an embedding, and of the bottom MLP's output.
         bottom: hidden widths of the bottom MLP, between the integers and `embedding_dim`.
         top: hidden widths of the top MLP, which has one output.
-        ints: number of integers per sample.
 
     Weights are drawn from torch's global generator. Linear: W ~ N(0, 2 / (in + out)),
     b ~ N(0, 1 / out). Embeddings: uniform in [-1 / sqrt(rows), 1 / sqrt(rows)].
     """
 
     def __init__(
-        self,
-        rows: Sequence[int],
-        embedding_dim: int,
-        bottom: Sequence[int],
-        top: Sequence[int],
-        ints: int = INTS,
+        self, rows: Sequence[int], embedding_dim: int, bottom: Sequence[int], top: Sequence[int]
     ) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(n, embedding_dim) for n in rows)
         vectors = 1 + len(rows)
         interactions = vectors * (vectors - 1) // 2
-        self.bottom = nn.Sequential(*layers([ints, *bottom, embedding_dim]))
+        self.bottom = nn.Sequential(*layers([INTS, *bottom, embedding_dim]))
         self.top = nn.Sequential(*layers([embedding_dim + interactions, *top, 1])[:-1])
         below = torch.tril_indices(vectors, vectors, offset=-1)
         # Not a buffer, because DDP would broadcast a buffer in every step.

@@ -127,8 +127,7 @@ class FeatureRows(SharedRows):
         self._multiplier = _multiplier(self._rows)
         self.weight = nn.Parameter(weight.detach()[self.ids().to(weight.device)])
         owner = [self.group.rank(), ranks, self._rows]
-        identity = torch.tensor(owner, dtype=torch.int64, device=weight.device)
-        self.register_buffer("owner", identity)
+        self.register_buffer("owner", torch.tensor(owner, dtype=torch.int64, device=weight.device))
 
     def ids(self) -> Tensor:
         first, end = (self._first_number(self.group.rank() + i) for i in (0, 1))

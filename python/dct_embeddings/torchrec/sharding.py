@@ -136,8 +136,7 @@ class _RowWise(RwPooledEmbeddingSharding):  # type: ignore[misc]
         # Ranks compare formats once, here, because the exchange itself does not compare them.
         if device is not None and device.type != "meta":
             op, formats = "compressed_sharders", registry.format.formats(torch.float32)
-            settings = {"format": ", ".join(dict.fromkeys(formats))}
-            compare(op, settings, self._pg, device)
+            compare(op, {"format": ", ".join(dict.fromkeys(formats))}, self._pg, device)
         return _RowWiseDist(self._pg, self.embedding_dims(), registry)
 
 

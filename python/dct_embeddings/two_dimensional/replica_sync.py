@@ -86,8 +86,7 @@ class ReplicaSync:
         group, weight = bags.mesh.get_group("replicate"), bags.weight.detach()
         self._average = Average(weight, group)
         if group.size() > 1 and (compresses or settings.format == "bfloat16"):
-            bucket_settings = settings if compresses else None
-            self._average = changes = MeanOfChanges(weight, group, bucket_settings)
+            self._average = changes = MeanOfChanges(weight, group, settings if compresses else None)
             changes.watch_loads(bags)
         self._steps = 0
         optimizer.register_step_pre_hook(self._before_step)

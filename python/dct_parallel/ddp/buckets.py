@@ -62,9 +62,6 @@ class Buckets:
         rebuilds its buckets in the order in which the gradients arrived. With
         `find_unused_parameters=True` and without a static graph, DDP starts with buckets of
         limited size and does not rebuild them.
-
-        Raises:
-            ValueError: the hook belongs to a different model.
         """
         index = bucket.index()
         parameters = cast(list[Parameter], bucket.parameters())  # "tensors", by torch's stubs
@@ -220,11 +217,7 @@ def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
-    """Return {parameter: name} of the parameters that DDP averages, named as in the inner module.
-
-    Raises:
-        TypeError, ValueError: `ddp` is not a DDP module, or a parameter cannot be compressed.
-    """
+    """Return {parameter: name} for the parameters that DDP averages, as in the inner module."""
     if not isinstance(ddp, DistributedDataParallel):
         rule = "a DistributedDataParallel"
         if hasattr(ddp, "reshard"):  # an FSDPModule; importing that class takes a second

@@ -77,9 +77,8 @@ class Node:
 
     def wire_bytes(self, numel: int, itemsize: int) -> int:
         """Bytes that a rank sends inside its node per step for a bucket of `numel` elements."""
-        part = self._length(numel) * itemsize
         # A reduce-scatter and an all-gather send as many bytes as an all-reduce.
-        return all_reduce_bytes(self.size * part, self.size)
+        return all_reduce_bytes(self.size * self._length(numel) * itemsize, self.size)
 
     def sentence(self, nbytes: int) -> str:
         """Text to append to a plan's table: this rank's part, and the bytes inside the node."""

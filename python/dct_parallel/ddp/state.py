@@ -46,6 +46,8 @@ class DCTState:
 
     Construct it on every rank and register it once. Residuals differ between ranks, so save
     `state_dict()` on every rank. The mean is deterministic and bitwise the same on every rank.
+    After this rank has received a damaged payload, or an exchange has failed, every method raises a
+    RuntimeError, because the residuals lack sent entries. Then load a checkpoint into a new state.
     Memory: 4 bytes per parameter, and for each bucket a payload from each rank (with
     reduce-scatter, three payloads). See docs/guide/ddp.md. Source: Dynamic Communication
     Thresholding, data-parallel (arXiv 2010.08899).
@@ -139,11 +141,8 @@ class DCTState:
     def close(self) -> None:
         """Wait for the last step, then stop the thread and destroy this state's process groups.
 
-        The hook then raises an error, but methods such as `stats` still work. Idempotent.
-
-        Raises:
-            RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
-                The state is closed nevertheless.
+        The hook then raises an error, but methods such as `stats` still work. Idempotent. The state
+        is closed even if this method raises an error.
         """
         if self._open:
             self._open = False
@@ -159,9 +158,6 @@ class DCTState:
         DDP's buckets are unknown until compression has started. Until then the table assumes a
         single bucket, as its last line states. Afterwards the bytes are exact, for the rank that
         sends the most.
-
-        Raises:
-            RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
         """
         self._require_usable()
         table = plan_table(self._buckets.plans(), device_of(self._names))
@@ -181,9 +177,6 @@ class DCTState:
           threshold.
         - `wire_bytes`: bytes per compressed step of the rank that sends the most; with a mesh, only
           to other nodes. Payloads have a fixed size, so only new buckets of DDP change the bytes.
-
-        Raises:
-            RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
         """
         self._finish_last_step()
         return self._ledger.stats(self._buckets.plans())
@@ -197,9 +190,6 @@ class DCTState:
 
         The result is empty before compression starts, and after a load until the next step. The
         call allocates one bucket in float32.
-
-        Raises:
-            RuntimeError: a payload was damaged, or an exchange failed, in this or an earlier call.
         """
         self._finish_last_step()
         return parameter_stats(self._buckets.in_order())
@@ -225,8 +215,8 @@ class DCTState:
 
         Raises:
             ValueError: ranks have taken different steps.
-            RuntimeError: a payload was damaged, an exchange failed, or a rank did not call this
-                within the group's timeout. Nothing was taken back.
+            RuntimeError: a rank did not call this within the group's timeout. Nothing was taken
+                back.
         """
         self._require_usable()
         self._agreement.check_step("take_back", self.step)
@@ -240,10 +230,6 @@ class DCTState:
         backward pass. Use `torch.save` with one file per rank, or pass the state itself to
         torch.distributed.checkpoint as {"dct": state}. If the entry is nested deeper in the dict,
         pass this result instead of the state.
-
-        Raises:
-            RuntimeError: a payload was damaged, or an exchange failed. After a failed exchange, the
-                residuals lack the entries that were sent, so load an earlier checkpoint.
         """
         self._finish_last_step()
         states, run_id = self._buckets.states(), self._agreement.run_id
@@ -261,7 +247,6 @@ class DCTState:
             ValueError: the dict has a different version, density, number of ranks, mesh, rank or
                 model; or a value is missing, not finite, or has a wrong type or shape.
             TypeError: `state` is not a state dict.
-            RuntimeError: a payload was damaged, or an exchange failed. Load into a new state.
         """
         self._require_usable()
         run = self._run()
@@ -296,8 +281,7 @@ class DCTState:
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if not isinstance(bucket, dist.GradBucket):
             got = f"{checks.shown(bucket)}, as with torch._dynamo's optimize_ddp='python_reducer'"
-            rule = "a torch.distributed.GradBucket"
-            checks.fail("dct_hook", "bucket", rule, got, TypeError)
+            checks.fail("dct_hook", "bucket", "a torch.distributed.GradBucket", got, TypeError)
         if not self._open:
             self._require_usable()
             checks.fail("dct_hook", "state", "open", "a closed one")

@@ -39,11 +39,7 @@ class CompressedWork:
 
     @torch.no_grad()
     def wait(self) -> bool:
-        """Write the result into the tensor, and wait for the device. Returns True, like torch.
-
-        Raises:
-            RuntimeError: see `all_reduce_compressed`.
-        """
+        """Write the result into the tensor, and wait for the device. Returns True, like torch."""
         if self._pending:
             self._pending = False
             with self._restoring_residual():

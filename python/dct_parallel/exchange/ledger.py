@@ -34,6 +34,8 @@ class Step(NamedTuple):
 class StepLedger:
     """Counts steps, reads the results of their exchanges, and takes back skipped steps.
 
+    `begin`, `end`, `read` and `finish` also raise the errors of `require_intact`.
+
     Args:
         op: the entry point, for error messages.
         start_step: number of dense steps before compression starts.
@@ -88,9 +90,6 @@ class StepLedger:
 
         Args:
             number: the number of the step in error messages; by default `step`.
-
-        Raises:
-            RuntimeError: see `require_intact` and `finish`.
         """
         if self._unposted:  # the step did not end, perhaps because an exchange failed
             self.read()
@@ -114,20 +113,13 @@ class StepLedger:
         """End the step: read the results of the previous step, and start to copy those of this one.
 
         Waits for the exchanges of the previous step.
-
-        Raises:
-            RuntimeError: see `require_intact`.
         """
         self._read_posted()
         self.require_intact()
         self._post()
 
     def read(self) -> None:
-        """Read the results of all steps. Waits for their exchanges.
-
-        Raises:
-            RuntimeError: see `require_intact`.
-        """
+        """Read the results of all steps. Waits for their exchanges."""
         self._read_posted()
         self._post()
         self._read_posted()
@@ -137,8 +129,7 @@ class StepLedger:
         """Read the results of all steps, and take back the last step if a GradScaler skipped it.
 
         Raises:
-            RuntimeError: see `require_intact`. Or it cannot be determined whether the step was
-                skipped.
+            RuntimeError: it cannot be determined whether the step was skipped.
         """
         self.read()
         self._settle()

@@ -60,9 +60,6 @@ class LossScale:
         scaler: an enabled GradScaler.
         optimizers: the optimizers of the averaged parameters. Hooks record their steps.
         parameters: the averaged parameters.
-
-    Raises:
-        ValueError: an optimizer has none of these parameters.
     """
 
     def __init__(

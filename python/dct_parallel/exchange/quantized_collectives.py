@@ -27,8 +27,7 @@ def all_reduce(
     tensor: Tensor, op: Any, format: str, group: dist.ProcessGroup
 ) -> tuple[Exchange, int]:
     """Reduce a contiguous tensor in place, as `all_reduce_compressed` does."""
-    settings = Settings(1.0, format, has_residual=False)
-    bucket, scale = tensor_bucket(tensor, settings, op, group)
+    bucket, scale = tensor_bucket(tensor, Settings(1.0, format, has_residual=False), op, group)
     bucket.reduce(tensor.view(-1), scale)
     return bucket, bucket.plan.wire_bytes
 
@@ -50,10 +49,7 @@ def reduce_scatter(
     received = torch.empty_like(messages)
     dist.all_to_all_single(received, messages, group=group)
     scale = 1 / ranks if op == ReduceOp.AVG else 1.0
-    status = _dequantize_sum(received, output.view(-1), format, scale)
-    return Statuses(status.view(-1), dist.get_process_group_ranks(group)), all_gather_bytes(
-        messages.shape[1], ranks
-    )
+    return _result(_dequantize_sum(received, output.view(-1), format, scale), messages, group)
 
 
 def all_gather(
@@ -76,13 +72,12 @@ def all_gather(
     if is_list:
         for part, row in zip(parts, out, strict=True):
             part.copy_(row.view_as(part))
-    return Statuses(status.view(-1), dist.get_process_group_ranks(group)), all_gather_bytes(
-        message.shape[1], ranks
-    )
+    return _result(status, messages, group)
 
 
-def _statuses(status: Tensor, group: dist.ProcessGroup) -> Statuses:
-    return Statuses(status.view(-1), dist.get_process_group_ranks(group))
+def _result(status: Tensor, messages: Tensor, group: dist.ProcessGroup) -> tuple[Exchange, int]:
+    ranks = dist.get_process_group_ranks(group)
+    return Statuses(status.view(-1), ranks), all_gather_bytes(messages.shape[1], len(ranks))
 
 
 def _new_messages(count: int, part: Tensor, format: str) -> Tensor:

@@ -9,14 +9,7 @@ from torch import Tensor
 from .._torch import span
 from ..collectives import all_gather
 from .plan import BucketPlan, Slice, slices
-from .results import (
-    ExchangeResult,
-    counts,
-    damaged_messages,
-    header_words,
-    non_finite,
-    overflowed,
-)
+from .results import ExchangeResult, counts, damaged_messages, header_words, non_finite, overflowed
 from .settings import Codec
 from .transport import Transport
 

@@ -56,9 +56,6 @@ class Settings:
             format: None: "bfloat16". With this default, density 1 warns, because the user may have
                 meant 1 %, and because quantized formats send fewer bytes. A density whose
                 messages are larger than in bfloat16 also warns.
-
-        Raises:
-            ValueError, TypeError: an argument is out of range.
         """
         if transport not in (None, *TRANSPORTS):
             rule = f"None, {' or '.join(map(repr, TRANSPORTS))}"

@@ -78,8 +78,7 @@ class _Collective(Statuses, ABC):
         unit = self._unit
         layout = message_layout(unit.layout(self._trained), self._format, unit.device)
         dense = layout.numel * max(dtype.itemsize, self._least_itemsize)
-        is_smaller = len(self._ranks) > 1 and layout.nbytes(dtype) < dense
-        return layout if is_smaller else None
+        return layout if len(self._ranks) > 1 and layout.nbytes(dtype) < dense else None
 
     def _record(self, status: Tensor) -> None:
         # In place, because FSDP2 may run exchanges on different streams. If a new tensor replaced

@@ -133,11 +133,7 @@ def mesh_groups(model: object) -> list[dist.ProcessGroup]:
 
 
 def units_of(op: str, model: nn.Module) -> list[Unit]:
-    """Return the units of a model in module order. `op` is the entry point, for error messages.
-
-    Raises:
-        TypeError, ValueError: there is no such module, or a module has several parameter groups.
-    """
+    """Return the units of a model in module order. `op` is the entry point, for error messages."""
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     modules = [(name or "(root)", m) for name, m in named if isinstance(m, FSDPModule)]
     if not modules:

@@ -148,8 +148,9 @@ class DCTAverager(ModelAverager):
                 contains a NaN or Inf is dropped.
             RuntimeError: a rank is gone. The other ranks raise, at the group's timeout at the
                 latest. They lose no changes and can call `state_dict`, but the group is unusable.
-            RuntimeError: this rank received a damaged payload. Every later call also raises. Load a
-                checkpoint into a new averager. Other ranks raise as if this rank were gone.
+            RuntimeError: this rank received a damaged payload. Every later call of any method also
+                raises. Load a checkpoint into a new averager. Other ranks raise as if this rank
+                were gone.
         """
         self._ledger.require_intact()
         self._optimizers.called()
@@ -180,7 +181,7 @@ class DCTAverager(ModelAverager):
                 ranks raise at the group's timeout.
             RuntimeError: a rank did not call this within the group's timeout. Nothing has changed.
             RuntimeError: a rank has NaN or infinite weights, or a mean overflows. Every rank
-                raises, and nothing has changed. Or this rank received a damaged payload.
+                raises, and nothing has changed.
         """
         self._ledger.require_intact()
         self._optimizers.called()
@@ -202,11 +203,7 @@ class DCTAverager(ModelAverager):
         self._unaveraged = 0
 
     def plan(self) -> str:
-        """Return a table of the bytes per averaging, and the bytes per step.
-
-        Raises:
-            RuntimeError: this rank received a damaged payload.
-        """
+        """Return a table of the bytes per averaging, and the bytes per step."""
         self._ledger.require_intact()
         table = plan_table([self._plan], self._device, "averaging")
         dense = all_reduce_bytes(4 * self._plan.numel, self._plan.ranks)
@@ -224,9 +221,6 @@ class DCTAverager(ModelAverager):
         - `overflow`: fraction of all ranks' payloads that could not hold all entries above the
           threshold; None before the first averaging.
         - `wire_bytes`: bytes sent per rank and averaging.
-
-        Raises:
-            RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
         counts = {"step": self.step, "unaveraged": self._unaveraged, "wire_bytes": self.wire_bytes}
@@ -238,9 +232,6 @@ class DCTAverager(ModelAverager):
 
         Save one file per rank, together with the rank's weights and optimizer, which differ between
         ranks. "unaveraged" in the result counts the local steps since the last averaging.
-
-        Raises:
-            RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
         self._rebase()
@@ -265,7 +256,6 @@ class DCTAverager(ModelAverager):
                 ranks, rank or model; or a value is missing, not finite, or has a wrong type or
                 shape. With `step_ahead`: the state is merged, or its transport is incompatible.
             TypeError: `state` is not a state dict.
-            RuntimeError: this averager received a damaged payload. Load into a new averager.
         """
         self._ledger.require_intact()
         groups.require_group("load_state_dict", self.process_group)

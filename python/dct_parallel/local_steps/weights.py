@@ -113,9 +113,6 @@ class FlatWeights(LoadWatcher):
         shard_groups: the process group that shards the parameters, if any.
         sizes: the number of elements of each parameter on this rank.
         device: the device of all parameters.
-
-    Raises:
-        ValueError, TypeError: the module does not meet these conditions.
     """
 
     def __init__(self, op: str, module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -85,8 +85,7 @@ def all_gather_rows_async(
     require_counts(op, "widths", widths, group.size(), low=1)
     if widths[group.rank()] != width:
         checks.fail(op, "x", f"width {widths[group.rank()]} like widths", width, verb="have")
-    codecs = [row_format.codec(width, x.dtype) for width in widths]
-    return _start(x, list(widths), codecs, group)
+    return _start(x, list(widths), [row_format.codec(width, x.dtype) for width in widths], group)
 
 
 def _start(

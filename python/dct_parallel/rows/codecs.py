@@ -71,8 +71,7 @@ class LargestEntries(RowCodec):
         return _as_bytes(row_gather(grad, self._received, self._k, self._value_dtype))
 
     def decode_gradient(self, message: Tensor, dtype: torch.dtype) -> Tensor:
-        values = _as_floats(message, self._value_dtype)
-        return row_unpack(values, self._sent, self._width, dtype)
+        return row_unpack(_as_floats(message, self._value_dtype), self._sent, self._width, dtype)
 
 
 class AllEntries(RowCodec):

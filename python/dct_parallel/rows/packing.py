@@ -96,8 +96,7 @@ def unpack_rows(
     leading, found = list(values.shape[:-1]), list(positions.shape)
     if found[:-1] != leading:
         rule = f"shape [{', '.join(map(str, [*leading, 'w']))}] for values of shape"
-        values_shape = list(values.shape)
-        checks.fail("unpack_rows", "positions", f"{rule} {values_shape}", found, verb="have")
+        checks.fail("unpack_rows", "positions", f"{rule} {list(values.shape)}", found, verb="have")
     dtype = values.dtype if dtype is None else dtype
     return dct_kernels.row_unpack(*rows, width, dtype).view(*leading, width)
 

@@ -36,8 +36,7 @@ def scatter_unpack(backend):
         reference.mask_pack(*tensors, payload, seen, capacity, torch.float32)
         payloads.append(payload)
     out = torch.zeros(numel)
-    status = backend.scatter_unpack(torch.stack(payloads), out, capacity, torch.float32)
-    return out, status
+    return out, backend.scatter_unpack(torch.stack(payloads), out, capacity, torch.float32)
 
 
 def sample_threshold(backend):
@@ -85,5 +84,4 @@ def findings(run, backend: SimpleNamespace, executor: Executor, seed: int) -> st
         results = run(backend)
     except RuntimeError as error:
         return str(error)
-    same = map(torch.equal, results, run(reference))
-    return "" if all(same) else "wrong"
+    return "" if all(map(torch.equal, results, run(reference))) else "wrong"

@@ -17,7 +17,7 @@ _REGISTERS = """
 _numbers = itertools.count()
 
 
-def run(body, *arguments, blocks=1, threads=32, shared=0, replicas=False):
+def run(body, *arguments, blocks=1, threads=32, shared=0):
     """Launch a kernel with the PTX in `body`. %rd0, %rd1, ... contain its arguments, and %r0
     contains the thread index. The shared variable `memory` has `shared` bytes."""
     name = f"kernel_{next(_numbers)}"
@@ -28,7 +28,7 @@ def run(body, *arguments, blocks=1, threads=32, shared=0, replicas=False):
     for i in range(len(arguments)):
         text += f"ld.param.u64 %rd{i}, [{name}_{i}];\n"
     executor().load(text + "mov.u32 %r0, %tid.x;\n" + body + "\nret;\n}\n")
-    executor().launch(name, blocks, threads, *arguments, replicas=replicas)
+    executor().launch(name, blocks, threads, *arguments)
 
 
 def per_thread(body, threads=32, shared=0):

@@ -11,15 +11,11 @@ from .snippets import run
 pytestmark = pytest.mark.skipif(
     toolkit.missing() is not None, reason=f"not on this machine: {toolkit.missing()}"
 )
-SYMBOLS = {
-    "together": "_Z8togetherPKlPl",
-    "loops": "_Z5loopsPii",
-    "fills": "_Z5fillsPii",
-}
+SYMBOLS = {"together": "_Z8togetherPKlPl", "loops": "_Z5loopsPii", "fills": "_Z5fillsPii"}
 
 
 def counted(body, *tensors, threads=32, shared=0):
-    """{opcode: (issues, lanes, sectors, conflicts)}, (sectors read, sectors written, launches)."""
+    """{opcode: (issues, lanes, sectors)}, (sectors read, sectors written, launches)."""
     executor().configure(0)
     run(body, *tensors, threads=threads, shared=shared)
     totals, report = executor().counts().split("\n\n")
@@ -42,10 +38,10 @@ MEET:
 @%p1 xor.b32 %r3, %r2, 1;
 """
     rows, _ = counted(body, threads=96)
-    assert rows["setp.lt.u32"] == (3, 96, 0, 0)
-    assert rows["add.s32"] == (3, 72, 0, 0)
-    assert rows["sub.s32"] == (3, 24, 0, 0)
-    assert rows["xor.b32"] == (3, 24, 0, 0)
+    assert rows["setp.lt.u32"] == (3, 96, 0)
+    assert rows["add.s32"] == (3, 72, 0)
+    assert rows["sub.s32"] == (3, 24, 0)
+    assert rows["xor.b32"] == (3, 24, 0)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +65,7 @@ add.s64 %rd2, %rd0, %rd1;
 """
     rows, totals = counted(body, memory)
     lanes = 1 if order.startswith("@") else 32
-    assert rows[f"{access}.global.u32"] == (1, lanes, sectors, 0)
+    assert rows[f"{access}.global.u32"] == (1, lanes, sectors)
     assert totals == ((sectors, 0, 1) if access == "ld" else (0, sectors, 1))
 
 
@@ -84,35 +80,6 @@ st.global.u32 [%rd2], %r0;
 ld.global.u32 %r2, [%rd2];
 """
     assert counted(body, out)[1] == (0, 4, 1)
-
-
-@pytest.mark.parametrize(
-    "type, stride, conflicts",
-    [
-        *(("u32", 4, 0), ("u32", 8, 1), ("u32", 128, 31), ("u32", 132, 0), ("u8", 1, 0)),
-        ("u32", 0, 0),  # one word for all
-        *(("u64", 8, 0), ("u64", 16, 2)),  # 1 conflict in each half of the warp
-        *(("v4.u32", 16, 0), ("v4.u32", 32, 4)),  # 1 in each quarter
-    ],
-)
-def test_conflicts_in_shared_memory(type, stride, conflicts):
-    to = {"v4.u32": "{%r2, %r3, %r4, %r5}", "u64": "%rd1", "u8": "%rs1"}.get(type, "%r2")
-    first = "@!%p1 " if stride == 0 else ""  # or lanes race
-    body = f"""
-setp.ne.s32 %p1, %r0, 0;
-mul.lo.s32 %r1, %r0, {stride};
-{first}st.shared.{type} [%r1], {to};
-bar.warp.sync -1;
-ld.shared.{type} {to}, [%r1];
-"""
-    rows, _ = counted(body, shared=8192)
-    assert rows[f"ld.shared.{type}"] == (1, 32, 0, conflicts)
-
-
-def test_atomics_on_one_word_take_turns():
-    first = "setp.ne.s32 %p1, %r0, 0;\n@!%p1 st.shared.u32 [memory], %r0;\nbar.warp.sync -1;\n"
-    rows, _ = counted(first + "atom.shared.add.u32 %r2, [memory], %r0;", shared=64)
-    assert rows["atom.shared.add.u32"] == (1, 32, 0, 31)
 
 
 def cost(kernel, *arguments):

@@ -80,42 +80,11 @@ def test_release_and_acquire_order_memory():
             received("", seed)
 
 
-LOCAL = """
-.local .align 4 .b8 depot[8];
-.reg .b32 %SPL;
-.reg .b64 %SP;
-mov.b32 %SPL, depot;
-cvt.u64.u32 %SP, %SPL;
-cvta.local.u64 %SP, %SP;
-st.b32 [%SP+4], %r0;
-"""
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_local_memory_is_private_to_a_thread(seed):
-    executor().configure(seed)
-    assert per_thread(LOCAL + "bar.sync 0;\nld.b32 %r9, [%SP+4];", threads=64) == list(range(64))
-
-
-def test_replicas_are_no_race():
-    """With `replicas`, stores of the same value to shared memory are not a race."""
-    same, other = "st.shared.u32 [memory], 7;", "st.shared.u32 [memory], %r0;"
-    everywhere = "st.global.u32 [%rd0], 7;"
-    out = torch.zeros(1, dtype=torch.int32)
-    for seed in range(3):
-        executor().configure(seed)
-        run(same, out, threads=64, shared=4, replicas=True)
-        for body, replicas in [(same, False), (other, True), (everywhere, True)]:
-            with pytest.raises(RuntimeError, match="data race"):
-                run(body, out, threads=64, shared=4, replicas=replicas)
-
-
 # (body, reported error); a tensor of 32 int32 is at %rd0
 ERRORS = {
     "after the end": ("ld.global.u32 %r1, [%rd0+128];", "4 bytes out of bounds.*128 bytes after"),
     "before the start": ("st.global.u32 [%rd0+-4], %r0;", "out of bounds"),
     "after shared memory": ("st.shared.u32 [memory+256], %r0;", "out of bounds at address 256"),
-    "after local memory": (LOCAL + "ld.b32 %r1, [%SP+8];", "4 bytes out of bounds"),
     "an unsupported second result": (
         "setp.lt.u32 %p1|%p2, %r0, 8;",
         "a second result is not supported",
@@ -160,7 +129,6 @@ ERRORS = {
         "atom.shared.add.u32 %r1, [memory], %r0;",
         "4 bytes uninitialized",
     ),
-    "unwritten local memory": (LOCAL + "ld.b32 %r1, [%SP];", "4 bytes uninitialized"),
     "read before it is written": (
         "setp.ne.s32 %p1, %r0, 0;\n@%p1 bra A;\nld.shared.u32 %r1, [memory];\nA:\n"
         "setp.ne.s32 %p1, %r0, 1;\n@%p1 bra B;\nst.shared.u32 [memory], %r0;\nB:",
