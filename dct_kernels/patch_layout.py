@@ -1,10 +1,6 @@
-"""The format of weight patches, which is payload version 5. Patches are little-endian:
+"""The format of weight patches, which is payload version 5 (docs/reference/payload.md):
 
-    header (64 bytes) | (u16 entries, u16 words) per block of 4,096 elements | u16 words[capacity]
-
-The words of a block are its entries in ascending order of position, then its full values. An entry
-has 12 bits of position and 4 bits of the step of the bit pattern. A step that does not fit in 4
-bits has the code 8, and the new value of the element is the next full value of the block.
+header (64 bytes) | (u16 entries, u16 words) per block of 4,096 elements | u16 words[capacity]
 """
 
 from typing import NamedTuple
@@ -20,7 +16,6 @@ DTYPE_CODES = {torch.bfloat16: 1, torch.float16: 2}
 LARGEST_STEP = 7  # in magnitude
 FULL_VALUE = 8  # the code of a step that does not fit
 MOST_WORDS = 2**32 - 1  # the largest capacity and count in a header
-
 # The hash of a checksum, see docs/reference/ops.md.
 WORD_KEY = 0x9E3779B1
 BLOCK_KEY = 0x9E3779B97F4A7C15 - 2**64  # as a signed integer of 64 bits

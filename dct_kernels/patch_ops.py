@@ -12,8 +12,7 @@ from . import checks, patch_layout
 from ._ops import define
 from .checks import UINT8
 
-WEIGHTS = (torch.bfloat16, torch.float16)
-INT64 = (torch.int64,)
+WEIGHTS = tuple(patch_layout.DTYPE_CODES)
 
 
 def _status(patch: Tensor, *_: object) -> Tensor:
@@ -31,18 +30,16 @@ def diff_pack(
 
     Bits are compared, so 0.0 differs from -0.0, and a NaN differs from a NaN with other bits. If
     `weights` is float32, its cast to the dtype of `snapshot` is compared and packed (rounded to
-    nearest even; every NaN becomes the positive quiet NaN). The patch holds the first `capacity`
-    words. If the changes need more words, the patch has the overflow flag, and readers reject it.
-    The snapshot does not change; `patch_apply` on the snapshot updates it. Mutates `patch` and
-    `checksums`.
+    nearest even; every NaN becomes the positive quiet NaN). If the changes need more than
+    `capacity` words, the patch has the overflow flag, and readers reject it. The snapshot does not
+    change; `patch_apply` on the snapshot updates it. Mutates `patch` and `checksums`.
 
     Args:
         weights: float32, or the dtype of `snapshot` [numel].
         snapshot: bfloat16 or float16 [numel].
         patch: uint8 [nbytes], 16-byte aligned, nbytes = `patch_bytes(numel, capacity)`. Bytes after
             the last word are not written. `patch_info` returns the number of bytes to send.
-        checksums: int64 [2], written: the `checksum` of the snapshot and of the new weights. Or
-            None.
+        checksums: None, or int64 [2], written: the `checksum` of the snapshot and of the weights.
         capacity: maximum number of 16-bit words, 1 to 2**32 - 1.
 
     Raises:
@@ -71,7 +68,7 @@ def diff_pack(
         checks.fail(op, "patch", rule, patch.numel(), verb="have")
     written = {"patch": patch}
     if checksums is not None:
-        checks.require_tensor(op, "checksums", checksums, INT64, like=like)
+        checks.require_tensor(op, "checksums", checksums, (torch.int64,), like=like)
         checks.require_numel(op, "checksums", checksums, 2, "(of the snapshot and of the weights)")
         written["checksums"] = checksums
     checks.memory(op, written, {"weights": weights, "snapshot": snapshot}, ("patch",))

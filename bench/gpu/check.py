@@ -48,6 +48,7 @@ def sanitized(tool: str) -> tuple[str, ...]:
 
 
 MASK_PACK, OTHER_OPS = (conformance(f"cuda and {ops}", 6) for ops in ("mask_pack", "not mask_pack"))
+PATCHES = conformance("cuda and (diff_pack or patch)", 6)
 COLLECT = ("-k", "ptx-cuda", "--collect-only", "-q")
 SMALL = ("--device", "cpu", "--scale", "65536")
 DRY_SLOWER = 20  # multiplies all time limits in a dry run, because a CPU is slower
@@ -66,6 +67,7 @@ STAGES = (
     Stage("environment", 7, 20, "versions of software; the GPU's clocks", program("environment")),
     Stage("build", 30, 120, "the extension, and other methods' kernels", program("build")),
     Stage("mask_pack", 25, 50, "mask_pack in CUDA against the oracle", MASK_PACK, COLLECT),
+    Stage("patches", 12, 40, "ops on weight patches against the oracle", PATCHES, COLLECT),
     Stage("ops", 90, 120, "all other ops against the oracle", OTHER_OPS),
     Stage("time", 95, 110, "times of ops, copies and other methods; targets", program("time_ops")),
     Stage("step", 75, 130, "ops of a step; DDP with and without hooks", program("step"), TINY),
@@ -81,10 +83,10 @@ STAGES = (
     Stage("light", 80, 95, "like time, without other methods", (*LIGHT, "85"), SMALL),
     Stage("large", 15, 30, "ops on more than 2^31 elements", program("large")),
 )
-NOT_BY_DEFAULT = ("variants", "sizes", "light")
+NOT_BY_DEFAULT = ("patches", "variants", "sizes", "light")
 # Sets of stages, for two calls on a machine that is lent for 15 minutes, and their time limits.
 PLAN = ("environment", "build", "mask_pack", "variants", "counters", "sizes", "step", "light")
-SETS = {"plan": PLAN, "layer": ("build", "layer", "devices", "memcheck", "racecheck")}
+SETS = {"plan": PLAN, "layer": ("build", "patches", "layer", "devices", "memcheck", "racecheck")}
 LIMITS = {"plan": 560, "layer": 300}
 
 EPILOG = """\
@@ -103,7 +105,7 @@ number of failed and stopped stages. A stage is skipped if its tool is missing o
 Needs torch >= 2.11 with CUDA, nvcc, numpy, rich, pytest and hypothesis. Uses pytest-xdist, Triton,
 ncu and compute-sanitizer if they are installed. Installs nothing, changes no setting of the GPU.
 
-By default, all stages except variants, sizes and light run. Two sets of stages, with the
+By default, all stages except patches, variants, sizes and light run. Two sets of stages, with the
 expected seconds of each set:
 {sets}
 

@@ -33,6 +33,7 @@ from dct_parallel import (
 )
 from dct_parallel.collectives import all_gather, reduce_scatter
 from dct_parallel.rows.reduce_scatter import reduce_scatter_rows_async
+from dct_patches import WeightPublisher, WeightSubscriber
 from support.ranks import Dictated, run_ranks
 
 SIZES = (70_000, 100, 300_000, 40_000)
@@ -190,6 +191,18 @@ def replicas(rank: int, device: str, backend: str) -> list[Tensor]:
     return [bags.weight.detach().cpu()]
 
 
+def patches(rank: int, device: str, backend: str) -> list[Tensor]:
+    """Publish changed weights and apply the patches. Return the weights of the subscriber."""
+    weights = dict(zip("abcd", drawn(0, rank, device), strict=True))
+    received = {name: torch.zeros_like(x, dtype=torch.bfloat16) for name, x in weights.items()}
+    publisher, subscriber = WeightPublisher(weights), WeightSubscriber(received)
+    subscriber.load(publisher.full())
+    for x in weights.values():
+        x[x > 1.5] *= 1 + 2**-7
+    subscriber.apply(publisher.diff(weights))
+    return [x.cpu() for x in received.values()]
+
+
 def uses() -> Iterator[tuple[Callable[..., list[Tensor]], int, str]]:
     """Yield (function that runs on each rank, number of ranks, backend on the GPU)."""
     yield functools.partial(fully_sharded, compresses=False), 1, "nccl"
@@ -201,7 +214,7 @@ def uses() -> Iterator[tuple[Callable[..., list[Tensor]], int, str]]:
         yield process_groups, ranks, backend
         for format in (RowFormat(density=0.1), "int4", "sign"):
             yield functools.partial(rows, format=format), ranks, backend
-    for use in (all_reduces, reduced_rows, replicas):
+    for use in (all_reduces, reduced_rows, replicas, patches):
         yield use, 2, "gloo"
 
 

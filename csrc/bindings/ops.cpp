@@ -284,8 +284,7 @@ void diff_pack(const Tensor& weights, const Tensor& snapshot, const Tensor& patc
 }
 
 // Checks and fills the arguments that patch_check and patch_apply share, and returns the status.
-template <typename Args>
-Tensor patch_args(const Checks& checks, const Tensor& patch, Args& args) {
+Tensor patch_status(const Checks& checks, const Tensor& patch, PatchApplyArgs& args) {
   checks.require_tensor("patch", patch, {ScalarType::Byte}, 1);
   checks.require_aligned("patch", patch);
   Tensor status = new_empty(patch, {1}, ScalarType::Int);
@@ -297,12 +296,12 @@ Tensor patch_args(const Checks& checks, const Tensor& patch, Args& args) {
 
 Tensor patch_check(const Tensor& patch, int64_t numel, ScalarType dtype) {
   const Checks checks("patch_check", patch);
-  PatchCheckArgs args{};
-  const Tensor status = patch_args(checks, patch, args);
+  PatchApplyArgs args{};
+  const Tensor status = patch_status(checks, patch, args);
   checks.require_in("numel", "", numel, kAny);
   args.numel = numel;
   args.dtype = checks.require_dtype("dtype", dtype, kHalves);
-  backend::run(checks, backend::patch_check, args);
+  backend::run(checks, backend::patch_apply, args);
   return status;
 }
 
@@ -310,7 +309,7 @@ Tensor patch_apply(const Tensor& patch, const Tensor& weights) {
   const Checks checks("patch_apply", weights);
   PatchApplyArgs args{};
   args.dtype = checks.require_tensor("weights", weights, kHalves, 1);
-  const Tensor status = patch_args(checks, patch, args);
+  const Tensor status = patch_status(checks, patch, args);
   checks.require_apart({{"weights", weights}, {"patch", patch}}, 1);
   args.numel = weights.numel();
   args.weights = static_cast<uint16_t*>(weights.mutable_data_ptr());

@@ -163,21 +163,13 @@ struct DiffPackArgs {
   int64_t capacity;
 };
 
-struct PatchCheckArgs {
-  const uint8_t* patch;  // [nbytes], 16-byte aligned
-  int64_t nbytes;
-  int64_t numel;
-  DType dtype;
-  int32_t* status;  // out: [1]
-};
-
 struct PatchApplyArgs {
   const uint8_t* patch;  // [nbytes], 16-byte aligned
   int64_t nbytes;
   int64_t numel;
   DType dtype;
   int32_t* status;    // out: [1]
-  uint16_t* weights;  // in and out: [numel] of dtype
+  uint16_t* weights;  // in and out: [numel] of dtype; null for patch_check
 };
 
 struct ChecksumArgs {

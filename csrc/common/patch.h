@@ -42,14 +42,9 @@ constexpr int64_t patch_bytes(int64_t numel, int64_t capacity) {
 // The header of a patch whose changes need `words` words. They may exceed the capacity.
 DCT_HOST_DEVICE inline PayloadHeader patch_header(int64_t numel, int64_t capacity, DType dtype,
                                                   uint64_t words) {
-  PayloadHeader header = {};
-  header.magic = kPayloadMagic;
+  PayloadHeader header = payload_header(numel, capacity, dtype, words, false);
   header.version = kPatchVersion;
-  header.value_dtype = static_cast<uint8_t>(dtype);
-  header.flags = words > static_cast<uint64_t>(capacity) ? kFlagOverflow : 0;
-  header.numel = static_cast<uint64_t>(numel);
-  header.capacity = static_cast<uint32_t>(capacity);
-  header.count = words < kMostPatchWords ? static_cast<uint32_t>(words) : kMostPatchWords;
+  header.count = static_cast<uint32_t>(words < kMostPatchWords ? words : kMostPatchWords);
   return header;
 }
 
@@ -57,13 +52,7 @@ DCT_HOST_DEVICE inline PayloadHeader patch_header(int64_t numel, int64_t capacit
 // patch_words_offset(numel). Returns the status.
 DCT_HOST_DEVICE inline int32_t patch_header_status(const PayloadHeader& header, int64_t nbytes,
                                                    int64_t numel, DType dtype) {
-  uint64_t reserved = 0;
-  for (uint64_t word : header.reserved) reserved |= word;
-  if (header.magic != kPayloadMagic || header.version != kPatchVersion ||
-      header.value_dtype != static_cast<uint8_t>(dtype) || (header.flags & ~kFlagOverflow) != 0 ||
-      header.numel != static_cast<uint64_t>(numel) || reserved != 0) {
-    return kStatusHeader;
-  }
+  if (!header_kind_ok(header, kPatchVersion, dtype, kFlagOverflow, numel)) return kStatusHeader;
   if (header.flags != 0) return kStatusOverflow;
   const int64_t room = (nbytes - patch_words_offset(numel)) / 2;
   return header.count <= header.capacity && header.count <= room ? 0 : kStatusHeader;
@@ -89,8 +78,8 @@ constexpr int64_t kHashed = 4;  // elements that are hashed together
 constexpr uint32_t kWordKey = 0x9E3779B1;
 constexpr uint64_t kBlockKey = 0x9E3779B97F4A7C15;
 
-// The hash of the bits of four elements, which are group `group` of their block. Multiplying two
-// numbers of 32 bits is one instruction per group, and for several groups on every processor.
+// The hash of the bits of four elements, which are group `group` of their block. Processors
+// multiply several pairs of 32-bit numbers in one instruction.
 DCT_HOST_DEVICE inline uint64_t group_hash(uint64_t bits, uint32_t group) {
   const uint32_t low = static_cast<uint32_t>(bits) + (2 * group + 1) * kWordKey;
   const uint32_t high = static_cast<uint32_t>(bits >> 32) + (2 * group + 2) * kWordKey;

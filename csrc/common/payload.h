@@ -92,16 +92,24 @@ DCT_HOST_DEVICE inline PayloadHeader payload_header(int64_t numel, int64_t capac
   return header;
 }
 
+// Validates the fields of an untrusted header that do not depend on the capacity and the count.
+template <typename Code>
+DCT_HOST_DEVICE bool header_kind_ok(const PayloadHeader& header, uint16_t version, Code code,
+                                    int known_flags, int64_t numel) {
+  uint64_t reserved = 0;
+  for (uint64_t word : header.reserved) reserved |= word;
+  return header.magic == kPayloadMagic && header.version == version &&
+         header.value_dtype == static_cast<uint8_t>(code) && (header.flags & ~known_flags) == 0 &&
+         header.numel == static_cast<uint64_t>(numel) && reserved == 0;
+}
+
 // Validates an untrusted header against its range.
 DCT_HOST_DEVICE inline bool header_ok(const PayloadHeader& header, int64_t numel, int64_t capacity,
                                       DType value_dtype) {
-  uint64_t reserved = 0;
-  for (uint64_t word : header.reserved) reserved |= word;
-  return header.magic == kPayloadMagic && header.version == kPayloadVersion &&
-         header.value_dtype == static_cast<uint8_t>(value_dtype) &&
-         (header.flags & ~(kFlagOverflow | kFlagNonFinite)) == 0 &&
-         header.numel == static_cast<uint64_t>(numel) && header.capacity == capacity &&
-         header.count <= header.capacity && header.count <= header.numel && reserved == 0;
+  constexpr int kKnown = kFlagOverflow | kFlagNonFinite;
+  return header_kind_ok(header, kPayloadVersion, value_dtype, kKnown, numel) &&
+         header.capacity == capacity && header.count <= header.capacity &&
+         header.count <= header.numel;
 }
 
 // Whether the payload may lack non-finite entries. If so, the receiver sets the first element of

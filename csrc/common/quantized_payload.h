@@ -95,13 +95,9 @@ DCT_HOST_DEVICE inline PayloadHeader quantized_header(int64_t numel, PayloadForm
 // Validates an untrusted header against its range.
 DCT_HOST_DEVICE inline bool quantized_header_ok(const PayloadHeader& header, int64_t numel,
                                                 PayloadFormat format) {
-  const PayloadHeader expected = quantized_header(numel, format, false);
-  uint64_t reserved = 0;
-  for (uint64_t word : header.reserved) reserved |= word;
-  return header.magic == expected.magic && header.version == expected.version &&
-         header.value_dtype == expected.value_dtype && (header.flags & ~kFlagNonFinite) == 0 &&
-         header.numel == expected.numel && header.capacity == expected.capacity &&
-         header.count == expected.count && reserved == 0;
+  const uint32_t expected = quantized_header(numel, format, false).count;
+  return header_kind_ok(header, kQuantizedVersion, format, kFlagNonFinite, numel) &&
+         header.capacity == expected && header.count == expected;
 }
 
 }  // namespace dct

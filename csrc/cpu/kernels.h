@@ -22,7 +22,6 @@ void row_dequantize(const RowDequantizeArgs& args, const Parallel& parallel);
 void row_dequantize_sum(const RowDequantizeSumArgs& args, const Parallel& parallel);
 
 void diff_pack(const DiffPackArgs& args, const Parallel& parallel);
-void patch_check(const PatchCheckArgs& args, const Parallel& parallel);
 void patch_apply(const PatchApplyArgs& args, const Parallel& parallel);
 void checksum(const ChecksumArgs& args, const Parallel& parallel);
 

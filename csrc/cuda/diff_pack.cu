@@ -1,4 +1,4 @@
-// diff_pack.cu -- packs the entries whose bits differ, in two kernels.
+// diff_pack.cu -- packs the entries whose bits differ, in two kernels; and checksums.
 //
 // In the first kernel, a thread block compares one block of 4,096 entries, and reads every entry
 // once. It writes the numbers of the block to the patch, and the words to the block's slot in
@@ -11,6 +11,11 @@
 namespace dct::cuda {
 namespace {
 
+constexpr int kEight = 8;                         // adjacent entries of a lane, 16 bytes
+constexpr int kWarpEntries = kWarpSize * kEight;  // that a warp loads at once
+constexpr int kHalves = 2;                        // such loads of each warp per block
+static_assert(kPatchBlock == kWarps * kHalves * kWarpEntries, "a thread block loads a block");
+
 // At most 80 registers per thread in the first kernel, and 64 in the second.
 constexpr int kStageMinBlocks = 3, kPlaceMinBlocks = 4;
 // A slot holds one and a half times a block's share of the capacity, and a few words more.
@@ -21,6 +26,13 @@ struct Slots {
   uint32_t capacity;
 };
 
+// The bits of eight entries, packed in pairs.
+struct Eight {
+  uint32_t pairs[kEight / 2];
+
+  __device__ uint32_t entry(int e) const { return pairs[e / 2] >> (16 * (e % 2)) & 0xffff; }
+};
+
 struct Compared {
   Eight now, before;
   uint32_t changed, full;  // bit masks
@@ -29,17 +41,52 @@ struct Compared {
   __device__ uint32_t counts() const { return __popc(changed) | __popc(full) << 16; }
 };
 
-// Loads kCount groups of eight entries per lane, kWarpEntries apart. `whole`: whether all entries
-// of the block exist, at a multiple of 16 bytes.
-template <typename Half, typename Weight, int kCount>
-__device__ void load(const DiffPackArgs& args, int64_t index, bool whole, Compared (&x)[kCount]) {
-  const auto* weights = static_cast<const Weight*>(args.weights);
+// The bits of a weight. Half is the dtype of a rounded float32.
+template <typename Half, typename Weight>
+__device__ uint32_t bits_of(Weight x) {
+  if constexpr (sizeof(x) == sizeof(uint16_t)) return x;
+  return round_to<Half>(x).bits;
+}
+
+// Loads the bits of eight entries from `index` on. With kWhole, there are eight at a multiple of 16
+// bytes. Otherwise, entries past `numel` are 0.
+template <typename Half, bool kWhole, typename Weight>
+__device__ void load_eight(const Weight* x, int64_t index, int64_t numel, Eight& bits) {
+  if constexpr (kWhole && sizeof(Weight) == sizeof(uint16_t)) {
+    stream_in(reinterpret_cast<const uint32_t*>(x + index), bits.pairs);
+  } else {
+    Weight loaded[2][kEight / 2];
+    if constexpr (kWhole) {
+      stream_in(x + index, loaded[0]);
+      stream_in(x + index + kEight / 2, loaded[1]);
+    }
+#pragma unroll
+    for (int e = 0; e < kEight; e += 2) {
+      Weight* pair = loaded[e / 4] + e % 4;
+#pragma unroll
+      for (int i = 0; i < 2 && !kWhole; ++i) {
+        pair[i] = index + e + i < numel ? x[index + e + i] : Weight{0};
+      }
+      bits.pairs[e / 2] = bits_of<Half>(pair[0]) | bits_of<Half>(pair[1]) << 16;
+    }
+  }
+}
+
+// Loads a lane's groups of eight entries, which are kWarpEntries apart. The snapshot may be
+// nullptr. `whole`: whether all entries of the block exist, at a multiple of 16 bytes. The function
+// branches once, so that all loads are in flight together.
+template <typename Half, typename Weight, typename Snapshot, int kCount>
+__device__ void load(const Weight* weights, Snapshot snapshot, int64_t index, int64_t numel,
+                     bool whole, Compared (&x)[kCount]) {
   const auto load_all = [&](auto is_whole) {
+    constexpr bool kWhole = decltype(is_whole)::value;
 #pragma unroll
     for (int h = 0; h < kCount; ++h) {
       const int64_t at = index + h * kWarpEntries;
-      load_eight<Half, decltype(is_whole)::value>(args.snapshot, at, args.numel, x[h].before);
-      load_eight<Half, decltype(is_whole)::value>(weights, at, args.numel, x[h].now);
+      if constexpr (!std::is_null_pointer_v<Snapshot>) {
+        load_eight<Half, kWhole>(snapshot, at, numel, x[h].before);
+      }
+      load_eight<Half, kWhole>(weights, at, numel, x[h].now);
     }
   };
   if (whole) {
@@ -47,6 +94,43 @@ __device__ void load(const DiffPackArgs& args, int64_t index, bool whole, Compar
   } else {
     load_all(std::false_type{});
   }
+}
+
+// The position in a block of a lane's first entry, if a thread block loads the block.
+__device__ int lane_position() {
+  return warp_index() * kHalves * kWarpEntries + lane_index() * kEight;
+}
+
+// Adds the hashes of this thread block's entries to a checksum. Call it with other `warp_sums` than
+// before.
+__device__ void add_hashes(const Compared (&x)[kHalves], Eight Compared::* bits, int64_t numel,
+                           int64_t* checksum, Word (&warp_sums)[kWarps]) {
+  const int64_t block = blockIdx.x;
+  Word hashes = 0;
+#pragma unroll
+  for (int g = 0; g < kHalves * kEight / kHashed; ++g) {
+    const uint32_t* pair = (x[g / 2].*bits).pairs + 2 * (g % 2);
+    const int position = lane_position() + g / 2 * kWarpEntries + g % 2 * kHashed;
+    if (block * kPatchBlock + position >= numel) continue;
+    hashes += group_hash(pair[0] | Word{pair[1]} << 32, position / kHashed);
+  }
+  hashes = reduce_warps<kWarps>(warp_sum(hashes), sum<Word>, warp_sums);
+  if (thread_index() == 0) {
+    atomicAdd(reinterpret_cast<Word*>(checksum), hashes * block_factor(block));
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) checksum_kernel(ChecksumArgs args, bool aligned) {
+  __shared__ Word warp_sums[kWarps];
+  const int64_t begin = int64_t{blockIdx.x} * kPatchBlock;
+  Compared x[kHalves];
+  load<BFloat16>(args.weights, nullptr, begin + lane_position(), args.numel,
+                 aligned && begin + kPatchBlock <= args.numel, x);
+  add_hashes(x, &Compared::now, args.numel, args.checksum, warp_sums);
+}
+
+__device__ BlockNumbers* numbers_of(const DiffPackArgs& args) {
+  return reinterpret_cast<BlockNumbers*>(args.patch + sizeof(PayloadHeader));
 }
 
 __device__ void compare(Compared& x) {
@@ -83,20 +167,12 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks)
   __shared__ uint32_t warp_counts[kWarps];
   __shared__ Word old_sums[kWarps], new_sums[kWarps];
   const int64_t block = blockIdx.x, begin = block * kPatchBlock;
-  const int offset = warp_index() * kHalves * kWarpEntries + lane_index() * kEight;
   Compared x[kHalves];
-  load<Half, Weight>(args, begin + offset, aligned && begin + kPatchBlock <= args.numel, x);
+  load<Half>(static_cast<const Weight*>(args.weights), args.snapshot, begin + lane_position(),
+             args.numel, aligned && begin + kPatchBlock <= args.numel, x);
   if (args.checksums != nullptr) {
-    Word old_hashes = 0, new_hashes = 0;
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      const int position = offset + h * kWarpEntries;
-      const int64_t inside = args.numel - begin - position;
-      old_hashes += hash_eight(x[h].before, position, inside);
-      new_hashes += hash_eight(x[h].now, position, inside);
-    }
-    add_hashes(old_hashes, block, args.checksums, old_sums);
-    add_hashes(new_hashes, block, args.checksums + 1, new_sums);
+    add_hashes(x, &Compared::before, args.numel, args.checksums, old_sums);
+    add_hashes(x, &Compared::now, args.numel, args.checksums + 1, new_sums);
   }
   uint32_t preceding[kHalves], counts = 0;
 #pragma unroll
@@ -116,15 +192,14 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks)
   }
   const uint32_t entries = all & 0xffff, words = entries + (all >> 16);
   if (thread_index() == 0) {
-    block_numbers(args.patch)[block] = {static_cast<uint16_t>(entries),
-                                        static_cast<uint16_t>(words)};
+    numbers_of(args)[block] = {static_cast<uint16_t>(entries), static_cast<uint16_t>(words)};
   }
-  if (words <= slots.capacity) {
-    uint16_t* slot = slots.words + block * slots.capacity;
+  if (words > slots.capacity) return;
+  uint16_t* slot = slots.words + block * slots.capacity;
 #pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      put(x[h], offset + h * kWarpEntries, lower + preceding[h], entries, slot, words);
-    }
+  for (int h = 0; h < kHalves; ++h) {
+    const int position = lane_position() + h * kWarpEntries;
+    put(x[h], position, lower + preceding[h], entries, slot, words);
   }
 }
 
@@ -137,7 +212,8 @@ __device__ void pack_block(const DiffPackArgs& args, int64_t begin, bool aligned
   for (int first = 0; first < kPatchBlock; first += kWarpEntries) {
     const int position = first + lane_index() * kEight;
     Compared x[1];
-    load<Half, Weight>(args, begin + position, whole, x);
+    load<Half>(static_cast<const Weight*>(args.weights), args.snapshot, begin + position,
+               args.numel, whole, x);
     compare(x[0]);
     const uint32_t inclusive = warp_inclusive_sum(x[0].counts());
     put(x[0], position, counts + inclusive - x[0].counts(), entries, words, limit);
@@ -148,10 +224,9 @@ __device__ void pack_block(const DiffPackArgs& args, int64_t begin, bool aligned
 template <typename Half, typename Weight>
 __global__ void __launch_bounds__(kThreads, kPlaceMinBlocks)
     diff_pack_place_kernel(DiffPackArgs args, PatchGrid grid, Slots slots, bool aligned) {
-  __shared__ Word warp_sums[kWarps];
-  const BlockNumbers* numbers = block_numbers(args.patch);
+  const BlockNumbers* numbers = numbers_of(args);
   auto* const words = reinterpret_cast<uint16_t*>(args.patch + patch_words_offset(args.numel));
-  Word at = words_before(numbers, grid, warp_sums);
+  Word at = words_before(numbers, grid);
   const int64_t first = grid.first_of(warp_index()), last = grid.first_of(warp_index() + 1);
   BlockNumbers next = first < last ? numbers[first] : BlockNumbers{};
   for (int64_t b = first; b < last; ++b) {
@@ -213,6 +288,14 @@ cudaError_t diff_pack(const DiffPackArgs& args, void* scratch, cudaStream_t stre
   }
   return args.dtype == DType::kBFloat16 ? run<BFloat16, float>(args, slots, stream)
                                         : run<Float16, float>(args, slots, stream);
+}
+
+cudaError_t checksum(const ChecksumArgs& args, cudaStream_t stream) {
+  const cudaError_t cleared = cudaMemsetAsync(args.checksum, 0, sizeof(*args.checksum), stream);
+  const int64_t blocks = patch_blocks(args.numel);
+  if (cleared != cudaSuccess || blocks == 0) return cleared;
+  return launch(checksum_kernel, blocks, kThreads, 0, stream, args,
+                is_aligned(args.weights, kVectorBytes));
 }
 
 }  // namespace dct::cuda

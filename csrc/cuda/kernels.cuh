@@ -61,7 +61,6 @@ int64_t diff_pack_scratch_bytes(const DiffPackArgs& args);
 cudaError_t diff_pack(const DiffPackArgs& args, void* scratch, cudaStream_t stream);
 
 // One memset and one kernel.
-cudaError_t patch_check(const PatchCheckArgs& args, cudaStream_t stream);
 cudaError_t patch_apply(const PatchApplyArgs& args, cudaStream_t stream);
 
 // One memset, and one kernel if there are elements.

@@ -1,4 +1,4 @@
-"""The Triton backend, which needs no CUDA compiler. One file per op.
+"""The Triton backend, which needs no CUDA compiler. One file per op, or per two ops.
 
 Each file has the kernels, then the host function that launches them. A host function receives
 checked arguments, does not wait for its kernels, allocates memory only through torch, and keeps no
@@ -6,12 +6,10 @@ state between calls.
 """
 
 from ._launch import INTERPRETED
-from .checksum import checksum
 from .dequantize_sum import dequantize_sum
-from .diff_pack import diff_pack
+from .diff_pack import checksum, diff_pack
 from .mask_pack import mask_pack
-from .patch_apply import patch_apply
-from .patch_check import patch_check
+from .patch_apply import patch_apply, patch_check
 from .quantize_pack import quantize_pack
 from .row_dequantize import row_dequantize
 from .row_dequantize_sum import row_dequantize_sum

@@ -8,7 +8,7 @@ import torch
 from conftest import BACKENDS
 from oracle.payload import Geometry
 
-from conformance import calls, samples
+from conformance import calls, patch_calls, samples
 
 pytestmark = pytest.mark.skipif("triton" not in BACKENDS, reason="no Triton, or another backend")
 
@@ -17,6 +17,7 @@ TILES = {
     "mask_pack": {"TILE": 4096, "CHUNK": 4},
     "scatter_unpack": {"ENTRIES": 256, "ELEMENTS": 4096},
     "sample_threshold": {"PICKS": 256, "PROGRAMS": 4, "PER_RANGE": 1},
+    "_patch": {"CHUNK": 2},
 }
 
 
@@ -54,6 +55,16 @@ def test_scatter_unpack(triton, out_dtype):
 def test_sample_threshold(triton, max_samples):
     grad, residual = samples.hard(NUMEL), samples.normal(NUMEL)
     calls.sample_threshold(triton, grad, residual, 0.01, 2, max_samples=max_samples, seed=3)
+
+
+def test_patches(triton):
+    old = samples.hard(4 * 4096 + 9, torch.bfloat16)
+    sent, _ = patch_calls.diff_pack(triton, patch_calls.changed(old, 0.1), old)
+    assert patch_calls.patch_apply(triton, sent, old)[0] == 0
+    for block in range(5):
+        raw = bytearray(sent)
+        raw[64 + 4 * block] ^= 1  # a wrong number in any of the three chunks
+        assert patch_calls.patch_apply(triton, raw, old)[0] in (2, 4)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,9 @@ namespace dct::test {
 // Applies a patch to the bits of weights, and returns its status.
 inline int32_t apply_patch(const std::vector<uint8_t>& bytes, DType dtype,
                            std::vector<uint16_t>& weights) {
-  const auto number = [&](int64_t at, int size) {
-    uint64_t result = 0;
-    std::memcpy(&result, bytes.data() + at, size);
-    return result;
-  };
   const auto numel = static_cast<int64_t>(weights.size()), blocks = (numel + 4095) / 4096;
   const auto nbytes = static_cast<int64_t>(bytes.size()), at = 64 + 4 * blocks;
+  const auto number = [&](int64_t offset) { return bytes[offset] | bytes[offset + 1] << 8; };
   if (nbytes < at) return 1;
   uint8_t header[64] = {'D', 'C', 'T', '1', 5, 0, uint8_t(dtype == DType::kBFloat16 ? 1 : 2)};
   header[7] = bytes[7] & 1;
@@ -25,37 +21,35 @@ inline int32_t apply_patch(const std::vector<uint8_t>& bytes, DType dtype,
   std::memcpy(header + 16, bytes.data() + 16, 8);
   if (std::memcmp(header, bytes.data(), 64) != 0) return 1;
   if (bytes[7] == 1) return 8;
-  const uint64_t capacity = number(16, 4), count = number(20, 4);
-  if (count > capacity || at + 2 * count > static_cast<uint64_t>(nbytes)) return 1;
-  uint64_t sum = 0;
+  uint32_t sizes[2];  // capacity and count
+  std::memcpy(sizes, header + 16, 8);
+  int64_t left = sizes[1];
+  if (sizes[1] > sizes[0] || at + 2 * left > nbytes) return 1;
   for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t entries = number(64 + 4 * b, 2), words = number(66 + 4 * b, 2);
-    if (entries > numel - 4096 * b || entries > 4096) return 2;
+    const int64_t entries = number(64 + 4 * b), words = number(66 + 4 * b);
+    if (entries > std::min<int64_t>(numel - 4096 * b, 4096)) return 2;
     if (words < entries || words > 2 * entries) return 2;
-    sum += words;
+    left -= words;
   }
-  if (sum != count) return 2;
+  if (left != 0) return 2;
   int32_t status = 0;
-  for (int64_t b = 0, first = at; b < blocks; ++b) {
-    const int64_t entries = number(64 + 4 * b, 2), words = number(66 + 4 * b, 2);
+  for (int64_t b = 0, first = at; b < blocks; first += 2 * number(66 + 4 * b++)) {
+    const int64_t entries = number(64 + 4 * b), words = number(66 + 4 * b);
     std::vector<uint16_t> block(weights.begin() + 4096 * b,
                                 weights.begin() + std::min(numel, 4096 * (b + 1)));
     int64_t value = entries, last = -1;
     bool ok = true;
     for (int64_t i = 0; i < entries && ok; ++i) {
-      const int64_t word = number(first + 2 * i, 2), position = word / 16, code = word % 16;
+      const int64_t position = number(first + 2 * i) / 16, code = number(first + 2 * i) % 16;
       ok = position > last && position < int64_t(block.size()) && (code != 8 || value < words);
       if (!ok) break;
       last = position;
-      block[position] = code == 8 ? number(first + 2 * value++, 2)
-                                  : block[position] + (code < 8 ? code : code - 16);
+      block[position] =
+          code == 8 ? number(first + 2 * value++) : block[position] + (code < 8 ? code : code - 16);
     }
-    if (ok && value == words) {
-      std::copy(block.begin(), block.end(), weights.begin() + 4096 * b);
-    } else {
-      status = 4;
-    }
-    first += 2 * words;
+    ok = ok && value == words;
+    if (ok) std::copy(block.begin(), block.end(), weights.begin() + 4096 * b);
+    if (!ok) status = 4;
   }
   return status;
 }
@@ -95,24 +89,19 @@ class Patch : public Target {
 
   bool run(Input& input, Memory& memory) const override {
     const Call call(input.setting);
-    const auto size = static_cast<int64_t>(input.bytes.size());
-    const uint8_t* patch = received(input, std::max<int64_t>(size - call.removed, 0), memory);
+    const int64_t nbytes = std::max<int64_t>(input.bytes.size() - call.removed, 0);
+    const uint8_t* patch = received(input, nbytes, memory);
     auto* status = memory.take<int32_t>(1);
     auto* weights = memory.take<uint16_t>(call.numel);
-    std::vector<uint16_t> expected(call.numel);
-    for (int64_t i = 0; i < call.numel; ++i) expected[i] = static_cast<uint16_t>(40503 * i);
-    std::copy(expected.begin(), expected.end(), weights);
-    const auto nbytes = static_cast<int64_t>(input.bytes.size());
+    for (int64_t i = 0; i < call.numel; ++i) weights[i] = static_cast<uint16_t>(40503 * i);
+    std::vector<uint16_t> before(weights, weights + call.numel), applied = before;
     with_tasks(call.tasks, [&](const cpu::Parallel& parallel) {
-      if (applies_) {
-        cpu::patch_apply({patch, nbytes, call.numel, call.dtype, status, weights}, parallel);
-      } else {
-        cpu::patch_check({patch, nbytes, call.numel, call.dtype, status}, parallel);
-      }
+      const PatchApplyArgs args{patch,      nbytes, call.numel,
+                                call.dtype, status, applies_ ? weights : nullptr};
+      cpu::patch_apply(args, parallel);
     });
-    std::vector<uint16_t> applied = expected;
     const int32_t wanted = apply_patch(input.bytes, call.dtype, applied);
-    if (applies_) expected = applied;
+    const std::vector<uint16_t>& expected = applies_ ? applied : before;
     CHECK(std::equal(expected.begin(), expected.end(), weights), "wrong weights");
     check_unchanged(patch, input);
     return check_status(status, {wanted});

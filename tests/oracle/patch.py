@@ -31,21 +31,13 @@ def header(numel, dtype, capacity, count):
 
 def diff_pack(new, old, dtype, capacity):
     """The used part of a patch, and the words of each block, as (entries, full values)."""
-    blocks = []
-    for begin in range(0, len(new), BLOCK):
-        entries, values = [], []
-        now, before = new[begin : begin + BLOCK], old[begin : begin + BLOCK]
-        for position in np.flatnonzero(now != before).tolist():
-            step = (int(now[position]) - int(before[position])) % 65536
-            if step <= 7:
-                code = step
-            elif step >= 65536 - 7:
-                code = step - 65536 + 16
-            else:
-                code = 8
-                values.append(int(now[position]))
-            entries.append(position * 16 + code)
-        blocks.append((entries, values))
+    blocks = [([], []) for _ in range(math.ceil(len(new) / BLOCK))]
+    for i in np.flatnonzero(new != old).tolist():
+        entries, values = blocks[i // BLOCK]
+        step = (int(new[i]) - int(old[i]) + 32768) % 65536 - 32768
+        code = step % 16 if abs(step) <= 7 else 8
+        entries.append(i % BLOCK * 16 + code)
+        values += [int(new[i])] if code == 8 else []
     return content(len(new), dtype, blocks, capacity), blocks
 
 

@@ -112,7 +112,6 @@ PROMISES = {
     "diff_pack_stage_kernel": Promise(wide_loads=4, in_flight={STREAMS: 4}, between_blocks=ADDS),
     "diff_pack_place_kernel": Promise(wide_loads=4, in_flight={LOADS: 8}),
     # A block that is invalid sets a bit of the status.
-    "patch_check_kernel": Promise(wide_loads=4, in_flight={LOADS: 4}, between_blocks=MARKS),
     "patch_apply_kernel": Promise(wide_loads=4, in_flight={LOADS: 4}, between_blocks=MARKS),
     "checksum_kernel": Promise(wide_loads=2, in_flight={STREAMS: 2}, between_blocks=ADDS),
 }

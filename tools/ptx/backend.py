@@ -238,7 +238,7 @@ def diff_pack(weights, snapshot, patch, checksums, capacity):
 
 def patch_check(patch, numel, dtype):
     status = poisoned(1, dtype=torch.int32)
-    _call("patch_check", patch, patch.numel(), numel, dtype, status)
+    _call("patch_apply", patch, patch.numel(), numel, dtype, status, None)
     return status
 
 

@@ -4,8 +4,6 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from dct_kernels._ops import OPS
-
 from . import cache, toolkit
 
 HERE = Path(__file__).resolve().parent
@@ -61,10 +59,9 @@ def _launchers(
     gxx = [*gxx, f"-I{toolkit.CSRC}", "-isystem", toolkit.nvcc().parents[1] / "include"]
     nvcc = [toolkit.nvcc(), *toolkit.flags(), "-Xcompiler=-fPIC", "-c"]
     nvcc += ["-arch=compute_90", "-no-compress"] if gpu is None else [f"-arch=sm_{gpu}"]
-    folders = {op: patched if op in ops else toolkit.CSRC for op in OPS}
+    folders = {path.name: patched if path.stem in ops else toolkit.CSRC for path in toolkit.KERNELS}
     kernels = [
-        (nvcc, folder / "cuda" / f"{op}.cu", toolkit.headers(folder))
-        for op, folder in folders.items()
+        (nvcc, folder / "cuda" / name, toolkit.headers(folder)) for name, folder in folders.items()
     ]
     runtime = [(gxx, CUDART, own_headers)] if gpu is None else []
     return [*runtime, (gxx, LAUNCHERS, toolkit.headers()), *kernels]

@@ -111,9 +111,6 @@ int64_t diff_pack(const Field* fields) {
   const Scratch scratch(dct::cuda::diff_pack_scratch_bytes(args));
   return dct::cuda::diff_pack(args, scratch.data, stream());
 }
-int64_t patch_check(const Field* fields) {
-  return dct::cuda::patch_check(fill<dct::PatchCheckArgs, 5>(fields), stream());
-}
 int64_t patch_apply(const Field* fields) {
   return dct::cuda::patch_apply(fill<dct::PatchApplyArgs, 6>(fields), stream());
 }
