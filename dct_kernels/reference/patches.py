@@ -73,14 +73,17 @@ def _read(patch: Tensor, numel: int, dtype: torch.dtype) -> tuple[int, Tensor, T
         return 1, none, none, none
 
     entries, words = _section(patch, layout.HEADER_BYTES, at).view(-1, 2).unbind(1)
-    block = torch.arange(len(words), device=patch.device)
+    block = torch.arange(len(words), dtype=torch.int64, device=patch.device)
     length = (numel - block * BLOCK).clamp(max=BLOCK)
     bad = (entries > length) | (words < entries) | (words > 2 * entries)
     if bool(bad.any()) or int(words.sum()) != count:
         return 2, none, none, none
 
     owner = block.repeat_interleave(words)
-    place = torch.arange(count, device=patch.device) - (words.cumsum(0) - words)[owner]
+    place = (
+        torch.arange(count, dtype=torch.int64, device=patch.device)
+        - (words.cumsum(0) - words)[owner]
+    )
     word, is_entry = _section(patch, at, at + 2 * count), place < entries[owner]
     entry, block, value_block = word[is_entry], owner[is_entry], owner[~is_entry]
     position, codes = entry >> 4, entry & 15
@@ -94,7 +97,7 @@ def _read(patch: Tensor, numel: int, dtype: torch.dtype) -> tuple[int, Tensor, T
 def _checksum(bits: Tensor) -> Tensor:
     """The checksum of bit patterns. Products and sums wrap."""
     four = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(-1, 4)
-    group = torch.arange(len(four), device=bits.device)
+    group = torch.arange(len(four), dtype=torch.int64, device=bits.device)
     word = 2 * (group % (BLOCK // 4)) + 1  # counted from 1 in each block
     low = four[:, 0] + (four[:, 1] << 16) + word * patch_layout.WORD_KEY
     high = four[:, 2] + (four[:, 3] << 16) + (word + 1) * patch_layout.WORD_KEY
