@@ -62,7 +62,7 @@ def train(folder, local_steps, fsdp2):
     elif fsdp2:
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
         dct = compress_fully_shard(model)
-        parts = {"shards": dct}
+        parts = {}  # no residual
     else:
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
         # The scaler is None without float16. DCTState needs the optimizer that Accelerate wraps.
