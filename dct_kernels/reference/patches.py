@@ -62,8 +62,8 @@ def _read(patch: Tensor, numel: int, dtype: torch.dtype) -> tuple[int, Tensor, T
     at, nbytes = patch_layout.words_offset(numel), patch.numel()
     if nbytes < at:
         return 1, none, none, none
-    raw = bytes(patch[: layout.HEADER_BYTES].tolist())
-    magic, version, code, flags, size, capacity, count, reserved = layout.HEADER.unpack(raw)
+    fields = layout.read_header("patch_apply", "patch", patch)
+    magic, version, code, flags, size, capacity, count, reserved = fields
     kind = (layout.MAGIC, patch_layout.VERSION, patch_layout.DTYPE_CODES[dtype], numel)
     if (magic, version, code, size) != kind or flags & ~layout.FLAG_OVERFLOW or any(reserved):
         return 1, none, none, none

@@ -111,8 +111,8 @@ def _add(
 ) -> int:
     """Validate one payload, add its valid blocks to `total`, and return its status."""
     numel = total.numel()
-    raw = bytes(row[: layout.HEADER_BYTES].tolist())
-    magic, version, code, flags, *sizes, count, reserved = layout.HEADER.unpack(raw)
+    fields = layout.read_header("scatter_unpack", "payloads", row)
+    magic, version, code, flags, *sizes, count, reserved = fields
     lost = layout.FLAG_OVERFLOW | layout.FLAG_NON_FINITE
     if (
         (magic, version, code) != (layout.MAGIC, layout.VERSION, _code(value_dtype))

@@ -40,7 +40,7 @@ class Executor(ABC):
 
     @abstractmethod
     def run_after(self, call: Callable[[], Any]) -> Future[Any] | None:
-        """Run `call` after all earlier reductions. Returns its result, or None if it has run."""
+        """Run `call` after all earlier reductions. Returns a future, or None if it has run."""
 
     def complete(self) -> None:  # noqa: B027  # not abstract
         """Finish the reductions that need the submitting thread. By default there are none."""
