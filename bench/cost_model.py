@@ -31,22 +31,27 @@ class Link(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Speeds of a copy and of the ops, in bytes per second."""
+    """Speeds of a copy and of the ops, in bytes per second.
+
+    `host` is the number of seconds that a hook takes on the host for each bucket.
+    """
 
     copy: float
     mask_pack: float
     scatter_unpack: float
     quantize: float
     dequantize: float
+    host: float = 0.0
 
 
 RDMA_FROM = 100e9  # bits per second; links with at least this rate are assumed to use RDMA
 TCP, RDMA = Link(50e-6), Link(10e-6)  # assumed values for NCCL
 # Measured. GLOO and CPU: 2 ranks on 2 busy cores (docs/results/link.md). H200: 2^28 elements
-# (docs/results/kernels_h200.md).
+# (docs/results/kernels_h200.md). Host times: medians of hooks, on an idle CPU (kernels_cpu.md), and
+# with an H200 at commit ea3d3f0 (the time that a hook adds to a step, minus the kernels).
 GLOO = Link(1.5e-3, per_byte=5e-10, gathered=0.7)
-CPU = Kernels(1.108e10, 9.773e9, 6.928e9, 1.094e10, 6.436e9)
-H200 = Kernels(4.280e12, 3.534e12, 3.754e12, 3.953e12, 4.020e12)
+CPU = Kernels(1.108e10, 9.773e9, 6.928e9, 1.094e10, 6.436e9, host=1e-4)
+H200 = Kernels(4.280e12, 3.534e12, 3.754e12, 3.953e12, 4.020e12, host=4.3e-4)
 SOURCES = {
     "cpu": "gloo and the cpp backend, measured on 2 busy cores of an AMD EPYC",
     "gpu": "the cuda backend, measured on an NVIDIA H200; the latency of NCCL is assumed",
@@ -87,12 +92,18 @@ def _gathered(link: Link) -> float:
     return 1 / (link.gathered * link.bandwidth) + link.per_byte
 
 
+BUCKET_BYTES = 25 * 2**20  # of float32 gradients, the default of DDP
 LARGEST = 2**31  # elements of a planned bucket; a payload must have fewer than 2^32 entries
 PERIOD = 10  # the default period of DCTAverager
 PACK_BYTES = 12  # per element: read and write the residual, read the gradient
 # Bytes per element that local steps move at a copy's speed. Before the exchange: subtract the base
 # from the weights (12). After it: add the mean to the base (12), copy the base to the weights (8).
 LOCAL_PACK_BYTES, LOCAL_UNPACK_BYTES = 12, 20
+
+
+def buckets(numel: int) -> int:
+    """The number of DDP's buckets of float32 gradients."""
+    return math.ceil(4 * numel / BUCKET_BYTES)
 
 
 class Method(NamedTuple):
@@ -171,7 +182,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model whose parameters are all in one bucket.
+    """A model, whose messages are those of one bucket.
 
     Attributes:
         numel: number of parameters.
@@ -206,6 +217,8 @@ class Model:
             after += LOCAL_UNPACK_BYTES * self.numel / copy
         else:
             wire = max(0.0, wire - self.overlap * self.compute)
+            if method.settings:
+                before += self.kernels.host * buckets(self.numel)
         return Step(self.compute, *(of / method.period for of in (before, wire, after, sent)))
 
     def shards_step(self, name: str, ranks: int, link: Link) -> Step:

@@ -9,7 +9,18 @@ from collections.abc import Sequence
 import torch
 
 from bench.cli import Parser, UsageError, density, exit_status, number, positive, several
-from bench.cost_model import CPU, H200, METHODS, SHARDS, SOURCES, Model, Step, link_of, methods_for
+from bench.cost_model import (
+    CPU,
+    H200,
+    METHODS,
+    SHARDS,
+    SOURCES,
+    Model,
+    Step,
+    buckets,
+    link_of,
+    methods_for,
+)
 from bench.rates import describe_rate, parse_rate
 from bench.tables import table, times
 
@@ -17,7 +28,7 @@ UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
 FASTER = 1.05  # methods whose times differ by a smaller factor count as equally fast
 # By default, the exchange of all DDP buckets except the last overlaps with the backward pass. The
 # backward pass is assumed to take this fraction of the compute. FSDP2 also overlaps the rest.
-BACKWARD, BUCKET_BYTES = 2 / 3, 25 * 2**20
+BACKWARD = 2 / 3
 
 DESCRIPTION = """\
 Predict the time of a training step with DDP (float32 and bfloat16 all-reduce, DCTState and
@@ -30,8 +41,8 @@ as long as DCTState. Exchanges inside a node are not included.
 
 The time of a step is compute + pack + wire + unpack. The formulas are in docs/design/measuring.md.
 Message sizes are from dct_parallel. All times are lower bounds: they assume that no message blocks
-another, no rank is slow, ranks do not share cores, and hooks need no host time. Times that differ
-by less than 5 % count as equal.
+another, no rank is slow, and ranks do not share cores. They include the measured host time of hooks
+of DDP, and no other host time. Times that differ by less than 5 % count as equal.
 """
 EPILOG = """\
 examples:
@@ -123,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or ("gpu" if torch.cuda.is_available() else "cpu")
     kernels = {"cpu": CPU, "gpu": H200}[device]
     compute = options.compute_ms / 1e3
-    hidden = 1 - 1 / math.ceil(4 * options.parameters / BUCKET_BYTES)
+    hidden = 1 - 1 / buckets(options.parameters)
     overlap = BACKWARD * hidden if options.overlap is None else options.overlap
     fsdp2_overlap = hidden if options.overlap is None else options.overlap
     model = Model(options.parameters, compute, kernels, options.density, overlap)

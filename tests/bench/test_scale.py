@@ -45,6 +45,14 @@ def test_step_time_is_the_sum_of_its_phases():
     assert step.seconds == step.compute + step.pack + step.wire + step.unpack
 
 
+def test_host_time_of_hooks():
+    for numel, buckets in ((10**6, 1), (6_750_000, 2)):  # 4 MB and 27 MB, in buckets of 25 MiB
+        for name, added in (("int4", 0.25 * buckets), ("dense", 0.0), ("local", 0.0)):
+            free, slow = (Model(numel, 0.5, FREE._replace(host=host)) for host in (0.0, 0.25))
+            more = slow.step(name, 2, Link(0.0)).seconds - free.step(name, 2, Link(0.0)).seconds
+            assert more == added, name
+
+
 def test_dense_formats_and_local_steps_by_hand():
     """1,000,000 elements fill 977 rows. A row has 544 bytes in int4 and 240 in ternary."""
     kernels = FREE._replace(copy=4e9, quantize=2e9, dequantize=1e9)
