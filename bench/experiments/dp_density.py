@@ -17,6 +17,9 @@ Methods:
     reduce_scatter:D%                   DCTState sends D % of the entries by a reduce-scatter
     int8, int4, ternary                 DCTState sends all entries in this format
     local:D%xH, local-FORMAT:xH         DCTAverager with period H
+    diloco:xH, diloco30:xH, diloco10:xH DiLoCo with period H and outer rate 0.7, 0.3 or 0.1
+    dion4, dion8, demo                  Dion at rank 1/4 or 1/8, with AdamW at 0.008 for all other
+                                        parameters, or DeMo (dp_peers.py says how to install them)
     ahead:D%                            DCTAverager(period=1, step_ahead=True)
     fsdp-WEIGHTS-GRADIENTS              compress_fully_shard; scored with unrounded weights
     fsdp1-FORMAT, zero2-FORMAT          FSDP1, or DeepSpeed's ZeRO 2, on the process group "dct", or
@@ -24,9 +27,10 @@ Methods:
 
 dct, int8, int4, ternary, local and ahead also accept the ending ",transport=reduce_scatter".
 
-fsdp1 and zero2 use a process for each rank. For all other methods, the ranks are simulated in one
-process. The results are bitwise equal to the results of real ranks. The bytes that a rank sends are
-computed from the message sizes. For fsdp1, they do not include the gathers of weights.
+fsdp1, zero2, dion and demo use a process for each rank. For all other methods, the ranks are
+simulated in one process. The results are bitwise equal to the results of real ranks. The bytes that
+a rank sends are computed from the message sizes. For fsdp1, they do not include the gathers of
+weights. For DeMo, they include positions of 64 bits.
 
 1. With several rates, each method is trained with each rate from seed 0. The best rate of a method
    has the lowest loss on the validation part.

@@ -1,5 +1,9 @@
-"""Trains on the process group "dct" with a process for each rank, for dp_density.py."""
+"""Trains with a process for each rank, for dp_density.py.
 
+FSDP1 and DeepSpeed's ZeRO 2 use the process group "dct". dp_peers.py has the other optimizers.
+"""
+
+import contextlib
 import copy
 import os
 import tempfile
@@ -13,15 +17,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from dct_parallel import process_group
 from dct_parallel.collectives import all_reduce_bytes
 
+from . import dp_peers
 from .dp_ranks import Counts
 
 FRAMEWORKS = ("fsdp1", "zero2")
 
 
 class Group(Counts):
-    """`framework`: one of FRAMEWORKS. `format`: of the process group, or "float32" for gloo."""
+    """`framework`: one of FRAMEWORKS, or the name of an optimizer of dp_peers.py.
 
-    def __init__(self, framework: str, format: str) -> None:
+    `format` is the format of the process group, or "float32" for gloo.
+    """
+
+    def __init__(self, framework: str, format: str = "float32") -> None:
         self.framework, self.format = framework, format
 
 
@@ -50,6 +58,9 @@ def train(
             cpu = torch.device("cpu")
             trained = FullyShardedDataParallel(trained, device_id=cpu, use_orig_params=True)
             optimizer, backward = optimizer_of(trained), Tensor.backward
+        elif group.framework in dp_peers.NAMES:
+            rate, backward = optimizer_of(trained).defaults["lr"], Tensor.backward
+            optimizer = dp_peers.optimizer(group.framework, trained, rate)
         else:
             import deepspeed
 
@@ -60,17 +71,19 @@ def train(
             trained, inner, *_ = deepspeed.initialize(None, trained, inner, config=config)
             trained.param_groups = inner.param_groups
             optimizer, backward = trained, trained.backward
-        update = update_of(optimizer)
+        update, traffic = update_of(optimizer), dp_peers.Traffic(len(batches))
         for step in range(steps):
             optimizer.zero_grad()
             loss = loss_of(trained, next(batches[rank]))
             backward(loss)
-            update(step)
+            with traffic if group.framework in dp_peers.NAMES else contextlib.nullcontext():
+                update(step)
             losses[rank, step] = loss.detach()
-        full = trained.state_dict() if group.framework == "fsdp1" else trained.module.state_dict()
+        full = (trained.module if group.framework == "zero2" else trained).state_dict()
         if rank == 0:
             model.load_state_dict(full)
-            sent.fill_(sum(each["sent_bytes"] for each in process_group.stats().values()))
+            compressed = sum(each["sent_bytes"] for each in process_group.stats().values())
+            sent.fill_(compressed + traffic.sent)
         dist.destroy_process_group()
 
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from dct_parallel.collectives import all_reduce_bytes
+
 from . import dp_ranks
 from .in_process import Buckets
 
@@ -45,7 +47,7 @@ class Local(dp_ranks.Counts):
     def average(self) -> None:
         """Average the changes of the weights since the last call."""
         changes = [self._flat(rank) - self.base - self.ahead[rank] for rank in range(self.ranks)]
-        self.base += self.exchange(self.buckets, changes)
+        self.base += self._update(changes)
         if self.step_ahead:
             self.ahead = [residual.clone() for residual in self.buckets.unsent()]
         for rank in range(self.ranks):
@@ -57,6 +59,9 @@ class Local(dp_ranks.Counts):
         for rank in range(self.ranks):
             self._set(rank, self.base)
 
+    def _update(self, changes: Sequence[Tensor]) -> Tensor:
+        return self.exchange(self.buckets, changes)
+
     def _flat(self, rank: int) -> Tensor:
         return torch.cat([weight.detach().flatten() for weight in self.weights[rank]])
 
@@ -64,6 +69,20 @@ class Local(dp_ranks.Counts):
     def _set(self, rank: int, flat: Tensor) -> None:
         for weight, part in zip(self.weights[rank], flat.split(self.sizes), strict=True):
             weight.copy_(part.view_as(weight))
+
+
+class DiLoCo(Local):
+    """DiLoCo (arXiv 2311.08105) with float32 all-reduces: Nesterov SGD applies the mean changes."""
+
+    def __init__(self, models: Sequence[nn.Module], period: int, outer_rate: float) -> None:
+        super().__init__(models, density=1, period=period)
+        self.outer_rate, self.momentum = outer_rate, torch.zeros_like(self.base)
+
+    def _update(self, changes: Sequence[Tensor]) -> Tensor:
+        mean = sum(changes) / self.ranks
+        self.sent += all_reduce_bytes(mean.nbytes, self.ranks)
+        self.momentum = 0.9 * self.momentum + mean
+        return self.outer_rate * (mean + 0.9 * self.momentum)
 
 
 def train(

@@ -9,7 +9,7 @@ import torch
 from dct_parallel import process_group
 from dct_parallel.exchange import quantized
 
-from . import dp_groups, dp_local, dp_ranks, dp_shards
+from . import dp_groups, dp_local, dp_peers, dp_ranks, dp_shards
 
 # {name: (suffix after a colon, method)}. In a suffix, D is a percentage and H a number of steps.
 METHODS: dict[str, tuple[str, partial]] = {
@@ -19,6 +19,8 @@ METHODS: dict[str, tuple[str, partial]] = {
     **{f"powersgd{n}": ("", partial(dp_ranks.PowerSGD, rank=n)) for n in (4, 8, 16)},
     "reduce_scatter": ("D%", partial(dp_ranks.DCT, transport="reduce_scatter")),
     "local": ("D%xH", partial(dp_local.Local)),
+    "diloco": ("xH", partial(dp_local.DiLoCo, outer_rate=0.7)),
+    **{f"diloco{n}": ("xH", partial(dp_local.DiLoCo, outer_rate=n / 100)) for n in (10, 30)},
     "ahead": ("D%", partial(dp_local.Local, period=1, step_ahead=True)),
 }
 for _format in quantized.QUANTIZED_FORMATS:
@@ -33,6 +35,8 @@ for _framework in dp_groups.FRAMEWORKS:
     for _format in ("float32", *process_group.FORMATS):
         _made = partial(dp_groups.Group, framework=_framework, format=_format)
         METHODS[f"{_framework}-{_format}"] = ("", _made)
+for _name in dp_peers.NAMES:
+    METHODS[_name] = ("", partial(dp_groups.Group, framework=_name))
 TRANSPORT = ",transport=reduce_scatter"  # suffix for methods that take a transport
 
 
@@ -65,7 +69,7 @@ def method(name: str) -> partial:
 
 
 def is_local(made: partial) -> bool:
-    return made.func is dp_local.Local
+    return issubclass(made.func, dp_local.Local)
 
 
 def named(name: str) -> str:

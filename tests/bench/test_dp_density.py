@@ -1,10 +1,13 @@
 """experiments.dp_density: simulated ranks give the weights of real ranks."""
 
 import itertools
+import sys
+import types
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -166,3 +169,47 @@ def test_process_groups_train_like_simulated_ranks(one_thread):
         assert group.sent == pytest.approx(
             STEPS * numel * {"float32": 2, "int8": 0.516}[format], 0.01
         )
+
+
+@torch.no_grad()
+def test_diloco_is_nesterov_sgd_on_the_mean_change():
+    models = [nn.Linear(4, 3) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    diloco = dp_methods.method("diloco:x5")(models)
+    weights = [weight.clone() for weight in models[0].parameters()]
+    outer = torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        for model in models:
+            for weight, own in zip(weights, model.parameters(), strict=True):
+                own += torch.randn_like(own)
+                weight.grad += (weight - own) / len(models)
+        outer.step()
+        diloco.average()
+        for model in models:
+            for weight, own in zip(weights, model.parameters(), strict=True):
+                torch.testing.assert_close(own, weight)
+    assert diloco.sent == 3 * 2 * 2 * 15 * 4 // 3  # all-reduces of 15 weights
+
+
+class SumsGradients(torch.optim.SGD):
+    """An optimizer that exchanges gradients by itself, as those of dp_peers do."""
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        super().step()
+
+
+def test_optimizers_that_exchange_data_themselves(one_thread, monkeypatch):
+    monkeypatch.setitem(sys.modules, "demo", types.SimpleNamespace(DeMo=SumsGradients))
+    task, group = Task(32), dp_methods.method("demo")()
+    model, batches = task.model(0), [task.batches(0, rank, 2) for rank in range(2)]
+    updates = _optimizer, lambda optimizer: lambda step: optimizer.step()
+    assert len(list(dp_groups.train(model, task.loss, batches, group, *updates, STEPS))) == STEPS
+    for name, weight in _simulated(task, dp_methods.method("dense"), 2).items():
+        torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=1e-6)
+    assert group.sent == STEPS * sum(weight.nbytes for weight in model.parameters())
