@@ -56,8 +56,8 @@ LINK = "bench/results/2026-11-28-cpu"
 SOURCES = [
     ("text_python.md", "FSDP2 between shards, and PowerSGD, 3,000 steps", "-0.0006 ± 0.0012"),
     ("text_python.md", "Longer warm-ups", "+0.0014 ± 0.0003"),
-    ("paper.md", None, "+0.0006 ± 0.0003"),
-    ("thresholds.md", "DLRM on 300,000 generated rows, row-wise AdaGrad", "+0.0011 ± 0.0004"),
+    ("thresholds.md", "DLRM, one pass over a million generated rows", "-0.0007 ± 0.0001"),
+    ("thresholds.md", "DLRM, one pass over a million generated rows", "+0.0004 ± 0.0005"),
     ("text_python.md", "FSDP2 between shards, and PowerSGD, 3,000 steps", "-0.0015 ± 0.0023"),
     ("rows.md", "TorchRec's row-wise tables", "+0.0001 ± 0.0003 | +0.0011"),
     ("text_python.md", "Longer warm-ups", "+0.0146 ± 0.0036"),
