@@ -42,7 +42,8 @@ as long as DCTState. Exchanges inside a node are not included.
 The time of a step is compute + pack + wire + unpack. The formulas are in docs/design/measuring.md.
 Message sizes are from dct_parallel. All times are lower bounds: they assume that no message blocks
 another, no rank is slow, and ranks do not share cores. They include the measured host time of hooks
-of DDP, and no other host time. Times that differ by less than 5 % count as equal.
+of DDP (on a GPU, of an earlier version), and no other host time. Times that differ by less than 5 %
+count as equal.
 """
 EPILOG = """\
 examples:
