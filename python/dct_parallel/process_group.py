@@ -190,8 +190,10 @@ def _method(collective: str, name: str) -> Any:
 
 
 # Without these attributes, torch would hold the GIL while it adds the call to gloo's queue. gloo's
-# threads wait for the GIL while they hold the lock of the queue, so ranks could hang.
-_UNCHANGED = ("broadcast", "barrier", "send", "recv", "all_to_all_single", "alltoall_base")
+# threads wait for the GIL while they hold the lock of the queue, so ranks could hang. These are all
+# methods of torch's PyProcessGroup.hpp that this class does not change, up to torch 2.14.
+_UNCHANGED = ("broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv")
+_UNCHANGED += ("recv_anysource", "alltoall", "alltoall_base", "all_to_all_single")
 
 
 class DCTProcessGroup(dist.ProcessGroup):
@@ -236,8 +238,8 @@ class DCTProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = _method("all_gather", "allgather_into_tensor_coalesced")
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalescing = True  # NCCL's coalescing would not wait for compressed calls
         self._dense._start_coalescing(device)
+        self._coalescing = True  # NCCL's coalescing would not wait for compressed calls
 
     def _end_coalescing(self, device: torch.device) -> Any:
         self._coalescing = False

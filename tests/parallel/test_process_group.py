@@ -226,9 +226,20 @@ def test_calls_run_in_the_order_of_issue(rank):
 def test_many_short_calls_do_not_hang(rank):
     """torch runs methods that Python does not override while it holds the GIL."""
     group = new_group()
-    for _ in range(1000):
-        dist.broadcast(torch.ones(1), 0, group)
-        dist.all_to_all_single(torch.empty(2), torch.ones(2), group=group)
+    one, two = torch.ones(1), [torch.ones(1), torch.ones(1)]
+    empty = [torch.empty(1), torch.empty(1)]
+    for call in (
+        lambda: dist.broadcast(one, 0, group),
+        lambda: dist.reduce(one, 0, group=group),
+        lambda: dist.gather(one, None if rank else empty, 0, group),
+        lambda: dist.scatter(one, two if rank == 0 else None, 0, group),
+        lambda: dist.all_to_all(empty, two, group),
+        lambda: dist.all_to_all_single(torch.empty(2), torch.ones(2), group=group),
+        lambda: dist.recv(one, group=group) if rank else dist.send(one, 1, group),
+        lambda: dist.barrier(group),
+    ):
+        for _ in range(1000):
+            call()
 
 
 def _default_group(rank):
