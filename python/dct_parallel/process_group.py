@@ -191,7 +191,7 @@ def _method(collective: str, name: str) -> Any:
 
 # Without these attributes, torch would hold the GIL while it adds the call to gloo's queue. gloo's
 # threads wait for the GIL while they hold the lock of the queue, so ranks could hang. These are all
-# methods of torch's PyProcessGroup.hpp that this class does not change, up to torch 2.14.
+# collectives of torch's PyProcessGroup.hpp that this class does not change, up to torch 2.14.
 _UNCHANGED = ["broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv"]
 _UNCHANGED += ["recv_anysource", "alltoall", "alltoall_base", "all_to_all_single"]
 

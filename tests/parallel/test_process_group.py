@@ -156,6 +156,8 @@ def test_everything_else_is_sent_unchanged(rank):
 @on_ranks(2)
 def test_coalesced_calls_compress_large_tensors_only(rank):
     group, given = new_group(format="int4"), [torch.linspace(0, 1, n) for n in (4096, 3, 2000)]
+    with pytest.raises(RuntimeError, match="startCoalescing"):  # gloo has none; nothing changes
+        group._start_coalescing(torch.device("cpu"))
     with dist._coalescing_manager(group, async_ops=True) as coalesced:
         for tensor in (tensors := [x.clone() for x in given]):
             dist.all_reduce(tensor, group=group)
@@ -224,7 +226,7 @@ def test_calls_run_in_the_order_of_issue(rank):
 
 @on_ranks(2)
 def test_many_short_calls_do_not_hang(rank):
-    """torch runs methods that Python does not override while it holds the GIL."""
+    """torch runs methods that Python does not override while it holds the GIL (2.14: all these)."""
     group = new_group()
     one, two = torch.ones(1), [torch.ones(1), torch.ones(1)]
     empty = [torch.empty(1), torch.empty(1)]
